@@ -31,25 +31,42 @@ from bench.workloads import WORKLOADS, Workload
 WAYS = ("off", "unused", "one", "all")
 
 
-def write_adapter(directory: Path, modules: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
+def write_adapter(
+    directory: Path, modules: dict[str, tuple[int, int]], rank: int, seed: int
+) -> None:
     """Random numbers in PEFT's format; `modules`: (in, out) features of each."""
     from safetensors.torch import save_file
 
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, (inputs, outputs) in modules.items():
         for which, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            tensors[f"base_model.model.{name}.lora_{which}.weight"] = (torch.randn(shape, generator=generator) * 0.02).bfloat16()
+            tensors[f"base_model.model.{name}.lora_{which}.weight"] = (
+                torch.randn(shape, generator=generator) * 0.02
+            ).bfloat16()
     directory.mkdir(parents=True)
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted({name.rpartition(".")[2] for name in modules})}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def measured(way: str, work: Workload, directory: Path, count: int, rank: int, overrides: dict[str, Any]) -> dict[str, Any]:
+def measured(
+    way: str, work: Workload, directory: Path, count: int, rank: int, overrides: dict[str, Any]
+) -> dict[str, Any]:
     """Run the workload one way, and return what `bench.adapters` prints of it."""
     from dovetail import LLM, LoRARequest, SamplingParams
 
-    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest, **overrides}
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_num_seqs": work.seqs,
+        "max_model_len": work.longest,
+        **overrides,
+    }
     if way != "off":
         settings["adapters"] = {"slots": count, "max_rank": rank}
     begun = time.perf_counter()
@@ -60,9 +77,19 @@ def measured(way: str, work: Workload, directory: Path, count: int, rank: int, o
             assert llm.engine.capacity.adapters is not None
             used = []
             for index in range(count if way == "all" else 1):
-                write_adapter(directory / f"adapter-{index}", dict(llm.engine.capacity.adapters.modules), rank, index)
-                used.append(LoRARequest(f"adapter-{index}", index + 1, str(directory / f"adapter-{index}")))
-        params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
+                write_adapter(
+                    directory / f"adapter-{index}",
+                    dict(llm.engine.capacity.adapters.modules),
+                    rank,
+                    index,
+                )
+                used.append(
+                    LoRARequest(f"adapter-{index}", index + 1, str(directory / f"adapter-{index}"))
+                )
+        params = [
+            SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out)
+            for _, out in work.lens
+        ]
         requests = [used[index % len(used)] for index in range(len(params))]
 
         def generate(prompts: list[list[int]]) -> int:
@@ -90,25 +117,49 @@ def measured(way: str, work: Workload, directory: Path, count: int, rank: int, o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", default="nano", choices=WORKLOADS)
-    parser.add_argument("--shape", choices=SHAPES, help="shape of the model, instead of the workload's")
-    parser.add_argument("--checkpoint", choices=QUANTIZED, help="format of weights, instead of bfloat16")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="shape of the model, instead of the workload's"
+    )
+    parser.add_argument(
+        "--checkpoint", choices=QUANTIZED, help="format of weights, instead of bfloat16"
+    )
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
-    work = WORKLOADS[args.workload] if args.shape is None else replace(WORKLOADS[args.workload], shape=args.shape)
+    work = (
+        WORKLOADS[args.workload]
+        if args.shape is None
+        else replace(WORKLOADS[args.workload], shape=args.shape)
+    )
     rows: list[dict[str, Any]] = []
     for way in args.ways:
         with tempfile.TemporaryDirectory() as directory:
             write_checkpoint(SHAPES[work.shape], Path(directory), args.checkpoint)
-            row = apart(measured, way, work, Path(directory), args.adapters, args.rank, settings_of(args.set))
+            row = apart(
+                measured,
+                way,
+                work,
+                Path(directory),
+                args.adapters,
+                args.rank,
+                settings_of(args.set),
+            )
         rows.append(row)
-        share = "" if len(rows) == 1 else f" ({100 * row['tok_s'] / rows[0]['tok_s']:.1f} % of {rows[0]['way']})"
+        share = (
+            ""
+            if len(rows) == 1
+            else f" ({100 * row['tok_s'] / rows[0]['tok_s']:.1f} % of {rows[0]['way']})"
+        )
         print(
             f"{work.shape} {args.workload} {way:>6}: {row['tok_s']:>9,.0f} tok/s{share}, {row['device_ms_a_step']:.3f} ms a step on the device, "
             f"start {row['start_s']:.1f} s, adapters {row['adapters']}, KV pool {row['kv_pool']}",

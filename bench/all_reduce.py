@@ -36,7 +36,9 @@ ROWS = (1, 4, 16, 64, 128, 256, 1024, 2048, 4096, 8192)
 MOST_OF_TORCH = 8 << 20  # bytes of a sum through torch's kernels
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # of the stream, this rank's part and the norm's weight
+Way = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], None
+]  # of the stream, this rank's part and the norm's weight
 
 
 def separate(all_reduce: Sum, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> None:
@@ -119,18 +121,29 @@ def right(way: Way, group: TorchGroup, rows: int, hidden: int) -> bool:
     """Return True if a stream of zeros gets the sum of the ranks' numbers, which are small integers."""
     x = torch.zeros((rows, hidden), dtype=torch.bfloat16, device=group.device)
     counting = torch.arange(rows * hidden, device=group.device).remainder(7).view(rows, hidden)
-    way(x, (counting + group.rank).bfloat16(), torch.ones(hidden, dtype=torch.bfloat16, device=group.device))
+    way(
+        x,
+        (counting + group.rank).bfloat16(),
+        torch.ones(hidden, dtype=torch.bfloat16, device=group.device),
+    )
     wanted = sum(counting + rank for rank in range(group.size))
     assert isinstance(wanted, torch.Tensor)
     return torch.equal(x, wanted.bfloat16())
 
 
-def of_rank(rank: int, size: int, kind: str, hidden: int, rows: tuple[int, ...], folder: str, out: str) -> None:
+def of_rank(
+    rank: int, size: int, kind: str, hidden: int, rows: tuple[int, ...], folder: str, out: str
+) -> None:
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    group, plain = (TorchGroup(rank, size, device, f"bench-{name}", f"{folder}/{name}", 60.0) for name in ("shared", "plain"))
-    group.reserve(max(rows) * hidden, 0, torch.bfloat16)  # the other one has its transport for everything
+    group, plain = (
+        TorchGroup(rank, size, device, f"bench-{name}", f"{folder}/{name}", 60.0)
+        for name in ("shared", "plain")
+    )
+    group.reserve(
+        max(rows) * hidden, 0, torch.bfloat16
+    )  # the other one has its transport for everything
     group.join()
     buffer = torchs_buffer(group, "bench-shared")
     print(f"rank {rank}: {group} {group.why_not_symmetric}", flush=True)
@@ -138,9 +151,17 @@ def of_rank(rank: int, size: int, kind: str, hidden: int, rows: tuple[int, ...],
     table = []
     for count in rows:
         numbers = count * hidden
-        ways: dict[str, Way] = {"no sum": partial(separate, no_sum), plain.transport: partial(separate, plain.all_reduce)}
+        ways: dict[str, Way] = {
+            "no sum": partial(separate, no_sum),
+            plain.transport: partial(separate, plain.all_reduce),
+        }
         if buffer is not None and numbers <= buffer.numel():
-            ways |= {f"{shots}-shot": partial(separate, partial(torch_shot, shots, buffer, "bench-shared")) for shots in ("one", "two")}
+            ways |= {
+                f"{shots}-shot": partial(
+                    separate, partial(torch_shot, shots, buffer, "bench-shared")
+                )
+                for shots in ("one", "two")
+            }
         if group.shares is not None and 2 * numbers <= group.shares.most_exchanged:
             ways["exchange"] = partial(separate, partial(exchange, group))
         if group.shares is not None and numbers <= group.shares.numbers:
@@ -154,7 +175,10 @@ def of_rank(rank: int, size: int, kind: str, hidden: int, rows: tuple[int, ...],
             row[name] = microseconds(partial(way, x.zero_(), part, weight), device)
         table.append(row)
         if rank == 0:
-            cells = (f"{name} {value:7.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+            cells = (
+                f"{name} {value:7.1f}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in row.items()
+            )
             print(" | ".join(cells), flush=True)
     if rank == 0 and out:
         Path(out).write_text(json.dumps(table, indent=1))
@@ -163,7 +187,9 @@ def of_rank(rank: int, size: int, kind: str, hidden: int, rows: tuple[int, ...],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--hidden", type=int, default=4096)
@@ -171,13 +197,19 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", default="")
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.size:
-        raise SystemExit(f"--size {args.size} needs as many GPUs, and torch {torch.__version__} sees {torch.cuda.device_count()}")
+        raise SystemExit(
+            f"--size {args.size} needs as many GPUs, and torch {torch.__version__} sees {torch.cuda.device_count()}"
+        )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("shared", "plain"):
             (Path(folder) / name).touch()
-        multiprocessing.spawn(of_rank, (args.size, args.device, args.hidden, tuple(args.rows), folder, args.json), nprocs=args.size)
+        multiprocessing.spawn(
+            of_rank,
+            (args.size, args.device, args.hidden, tuple(args.rows), folder, args.json),
+            nprocs=args.size,
+        )
 
 
 if __name__ == "__main__":

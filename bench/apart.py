@@ -24,7 +24,9 @@ def apart(function: Callable[..., T], *args: Any) -> T:
         result: T = receiver.recv()
     except EOFError:
         process.join()
-        raise SystemExit(f"{function.__name__} ended with status {process.exitcode}, and no result") from None
+        raise SystemExit(
+            f"{function.__name__} ended with status {process.exitcode}, and no result"
+        ) from None
     except BaseException:
         process.terminate()
         raise

@@ -55,13 +55,26 @@ class Model:
     def __str__(self) -> str:
         window = f" window {self.window}" if self.window else ""
         cache = f" over {self.cache_dtype}" if self.cache_dtype else ""
-        kind = (" sinks" if self.sinks else "") + (" softcap" if self.softcap else "") + (" latent" if self.v_in_k else "")
+        kind = (
+            (" sinks" if self.sinks else "")
+            + (" softcap" if self.softcap else "")
+            + (" latent" if self.v_in_k else "")
+        )
         return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}{cache}, block {self.block_size}{window}{kind}"
 
     def spec(self, index: int) -> LayerSpec:
         latent = self.v_in_k is not None
         return LayerSpec(
-            index, self.heads, self.kv_heads, self.head_size, self.head_size**-0.5, self.window, self.sinks, self.softcap, latent, self.v_in_k
+            index,
+            self.heads,
+            self.kv_heads,
+            self.head_size,
+            self.head_size**-0.5,
+            self.window,
+            self.sinks,
+            self.softcap,
+            latent,
+            self.v_in_k,
         )
 
     @property
@@ -86,12 +99,20 @@ class Load:
 
     def seen(self, window: int | None) -> int:
         """Number of (query, key) pairs."""
-        last = np.concatenate([np.arange(n - q, n) for n, q in zip(self.lens, self.queries, strict=True)]) + 1
+        last = (
+            np.concatenate(
+                [np.arange(n - q, n) for n, q in zip(self.lens, self.queries, strict=True)]
+            )
+            + 1
+        )
         return int(np.minimum(last, window or last.max()).sum())
 
     def tokens(self, window: int | None) -> int:
         """Number of tokens whose K and V must be read at least once."""
-        kept = [min(n, window + q - 1) if window else n for n, q in zip(self.lens, self.queries, strict=True)]
+        kept = [
+            min(n, window + q - 1) if window else n
+            for n, q in zip(self.lens, self.queries, strict=True)
+        ]
         return sum(kept) - self.shared * (len(self.lens) - 1)
 
 
@@ -124,11 +145,30 @@ DECODE_MODELS = (
     Model(window=512),
 )
 KINDS = {  # decode and prefill
-    "latent": (Model(20, 1, 576, v_in_k=512), Model(16, 1, 576, v_in_k=512), Model(128, 1, 576, v_in_k=512)),
-    "sinks": (Model(64, 8, 64), Model(64, 8, 64, sinks=True), Model(64, 8, 64, sinks=True, window=128)),
-    "softcap": (Model(16, 8, 256), Model(16, 8, 256, softcap=50.0), Model(32, 16, 128, softcap=50.0, window=4096)),
+    "latent": (
+        Model(20, 1, 576, v_in_k=512),
+        Model(16, 1, 576, v_in_k=512),
+        Model(128, 1, 576, v_in_k=512),
+    ),
+    "sinks": (
+        Model(64, 8, 64),
+        Model(64, 8, 64, sinks=True),
+        Model(64, 8, 64, sinks=True, window=128),
+    ),
+    "softcap": (
+        Model(16, 8, 256),
+        Model(16, 8, 256, softcap=50.0),
+        Model(32, 16, 128, softcap=50.0, window=4096),
+    ),
 }
-PREFILL_MODELS = (Model(32, 8), Model(32, 8, block_size=256), Model(32, 8, 64), Model(32, 8, 256), Model(16, 16), Model(32, 8, window=1024))
+PREFILL_MODELS = (
+    Model(32, 8),
+    Model(32, 8, block_size=256),
+    Model(32, 8, 64),
+    Model(32, 8, 256),
+    Model(16, 16),
+    Model(32, 8, window=1024),
+)
 
 
 def median_seconds(run: Callable[[], object]) -> float:
@@ -137,7 +177,10 @@ def median_seconds(run: Callable[[], object]) -> float:
     while time.perf_counter() - started < WARM_UP_S:
         run()
         torch.cuda.synchronize()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(REPEATS)
+    ]
     for begin, end in events:
         begin.record()
         run()
@@ -161,22 +204,36 @@ class Bench:
         blocks_of_row = [-(-n // model.block_size) for n in load.lens]
         num_blocks = sum(blocks_of_row)
         num_layers = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
-        self.backend = TritonAttention(NoOptions(), AttentionContext("cuda", model.dtype, model.block_size, model.cache_dtype))
+        self.backend = TritonAttention(
+            NoOptions(), AttentionContext("cuda", model.dtype, model.block_size, model.cache_dtype)
+        )
         self.tilings = self.backend.tilings  # what an engine uses on this GPU
         self.layers = [self.backend.make_layer(model.spec(i)) for i in range(num_layers)]
         for layer in self.layers:
             if model.sinks:
-                layer.bind_sinks(torch.zeros(model.heads, dtype=getattr(torch, model.dtype), device=DEVICE))
-            layer.kv_scales = KVScales(*(torch.tensor(0.05, device=DEVICE) for _ in range(2))) if model.cache_dtype else None
+                layer.bind_sinks(
+                    torch.zeros(model.heads, dtype=getattr(torch, model.dtype), device=DEVICE)
+                )
+            layer.kv_scales = (
+                KVScales(*(torch.tensor(0.05, device=DEVICE) for _ in range(2)))
+                if model.cache_dtype
+                else None
+            )
         bind_layers(self.backend, self.layers, num_blocks)
         self.waste_slot = num_blocks * model.block_size
         self.labels = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
         self.table = np.zeros((len(load.lens), max(blocks_of_row)), np.int32)
-        for row, (count, end) in enumerate(zip(blocks_of_row, np.cumsum(blocks_of_row), strict=True)):
+        for row, (count, end) in enumerate(
+            zip(blocks_of_row, np.cumsum(blocks_of_row), strict=True)
+        ):
             self.table[row, :count] = self.labels[end - count : end]
-        self.table[:, : load.shared // model.block_size] = self.table[0, : load.shared // model.block_size]
+        self.table[:, : load.shared // model.block_size] = self.table[
+            0, : load.shared // model.block_size
+        ]
         dtype = getattr(torch, model.dtype)
-        self.q = torch.randn(sum(load.queries), model.heads, model.head_size, dtype=dtype, device=DEVICE)
+        self.q = torch.randn(
+            sum(load.queries), model.heads, model.head_size, dtype=dtype, device=DEVICE
+        )
         self._fill(num_blocks * model.block_size, dtype)
         self.use(self.tilings)
 
@@ -186,8 +243,19 @@ class Bench:
         self.backend.prepare(1, piece, self.model.block_size)
         for start in range(0, num_slots, piece):
             slots = torch.arange(start, min(start + piece, num_slots), device=DEVICE)
-            self.backend.plan(self._batch(np.zeros((1, 1), np.int32), [len(slots)], [len(slots)], slots, 0))
-            k, v = (torch.randn(len(slots), self.model.kv_heads, self.model.head_size, dtype=dtype, device=DEVICE) for _ in range(2))
+            self.backend.plan(
+                self._batch(np.zeros((1, 1), np.int32), [len(slots)], [len(slots)], slots, 0)
+            )
+            k, v = (
+                torch.randn(
+                    len(slots),
+                    self.model.kv_heads,
+                    self.model.head_size,
+                    dtype=dtype,
+                    device=DEVICE,
+                )
+                for _ in range(2)
+            )
             for layer in self.layers:
                 layer.write(k, None if self.model.v_in_k else v)
 
@@ -195,16 +263,39 @@ class Bench:
         """Plan the load with such tilings."""
         self.backend.tilings = tilings
         self.backend.prepare(len(self.load.lens), sum(self.load.queries), MAX_LEN)
-        slots = torch.full((sum(self.load.queries),), self.waste_slot, dtype=torch.int64, device=DEVICE)
-        self.batch = self._batch(self.table, list(self.load.lens), list(self.load.queries), slots, self.load.shared // self.model.block_size)
+        slots = torch.full(
+            (sum(self.load.queries),), self.waste_slot, dtype=torch.int64, device=DEVICE
+        )
+        self.batch = self._batch(
+            self.table,
+            list(self.load.lens),
+            list(self.load.queries),
+            slots,
+            self.load.shared // self.model.block_size,
+        )
         self.backend.plan(self.batch)
 
     @staticmethod
-    def _batch(table: np.ndarray, lens: list[int], queries: list[int], slots: torch.Tensor, shared: int) -> AttentionBatch:
+    def _batch(
+        table: np.ndarray, lens: list[int], queries: list[int], slots: torch.Tensor, shared: int
+    ) -> AttentionBatch:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=DEVICE)
         host_queries, host_lens = np.array(queries, np.int32), np.array(lens, np.int32)
-        device_lens, device_table = torch.from_numpy(host_lens).to(DEVICE), torch.from_numpy(table).to(DEVICE)
-        return AttentionBatch(len(lens), sum(queries), starts, device_lens, (device_table[None],), (slots[None],), host_queries, host_lens, shared)
+        device_lens, device_table = (
+            torch.from_numpy(host_lens).to(DEVICE),
+            torch.from_numpy(table).to(DEVICE),
+        )
+        return AttentionBatch(
+            len(lens),
+            sum(queries),
+            starts,
+            device_lens,
+            (device_table[None],),
+            (slots[None],),
+            host_queries,
+            host_lens,
+            shared,
+        )
 
     def attend(self) -> None:
         for layer in self.layers:
@@ -249,7 +340,10 @@ def flash_decode_seconds(model: Model, load: Load) -> float | None:
     dtype = getattr(torch, model.dtype)
     copies = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
     shape = (sum(blocks), 256, model.kv_heads, model.head_size)
-    caches = [tuple(torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2)) for _ in range(copies)]
+    caches = [
+        tuple(torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2))
+        for _ in range(copies)
+    ]
     table = torch.zeros((len(blocks), max(blocks)), dtype=torch.int32, device=DEVICE)
     order = torch.randperm(sum(blocks), dtype=torch.int32, device=DEVICE)
     for row, (count, end) in enumerate(zip(blocks, itertools.accumulate(blocks), strict=True)):
@@ -277,12 +371,28 @@ def flash_prefill_seconds(model: Model, load: Load) -> float | None:
 
     dtype = getattr(torch, model.dtype)
     q = torch.randn(sum(load.queries), model.heads, model.head_size, dtype=dtype, device=DEVICE)
-    k, v = (torch.randn(sum(load.lens), model.kv_heads, model.head_size, dtype=dtype, device=DEVICE) for _ in range(2))
-    q_starts, k_starts = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=DEVICE) for n in (load.queries, load.lens))
+    k, v = (
+        torch.randn(sum(load.lens), model.kv_heads, model.head_size, dtype=dtype, device=DEVICE)
+        for _ in range(2)
+    )
+    q_starts, k_starts = (
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=DEVICE)
+        for n in (load.queries, load.lens)
+    )
     window = (model.window - 1, 0) if model.window else (-1, -1)
 
     def run() -> None:
-        flash_attn_varlen_func(q, k, v, q_starts, k_starts, max(load.queries), max(load.lens), causal=True, window_size=window)
+        flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            q_starts,
+            k_starts,
+            max(load.queries),
+            max(load.lens),
+            causal=True,
+            window_size=window,
+        )
 
     return median_seconds(run)
 
@@ -297,19 +407,26 @@ def flash_can(model: Model) -> bool:
     except ImportError:
         return False
     dtype = getattr(torch, model.dtype)
-    q, k, v = (torch.randn(1, 64, heads, model.head_size, dtype=dtype, device=DEVICE) for heads in (model.heads, model.kv_heads, model.kv_heads))
+    q, k, v = (
+        torch.randn(1, 64, heads, model.head_size, dtype=dtype, device=DEVICE)
+        for heads in (model.heads, model.kv_heads, model.kv_heads)
+    )
     try:
         out = flash_attn_func(q, k, v, causal=True).transpose(1, 2)
     except RuntimeError:
         return False
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     return bool((out - expected).abs().max() < 0.1)
 
 
 def decode_table(bandwidth: float, cache_dtype: str | None, models: Sequence[Model]) -> None:
     print(f"\ndecode: K and V read, TB/s (device copy: {bandwidth / 1e12:.2f})")
-    print(f"{'model':52} {'load':28} {'us':>8} {'TB/s':>6} {'of copy':>8} {'plan us':>8} {'flash-attn':>11}")
+    print(
+        f"{'model':52} {'load':28} {'us':>8} {'TB/s':>6} {'of copy':>8} {'plan us':>8} {'flash-attn':>11}"
+    )
     for model in models:
         for load in DECODES if model == Model() else DECODES[:3]:
             bench = Bench(replace(model, cache_dtype=cache_dtype), load)
@@ -335,19 +452,25 @@ def prefill_table(cache_dtype: str | None, models: Sequence[Model]) -> None:
 
 
 def decode_candidates() -> Iterator[DecodeTiling]:
-    for keys, warps, stages, all_warps in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4), (4, 8, 12, 16)):
+    for keys, warps, stages, all_warps in itertools.product(
+        (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4), (4, 8, 12, 16)
+    ):
         if all_warps % warps == 0:
             yield DecodeTiling(keys, warps, stages, all_warps // warps)
 
 
 def prefill_candidates() -> Iterator[PrefillTiling]:
-    for queries, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+    for queries, keys, warps, stages in itertools.product(
+        (64, 128), (32, 64, 128), (4, 8), (2, 3, 4)
+    ):
         yield PrefillTiling(queries, keys, warps, stages)
     for keys, stages in itertools.product((64, 128), (2, 3, 4)):
         yield PrefillTiling(128, keys, 4, stages, loads_apart=True)
 
 
-def tune(model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator[PrefillTiling]) -> list[tuple[float, DecodeTiling | PrefillTiling]]:
+def tune(
+    model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator[PrefillTiling]
+) -> list[tuple[float, DecodeTiling | PrefillTiling]]:
     """Return every candidate that fits the device with its seconds, fastest first."""
     bench = Bench(model, load)
     [usual] = bench.backend.planned.schedules.values()
@@ -376,21 +499,33 @@ def tuning_table(decode: bool, cache_dtype: str | None, models: Sequence[Model])
     for model in models:
         for load in DECODES[:3] if decode else PREFILLS:
             print(f"\n{model}, {load.name}")
-            for seconds, tiling in tune(replace(model, cache_dtype=cache_dtype), load, decode_candidates() if decode else prefill_candidates())[:10]:
+            for seconds, tiling in tune(
+                replace(model, cache_dtype=cache_dtype),
+                load,
+                decode_candidates() if decode else prefill_candidates(),
+            )[:10]:
                 print(f"  {seconds * 1e6:9.1f} us  {tiling}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["decode", "prefill"])
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--fp8", dest="cache_dtype", action="store_const", const=FP8, help="K and V in FP8")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="layers of these kinds instead of plain ones")
+    parser.add_argument(
+        "--fp8", dest="cache_dtype", action="store_const", const=FP8, help="K and V in FP8"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, help="layers of these kinds instead of plain ones"
+    )
     args = parser.parse_args()
     of_kinds = [model for kind in args.kinds or () for model in KINDS[kind]]
     require_gpu()
     bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s"
+    )
     for what in ("decode", "prefill") if args.only is None else (args.only,):
         models = of_kinds or (DECODE_MODELS if what == "decode" else PREFILL_MODELS)
         if args.tune:

@@ -50,7 +50,10 @@ def generated(config: Mapping[str, Any], work: Workload) -> list[float]:
     """Return the seconds of `LLM.generate` for the workload, per run, after an uncounted one."""
     from dovetail import LLM, SamplingParams
 
-    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, seed=row) for row, (_, out) in enumerate(work.lens)]
+    params = [
+        SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, seed=row)
+        for row, (_, out) in enumerate(work.lens)
+    ]
     times = []
     with LLM(**config) as llm:
         for run in range(RUNS + 1):
@@ -69,11 +72,24 @@ def batched(config: Mapping[str, Any], work: Workload, directory: Path, run: int
     rows = zip(work.prompts(seed=run), work.lens, strict=True)
     with (directory / f"{run}.jsonl").open("w") as file:
         for row, (prompt, (_, out)) in enumerate(rows):
-            file.write(json.dumps({"id": row, "token_ids": prompt, "sampling": {"max_tokens": out, "seed": row}}) + "\n")
-    job = written_job(directory, f"{run}.jsonl", f"answers-{run}", config, {"temperature": work.temperature, "ignore_eos": True})
+            file.write(
+                json.dumps(
+                    {"id": row, "token_ids": prompt, "sampling": {"max_tokens": out, "seed": row}}
+                )
+                + "\n"
+            )
+    job = written_job(
+        directory,
+        f"{run}.jsonl",
+        f"answers-{run}",
+        config,
+        {"temperature": work.temperature, "ignore_eos": True},
+    )
     summary = run_job(load_plan(str(job)))
     if (summary.failed, summary.output_tokens) != (0, work.output_tokens):
-        raise SystemExit(f"{summary.output_tokens} tokens were generated, not {work.output_tokens}: {summary.failures}")
+        raise SystemExit(
+            f"{summary.output_tokens} tokens were generated, not {work.output_tokens}: {summary.failures}"
+        )
     return summary.seconds
 
 
@@ -81,7 +97,11 @@ def speed(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if args.workload is None:
-            work = Workload("demo", tuple((random.Random(row).randint(4, 64), args.tokens) for row in range(args.rows)), max_id=1000)
+            work = Workload(
+                "demo",
+                tuple((random.Random(row).randint(4, 64), args.tokens) for row in range(args.rows)),
+                max_id=1000,
+            )
             config: dict[str, Any] = {"model": "demo"}
         else:
             from bench.limits import require_gpu
@@ -90,21 +110,40 @@ def speed(args: argparse.Namespace) -> None:
             require_gpu()
             work = WORKLOADS[args.workload]
             write_checkpoint(SHAPES[work.shape], directory / "model")
-            config = {"model": str(directory / "model"), "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs}
+            config = {
+                "model": str(directory / "model"),
+                "load_format": "dummy",
+                "dtype": "bfloat16",
+                "max_num_seqs": work.seqs,
+            }
             config["max_model_len"] = work.longest
         jobs = [apart(batched, config, work, directory, run) for run in range(1, RUNS + 1)]
         calls = apart(generated, config, work)
-    rates = {name: work.output_tokens / statistics.median(times) for name, times in (("LLM.generate", calls), ("dovetail batch run", jobs))}
+    rates = {
+        name: work.output_tokens / statistics.median(times)
+        for name, times in (("LLM.generate", calls), ("dovetail batch run", jobs))
+    }
     for name, times in (("LLM.generate", calls), ("dovetail batch run", jobs)):
-        print(f"{name:>20} {rates[name]:>9,.0f} tok/s   {'  '.join(f'{one:.3f}' for one in times)} s")
+        print(
+            f"{name:>20} {rates[name]:>9,.0f} tok/s   {'  '.join(f'{one:.3f}' for one in times)} s"
+        )
     print(f"{rates['dovetail batch run'] / rates['LLM.generate']:.1%} of LLM.generate's")
 
 
 # Kills
 
 
-def command(job: Path, environment: Mapping[str, str], stdout: int | None = None, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "dovetail", "batch", "run", str(job), *options], env=environment, stdout=stdout)
+def command(
+    job: Path,
+    environment: Mapping[str, str],
+    stdout: int | None = None,
+    options: Sequence[str] = (),
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dovetail", "batch", "run", str(job), *options],
+        env=environment,
+        stdout=stdout,
+    )
 
 
 def verdict(answers: Path, rows: int, tokens: int) -> Counter[str]:
@@ -116,7 +155,11 @@ def verdict(answers: Path, rows: int, tokens: int) -> Counter[str]:
             answer = json.loads(line)
             times[answer["row"]] += 1
             right = answer_ids(answer["row"], np.arange(tokens)).tolist()
-            found["wrong"] += answer["id"] != str(answer["row"]) or not answer["outputs"] or answer["outputs"][0]["token_ids"] != right
+            found["wrong"] += (
+                answer["id"] != str(answer["row"])
+                or not answer["outputs"]
+                or answer["outputs"][0]["token_ids"] != right
+            )
     found["lost"] = rows - len(times)
     found["doubled"] = sum(times.values()) - len(times)
     return found
@@ -127,11 +170,18 @@ def killed(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         environment = installed_in(directory / "site")
-        cluster = stack.enter_context(RayCluster(environment, args.engines)) if args.on == "ray" else None
+        cluster = (
+            stack.enter_context(RayCluster(environment, args.engines)) if args.on == "ray" else None
+        )
         options = ["--on", "ray", "--address", cluster.address] if cluster is not None else []
         with (directory / "rows.jsonl").open("w") as file:
             for row in range(1, args.rows + 1):
-                file.write(json.dumps({"id": row, "prompt": f"Row {row} of them", "sampling": {"seed": row}}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"id": row, "prompt": f"Row {row} of them", "sampling": {"seed": row}}
+                    )
+                    + "\n"
+                )
         config = {"model": "demo", "executor": {"name": "toy", "step_s": args.step_s}}
         sampling = {"max_tokens": args.tokens, "ignore_eos": True}
 
@@ -144,7 +194,10 @@ def killed(args: argparse.Namespace) -> None:
             raise SystemExit(f"the undisturbed job has failed: {told}")
         start = alone - float(computing[1])
         right = dict(verdict(directory / "undisturbed", args.rows, args.tokens))
-        print(f"undisturbed: {args.rows:,} rows in {alone:.1f} s, of which {start:.1f} s until the engine was ready; {right}", flush=True)
+        print(
+            f"undisturbed: {args.rows:,} rows in {alone:.1f} s, of which {start:.1f} s until the engine was ready; {right}",
+            flush=True,
+        )
 
         job = written_job(directory, "rows.jsonl", "killed", config, sampling, args.engines)
         moments = [(rng.uniform(0, alone), "command") for _ in range(args.kills)]
@@ -165,9 +218,13 @@ def killed(args: argparse.Namespace) -> None:
                 process = command(job, environment, options=options)
         code = process.wait()
         took = time.perf_counter() - begun
-        print(f"with kills ({dict(kills)}): {took:.1f} s, exit code {code}; {dict(verdict(directory / 'killed', args.rows, args.tokens))}")
+        print(
+            f"with kills ({dict(kills)}): {took:.1f} s, exit code {code}; {dict(verdict(directory / 'killed', args.rows, args.tokens))}"
+        )
         less = took - kills["command"] * start
-        print(f"{took / alone:.3f} times as long; without the starts that the kills of the command cost, {less / alone:.3f}")
+        print(
+            f"{took / alone:.3f} times as long; without the starts that the kills of the command cost, {less / alone:.3f}"
+        )
 
 
 class RayCluster:
@@ -177,14 +234,38 @@ class RayCluster:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
-        ray = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", f"--num-cpus={cpus}"]
-        self._directory = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # or others would take it for the machine's own
-        options = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={RAY_STORE_BYTES}"]
+        ray = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            f"--num-cpus={cpus}",
+        ]
+        self._directory = tempfile.TemporaryDirectory(
+            prefix="ray-", ignore_cleanup_errors=True
+        )  # or others would take it for the machine's own
+        options = [
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+            f"--object-store-memory={RAY_STORE_BYTES}",
+        ]
         options.append(f"--temp-dir={self._directory.name}")
         environment = {**environment, "RAY_AUTH_MODE": "token"}
-        subprocess.run([*ray[:1], "get-auth-token", "--generate"], env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [*ray[:1], "get-auth-token", "--generate"],
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         self._process = subprocess.Popen(
-            [*ray, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            [*ray, *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         said = []
@@ -197,7 +278,9 @@ class RayCluster:
 
     def kill_engine(self, rng: random.Random) -> bool:
         """Kill the process of one engine. Return False if there is none."""
-        if engines := sorted(pid for pid in _descendants(self._process.pid) if b"BatchEngine" in _command_line(pid)):
+        if engines := sorted(
+            pid for pid in _descendants(self._process.pid) if b"BatchEngine" in _command_line(pid)
+        ):
             os.kill(rng.choice(engines), signal.SIGKILL)
         return bool(engines)
 
@@ -222,7 +305,9 @@ def _descendants(pid: int) -> list[int]:
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
             with suppress(OSError):
-                parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(directory.name)] = int(
+                    (directory / "stat").read_text().rpartition(")")[2].split()[1]
+                )
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
@@ -235,7 +320,14 @@ def _command_line(pid: int) -> bytes:
     return b""
 
 
-def written_job(directory: Path, rows: str, answers: str, config: Mapping[str, Any], sampling: Mapping[str, Any], engines: int = 1) -> Path:
+def written_job(
+    directory: Path,
+    rows: str,
+    answers: str,
+    config: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    engines: int = 1,
+) -> Path:
     """Write a job file, and return its path."""
     path = directory / f"{answers}.yaml"
     files = {"input": str(directory / rows), "output": str(directory / answers)}
@@ -245,7 +337,9 @@ def written_job(directory: Path, rows: str, answers: str, config: Mapping[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = parser.add_subparsers(required=True)
     fast = kinds.add_parser("speed")
     fast.add_argument("--workload", choices=WORKLOADS, help="on a GPU; without it the demo model")
@@ -257,13 +351,19 @@ def main() -> None:
     dying.add_argument("--kills", type=int, default=20)
     dying.add_argument("--on", choices=("ray",), help="where the engines run; default: here")
     dying.add_argument("--engines", type=int, default=1)
-    dying.add_argument("--worker-kills", type=int, default=0, help="with --on ray: kills of processes of engines")
+    dying.add_argument(
+        "--worker-kills", type=int, default=0, help="with --on ray: kills of processes of engines"
+    )
     dying.add_argument("--tokens", type=int, default=32)
-    dying.add_argument("--step-s", type=float, default=0.02, help="seconds per step of the fake device")
+    dying.add_argument(
+        "--step-s", type=float, default=0.02, help="seconds per step of the fake device"
+    )
     dying.add_argument("--seed", type=int, default=0)
     dying.set_defaults(run=killed)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing that was started is left
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that nothing that was started is left
     args.run(args)
 
 

@@ -77,7 +77,13 @@ SAMPLED = (
     RowSampling(seed=1),
     RowSampling(top_k=20, top_p=0.9, min_p=0.1),
     RowSampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, logprobs=5),
-    RowSampling(logit_bias=((5, 1.0),), allowed_token_ids=tuple(range(100)), bad_words=((1, 2), (3,)), min_tokens=20, stop_token_ids=(0,)),
+    RowSampling(
+        logit_bias=((5, 1.0),),
+        allowed_token_ids=tuple(range(100)),
+        bad_words=((1, 2), (3,)),
+        min_tokens=20,
+        stop_token_ids=(0,),
+    ),
 )
 
 
@@ -114,7 +120,9 @@ def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
             if head_size in (64, 128, 256):
                 yield Case(arch, dtype, head_size, window=512)
                 yield from (Case(arch, dtype, head_size, group=group) for group in (1, 8, 32))
-                yield from (Case(arch, dtype, head_size, block_size=block_size) for block_size in (8, 256))
+                yield from (
+                    Case(arch, dtype, head_size, block_size=block_size) for block_size in (8, 256)
+                )
 
 
 def compiled(case: Case) -> list[Compiled]:
@@ -130,15 +138,31 @@ def compiled(case: Case) -> list[Compiled]:
             if case.dtype != "float32" and case.arch >= FORMATS_FROM:
                 launch_formats(getattr(torch, case.dtype), case.arch)
         else:
-            launch_attention(case.dtype, case.head_size, case.group, case.block_size, case.window, case.brief, case.fp8)
+            launch_attention(
+                case.dtype,
+                case.head_size,
+                case.group,
+                case.block_size,
+                case.window,
+                case.brief,
+                case.fp8,
+            )
     return kernels
 
 
 def launch_attention(
-    dtype: str, head_size: int, group: int = 2, block_size: int = 16, window: int | None = None, brief: bool = False, fp8: bool = False
+    dtype: str,
+    head_size: int,
+    group: int = 2,
+    block_size: int = 16,
+    window: int | None = None,
+    brief: bool = False,
+    fp8: bool = False,
 ) -> None:
     """A step of decodes with a shared prefix and a prefill, launched and as a graph; and all other kernels of a cache."""
-    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size, "float8_e4m3fn" if fp8 else None))
+    backend = TritonAttention(
+        NoOptions(), AttentionContext("cpu", dtype, block_size, "float8_e4m3fn" if fp8 else None)
+    )
     heads = KV_HEADS * group
     layer = backend.make_layer(LayerSpec(0, heads, KV_HEADS, head_size, head_size**-0.5, window))
     layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if fp8 else None
@@ -146,19 +170,32 @@ def launch_attention(
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
     lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
     starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
-    table, slots = torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32), torch.full((1, tokens), 4 * block_size)
+    table, slots = (
+        torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32),
+        torch.full((1, tokens), 4 * block_size),
+    )
     on_device = torch.from_numpy(starts), torch.from_numpy(lens), (table,), (slots,)
     fused = torch.zeros(tokens, heads + 2 * KV_HEADS, head_size, dtype=backend.dtype)
     q, k, v = fused.split([heads, KV_HEADS, KV_HEADS], dim=1)
     shared = 1024 // block_size
-    for mixed_graph, shared_blocks in [(False, shared)] if brief else product((False, True), (0, shared)):
-        backend.plan(AttentionBatch(21, tokens, *on_device, queries, lens, shared_blocks, mixed_graph))
+    for mixed_graph, shared_blocks in (
+        [(False, shared)] if brief else product((False, True), (0, shared))
+    ):
+        backend.plan(
+            AttentionBatch(21, tokens, *on_device, queries, lens, shared_blocks, mixed_graph)
+        )
         layer.attend(q)
     layer.write(k, v)
     if brief:
         return
     qkv.norm_turn_write(
-        fused, KV_HEADS, fused.new_zeros((heads + KV_HEADS) * head_size), 1e-6, torch.zeros(64, head_size), slots[0], layer.cache_for_fused_write()
+        fused,
+        KV_HEADS,
+        fused.new_zeros((heads + KV_HEADS) * head_size),
+        1e-6,
+        torch.zeros(64, head_size),
+        slots[0],
+        layer.cache_for_fused_write(),
     )
     qkv.norm_turn_write(fused, KV_HEADS, None, 0.0, torch.zeros(64, head_size), slots[0], None)
 
@@ -180,8 +217,18 @@ def launch_layers(dtype: torch.dtype) -> None:
         state = RowState(4, 64, KVLayout((CacheGroup((0,), 16),), 1, "none"), torch.device("cpu"))
         rows = torch.arange(4)
         lines = Lines(rows, torch.zeros(4, dtype=torch.int32))
-        decode_rows_kernels.append(state, lines, *decode_rows_kernels.last_tokens(state, lines)[::-1], x[:4])
-        slots_kernel.put_slots(rows, state.tables, torch.ones(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), 4, 0, state.row_width)
+        decode_rows_kernels.append(
+            state, lines, *decode_rows_kernels.last_tokens(state, lines)[::-1], x[:4]
+        )
+        slots_kernel.put_slots(
+            rows,
+            state.tables,
+            torch.ones(1, dtype=torch.int64),
+            torch.zeros(1, 4, dtype=torch.int64),
+            4,
+            0,
+            state.row_width,
+        )
         if dtype != torch.float32:
             for rows_of_layer in ROWS:
                 _launch_linear(rows_of_layer, hidden, dtype)
@@ -194,7 +241,16 @@ def launch_experts(dtype: torch.dtype) -> None:
     down = Stored(torch.zeros(count, hidden, inner, dtype=dtype), inner)
     for tokens in (1, 20, SORTED_AT_ONCE // 2 + 1):
         ids, weights = routing.choose(torch.zeros(tokens, count), 2, normalize=True)
-        experts.experts(torch.zeros(tokens, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
+        experts.experts(
+            torch.zeros(tokens, hidden, dtype=dtype),
+            gate_up,
+            down,
+            None,
+            None,
+            "silu",
+            ids,
+            weights,
+        )
 
 
 def launch_adapters(dtype: torch.dtype) -> None:
@@ -204,7 +260,15 @@ def launch_adapters(dtype: torch.dtype) -> None:
     pieces = torch.zeros(hidden // width, 3, dtype=torch.int32)
     for tokens in (1, adapters.FEW_TOKENS, adapters.FEW_TOKENS + 1):
         x = torch.zeros(tokens, hidden, dtype=dtype)
-        adapters.add(x, x, a, b, pieces, width, adapters.sorted_tokens(torch.zeros(tokens, dtype=torch.int32), 3))
+        adapters.add(
+            x,
+            x,
+            a,
+            b,
+            pieces,
+            width,
+            adapters.sorted_tokens(torch.zeros(tokens, dtype=torch.int32), 3),
+        )
 
 
 def launch_experts_of_float8(dtype: torch.dtype) -> None:
@@ -212,20 +276,31 @@ def launch_experts_of_float8(dtype: torch.dtype) -> None:
     hidden, inner, count, many = HIDDEN[0], 128, 4, SORTED_AT_ONCE // 2
 
     def stored(outputs: int, inputs: int) -> Stored:
-        values, scales = torch.zeros(count, outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(count, outputs // 128, inputs // 128)
+        values, scales = (
+            torch.zeros(count, outputs, inputs).to(torch.float8_e4m3fn),
+            torch.zeros(count, outputs // 128, inputs // 128),
+        )
         return Stored(values, inputs, scales, None, 128, FLOAT8, True)
 
     gate_up, down = stored(2 * inner, hidden), stored(hidden, inner)
     ids, weights = torch.zeros(many + 1, 2, dtype=torch.int32), torch.zeros(many + 1, 2)
-    few_experts_float8.experts(torch.zeros(1, hidden, dtype=dtype), gate_up, down, ids[:1], weights[:1])
-    experts.experts(torch.zeros(many + 1, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
+    few_experts_float8.experts(
+        torch.zeros(1, hidden, dtype=dtype), gate_up, down, ids[:1], weights[:1]
+    )
+    experts.experts(
+        torch.zeros(many + 1, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights
+    )
 
 
 def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
     """A recurrent layer without its projections: a step of single tokens, one of a prefill, too, and one with drafts, which are accepted."""
     bound = bind_states([shape.spec(0)], 2, dtype, max_lines=8)
     state, is_delta = bound.layers[0], isinstance(shape, DeltaShape)
-    heads, size = (shape.v_heads, shape.v_size) if isinstance(shape, DeltaShape) else (shape.heads, shape.head_size)
+    heads, size = (
+        (shape.v_heads, shape.v_size)
+        if isinstance(shape, DeltaShape)
+        else (shape.heads, shape.head_size)
+    )
     gates, weight = torch.zeros(heads), torch.zeros(shape.conv_channels, shape.kernel, dtype=dtype)
     for lengths, drafts in (([1, 1], None), ([1, 70], None), ([4, 2], [3, 1])):
         checked = None
@@ -233,8 +308,13 @@ def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
             bound.plan([0, 1], lengths, [9, 0])
         else:
             checked = bound.plan_drafts([0, 1], lengths, [9, 5], drafts)
-        x, a = torch.zeros(sum(lengths), shape.conv_channels, dtype=dtype), torch.zeros(sum(lengths), heads, dtype=dtype)
-        y = short_conv.short_conv(x, weight, None if is_delta else weight[:, 0].contiguous(), state, 0)
+        x, a = (
+            torch.zeros(sum(lengths), shape.conv_channels, dtype=dtype),
+            torch.zeros(sum(lengths), heads, dtype=dtype),
+        )
+        y = short_conv.short_conv(
+            x, weight, None if is_delta else weight[:, 0].contiguous(), state, 0
+        )
         if isinstance(shape, DeltaShape):
             y = delta_rule.gated_delta_rule(y, a, a, gates, gates, shape, state, 1)
         else:
@@ -247,25 +327,64 @@ def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
 def launch_formats(dtype: torch.dtype, arch: int) -> None:
     """Products with 8-bit and 4-bit weights, for one row and more."""
     hidden, outputs = HIDDEN[0], 256
-    int4 = streamed.Stored(torch.zeros(outputs, hidden // 2, dtype=torch.uint8), torch.zeros(hidden // 128, outputs).half(), None, hidden, 128)
+    int4 = streamed.Stored(
+        torch.zeros(outputs, hidden // 2, dtype=torch.uint8),
+        torch.zeros(hidden // 128, outputs).half(),
+        None,
+        hidden,
+        128,
+    )
     one_row_int4.linear(torch.zeros(1, hidden, dtype=dtype), int4)
     wide, zeros = HIDDEN[1], torch.zeros(HIDDEN[1] // 32, 2 * outputs)
-    of_32 = streamed.Stored(torch.zeros(2 * outputs, wide // 2, dtype=torch.uint8), zeros.half(), zeros.to(torch.uint8), wide, 32)
-    one_row_int4.linear(torch.zeros(1, wide, dtype=dtype), of_32, norm=(torch.zeros(wide, dtype=dtype), 1e-6), gated=True)
+    of_32 = streamed.Stored(
+        torch.zeros(2 * outputs, wide // 2, dtype=torch.uint8),
+        zeros.half(),
+        zeros.to(torch.uint8),
+        wide,
+        32,
+    )
+    one_row_int4.linear(
+        torch.zeros(1, wide, dtype=dtype),
+        of_32,
+        norm=(torch.zeros(wide, dtype=dtype), 1e-6),
+        gated=True,
+    )
     x = torch.zeros(20, hidden, dtype=dtype)
     streamed.linear(x, int4)
     widened.widened(int4, dtype)
     if arch >= FP8_FROM:
-        float8 = streamed.Stored(torch.zeros(outputs, hidden).to(torch.float8_e4m3fn), torch.zeros(outputs), None, hidden, 0)
+        float8 = streamed.Stored(
+            torch.zeros(outputs, hidden).to(torch.float8_e4m3fn),
+            torch.zeros(outputs),
+            None,
+            hidden,
+            0,
+        )
         streamed.linear(x, float8)
         for group in (0, 128):
             float8_products.narrowed(x, group)
-            float8_products.normed_and_narrowed(x, None, torch.zeros(hidden, dtype=dtype), 1e-6, group)
+            float8_products.normed_and_narrowed(
+                x, None, torch.zeros(hidden, dtype=dtype), 1e-6, group
+            )
     if GPUS[arch].is_hopper:
         inputs = one_row_float8.CHUNK + 128
-        values, row = torch.zeros(outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(1, inputs, dtype=dtype)
-        one_row_float8.linear(row, values, scales=torch.zeros(outputs), norm=(torch.zeros(inputs, dtype=dtype), 1e-6), gated=True)
-        one_row_float8.linear(row, values, scales=torch.zeros(2, inputs // 128), out=torch.zeros(1, outputs, dtype=dtype))
+        values, row = (
+            torch.zeros(outputs, inputs).to(torch.float8_e4m3fn),
+            torch.zeros(1, inputs, dtype=dtype),
+        )
+        one_row_float8.linear(
+            row,
+            values,
+            scales=torch.zeros(outputs),
+            norm=(torch.zeros(inputs, dtype=dtype), 1e-6),
+            gated=True,
+        )
+        one_row_float8.linear(
+            row,
+            values,
+            scales=torch.zeros(2, inputs // 128),
+            out=torch.zeros(1, outputs, dtype=dtype),
+        )
         launch_experts_of_float8(dtype)
 
 
@@ -276,7 +395,11 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
         return torch.zeros(shape, dtype=dtype)
 
     x, norm = zeros(rows, hidden), (zeros(hidden), 1e-6)
-    qkv_weight, gated, down = zeros(hidden + 1024, hidden), zeros(2 * INTERMEDIATE, hidden), zeros(hidden, INTERMEDIATE)
+    qkv_weight, gated, down = (
+        zeros(hidden + 1024, hidden),
+        zeros(2 * INTERMEDIATE, hidden),
+        zeros(hidden, INTERMEDIATE),
+    )
     if kernel := dense.kernel_for_few(rows, qkv_weight):
         kernel(x, qkv_weight, zeros(len(qkv_weight)), norm=norm)
     if kernel := dense.kernel_for_few(rows, gated, gated=True):
@@ -294,7 +417,12 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
 def launch_sampling(dtype: torch.dtype) -> None:
     """Rows that use all features of the sampler `default`, drawn as in a step and in CUDA graphs; and log-probabilities of some."""
     rows = list(SAMPLED)
-    history = RowHistory(*(torch.ones(size, dtype=torch.int32) for size in ((len(rows) + 1, 16), (len(rows) + 1,), (len(rows) + 1,))))
+    history = RowHistory(
+        *(
+            torch.ones(size, dtype=torch.int32)
+            for size in ((len(rows) + 1, 16), (len(rows) + 1,), (len(rows) + 1,))
+        )
+    )
     sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, history))
     sampler.prepare(len(rows))
     sampler.update([], list(enumerate(rows)))
@@ -312,7 +440,9 @@ def entry_points() -> set[str]:
     for path in (ROOT / top for top in ("core", "plugins", "apps")):
         for file in path.rglob("*.py"):
             neighbour = file.stem  # `launch(_linear, …)` names a function of its own file, `launch(triton_cache.scatter, …)` one of a neighbour's
-            for module, name in re.findall(r"\b_?launch(?:_sorted)?\((?:(\w+)\.)?(\w+), \(", file.read_text()):
+            for module, name in re.findall(
+                r"\b_?launch(?:_sorted)?\((?:(\w+)\.)?(\w+), \(", file.read_text()
+            ):
                 if name != "kernel":  # the argument of `_launch_sorted`
                     found.add(f"{file.parent.name}.{module or neighbour}.{name}")
     return found
@@ -330,7 +460,9 @@ class Most:
 
     @classmethod
     def of(cls, variants: Sequence[tuple[Case, Compiled]]) -> Most:
-        worst_case, worst = max(variants, key=lambda pair: (pair[1].spilled_bytes, pair[1].shared_bytes))
+        worst_case, worst = max(
+            variants, key=lambda pair: (pair[1].spilled_bytes, pair[1].shared_bytes)
+        )
         kernels = [kernel for _, kernel in variants]
         return cls(
             max(kernel.shared_bytes for kernel in kernels),
@@ -342,25 +474,39 @@ class Most:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(GPUS), default=sorted(GPUS))
-    parser.add_argument("--head-sizes", type=int, nargs="+", choices=HEAD_SIZES, default=HEAD_SIZES, metavar="N")
+    parser.add_argument(
+        "--head-sizes", type=int, nargs="+", choices=HEAD_SIZES, default=HEAD_SIZES, metavar="N"
+    )
     parser.add_argument("--every", action="store_true", help="print a line for each variant")
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args(arguments)
     for arch in options.arch:
         gpu = GPUS[arch]
-        print(f"sm_{arch} ({gpu.name}): {gpu.shared_bytes >> 10} KB of shared memory for a program\n")
-        print("| kernel | variants | shared KB | registers | spilled bytes | the variant that spills most, or takes most |")
+        print(
+            f"sm_{arch} ({gpu.name}): {gpu.shared_bytes >> 10} KB of shared memory for a program\n"
+        )
+        print(
+            "| kernel | variants | shared KB | registers | spilled bytes | the variant that spills most, or takes most |"
+        )
         print("|---|---:|---:|---:|---:|---|")
         of_kernel: dict[str, list[tuple[Case, Compiled]]] = {}
         for case, kernels in _compile_all(list(cases(arch, options.head_sizes)), options.processes):
             for kernel in kernels:
-                of_kernel.setdefault(f"{kernel.full_name} ({case})" if options.every else kernel.full_name, []).append((case, kernel))
+                of_kernel.setdefault(
+                    f"{kernel.full_name} ({case})" if options.every else kernel.full_name, []
+                ).append((case, kernel))
         for name, variants in sorted(of_kernel.items()):
             most = Most.of(variants)
-            print(f"| {name} | {most.variants} | {most.shared_bytes / 1024:.0f} | {most.registers} | {most.spilled_bytes} | {most.worst} |")
-        largest = max(kernel.shared_bytes for variants in of_kernel.values() for _, kernel in variants)
+            print(
+                f"| {name} | {most.variants} | {most.shared_bytes / 1024:.0f} | {most.registers} | {most.spilled_bytes} | {most.worst} |"
+            )
+        largest = max(
+            kernel.shared_bytes for variants in of_kernel.values() for _, kernel in variants
+        )
         print(f"\nlargest: {largest / 1024:.1f} of {gpu.shared_bytes >> 10} KB\n", flush=True)
 
 

@@ -25,12 +25,24 @@ from dovetail_attention import triton_backend
 
 GPUS = {
     75: GPU("T4", (7, 5), shared_bytes=64 << 10, processor_shared_bytes=64 << 10, processors=40),
-    80: GPU("A100", (8, 0), shared_bytes=163 << 10, processor_shared_bytes=164 << 10, processors=108),
-    86: GPU("RTX 3090", (8, 6), shared_bytes=99 << 10, processor_shared_bytes=100 << 10, processors=82),
-    89: GPU("RTX 4090", (8, 9), shared_bytes=99 << 10, processor_shared_bytes=100 << 10, processors=128),
-    90: GPU("H200", (9, 0), shared_bytes=227 << 10, processor_shared_bytes=228 << 10, processors=132),
-    100: GPU("B200", (10, 0), shared_bytes=227 << 10, processor_shared_bytes=228 << 10, processors=148),
-    120: GPU("RTX 5090", (12, 0), shared_bytes=99 << 10, processor_shared_bytes=100 << 10, processors=170),
+    80: GPU(
+        "A100", (8, 0), shared_bytes=163 << 10, processor_shared_bytes=164 << 10, processors=108
+    ),
+    86: GPU(
+        "RTX 3090", (8, 6), shared_bytes=99 << 10, processor_shared_bytes=100 << 10, processors=82
+    ),
+    89: GPU(
+        "RTX 4090", (8, 9), shared_bytes=99 << 10, processor_shared_bytes=100 << 10, processors=128
+    ),
+    90: GPU(
+        "H200", (9, 0), shared_bytes=227 << 10, processor_shared_bytes=228 << 10, processors=132
+    ),
+    100: GPU(
+        "B200", (10, 0), shared_bytes=227 << 10, processor_shared_bytes=228 << 10, processors=148
+    ),
+    120: GPU(
+        "RTX 5090", (12, 0), shared_bytes=99 << 10, processor_shared_bytes=100 << 10, processors=170
+    ),
 }  # by what Triton and ptxas call the architecture, 10 * major + minor; one GPU that has it
 
 
@@ -88,24 +100,62 @@ def compiling_for(arch: int, only: str | None = None) -> Iterator[list[Compiled]
     kernels would have written is undefined. `gpu_of` tells of that GPU, for the CPU too. With `only`, kernels of other names aren't compiled."""
     target, kernels, launched = GPUTarget("cuda", arch, 32), list[Compiled](), list[Any]()
 
-    def do_compile(function: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: bool) -> NoKernel:
+    def do_compile(
+        function: Any,
+        key: Any,
+        signature: Any,
+        device: Any,
+        constexprs: Any,
+        options: Any,
+        attrs: Any,
+        warmup: bool,
+    ) -> NoKernel:
         launched.append(function)
         function.device_caches[device][0][key] = NoKernel()
         if only not in (None, function.fn.__name__):
             return function.device_caches[device][0][key]  # type: ignore[no-any-return]
         source = GluonASTSource if function.is_gluon() else ASTSource
-        compiled = compile(source(function, signature, constexprs, attrs), target=target, options=options.__dict__)
+        compiled = compile(
+            source(function, signature, constexprs, attrs), target=target, options=options.__dict__
+        )
         registers, spilled = _resources(compiled.asm["cubin"])
-        source_of, taken, (ptx, cubin) = function.fn, compiled.metadata, (compiled.asm[kind] for kind in ("ptx", "cubin"))
-        kernels.append(Compiled(source_of.__module__, source_of.__name__, ptx, cubin, taken.shared, registers, spilled, taken.num_warps))
+        source_of, taken, (ptx, cubin) = (
+            function.fn,
+            compiled.metadata,
+            (compiled.asm[kind] for kind in ("ptx", "cubin")),
+        )
+        kernels.append(
+            Compiled(
+                source_of.__module__,
+                source_of.__name__,
+                ptx,
+                cubin,
+                taken.shared,
+                registers,
+                spilled,
+                taken.num_warps,
+            )
+        )
         return function.device_caches[device][0][key]  # type: ignore[no-any-return]
 
     with ExitStack() as patches:
-        for module in [module for name, module in sys.modules.items() if name.startswith("dovetail") and module is not available]:
-            for name, answer in (("use_kernels", True), ("has_many_rows", GPUS[arch].is_hopper), ("has_one_row_float8", GPUS[arch].is_hopper)):
+        for module in [
+            module
+            for name, module in sys.modules.items()
+            if name.startswith("dovetail") and module is not available
+        ]:
+            for name, answer in (
+                ("use_kernels", True),
+                ("has_many_rows", GPUS[arch].is_hopper),
+                ("has_one_row_float8", GPUS[arch].is_hopper),
+            ):
                 if name in vars(module):
-                    patches.enter_context(patch.object(module, name, lambda *asked, answer=answer: answer))
-        patches.enter_context(patch.object(triton_backend, "_loads_apart_well", lambda likeness, limits: True))  # nothing is computed to look at
+                    patches.enter_context(
+                        patch.object(module, name, lambda *asked, answer=answer: answer)
+                    )
+        patches.enter_context(
+            patch.object(triton_backend, "_loads_apart_well", lambda likeness, limits: True)
+        )  # nothing is computed to look at
         patches.enter_context(patch.object(jit.JITFunction, "_do_compile", do_compile))
         patches.enter_context(patch.object(gpu, "_gpu_of", lambda device: GPUS[arch]))
         patches.enter_context(patch.object(driver, "_active", NoDevice(target)))
@@ -119,6 +169,13 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+        told = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    registers, stack, local = (
+        int(re.search(rf"\b{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL")
+    )  # type: ignore[index]
     return registers, stack + local

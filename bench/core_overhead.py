@@ -70,9 +70,20 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
     num_blocks = num_seqs * (context + 1024) // BLOCK_SIZE + MAX_LEN // BLOCK_SIZE
     executor = NullExecutor(num_blocks)
     capacity = executor.start()
-    kv = registry.resolve("kv_cache", "prefix", {"hash": hash}).make(KVContext(capacity.layout, num_blocks))
-    scheduler = registry.resolve("scheduler", "fcfs").make(SchedulerContext(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0))
-    core = EngineCore(scheduler, kv, executor, capacity, WallClock(), CoreSettings(num_seqs, 65_536, True, "fcfs", config.pace))
+    kv = registry.resolve("kv_cache", "prefix", {"hash": hash}).make(
+        KVContext(capacity.layout, num_blocks)
+    )
+    scheduler = registry.resolve("scheduler", "fcfs").make(
+        SchedulerContext(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0)
+    )
+    core = EngineCore(
+        scheduler,
+        kv,
+        executor,
+        capacity,
+        WallClock(),
+        CoreSettings(num_seqs, 65_536, True, "fcfs", config.pace),
+    )
     model_dir = resolve_model("demo", registry)
     return LLMEngine(Assembly(config, core, capacity, model_dir, model_dir, GenerationDefaults()))
 
@@ -80,7 +91,9 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
 def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
     """Return the median milliseconds of a step in which all `num_seqs` requests decode."""
     engine = make_engine(num_seqs, context)
-    params = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=text, output_kind=OutputKind.DELTA)
+    params = SamplingParams(
+        max_tokens=1000, ignore_eos=True, detokenize=text, output_kind=OutputKind.DELTA
+    )
     for index in range(num_seqs):
         engine.add_request(str(index), [index % 512 + 1] + [5] * (context - 1), params)
     while engine.stats().decode_tokens < num_seqs * 20:
@@ -91,7 +104,9 @@ def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
         outputs = engine.step()
         times.append(time.perf_counter() - begun)
         if len(outputs) != num_seqs:
-            raise SystemExit(f"a step gave {len(outputs)} outputs, not {num_seqs}: not all requests were decoding")
+            raise SystemExit(
+                f"a step gave {len(outputs)} outputs, not {num_seqs}: not all requests were decoding"
+            )
     return statistics.median(times) * 1e3
 
 
@@ -112,11 +127,15 @@ def measure_prompts(hash: str, steps: int, prompts: int = 16, tokens: int = 2000
 
 async def streaming_seconds(num_seqs: int, context: int, tokens: int) -> float:
     """Return the time of `num_seqs` answers of this many tokens, from the first request to the last token read."""
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA)
+    params = SamplingParams(
+        max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA
+    )
     async with AsyncLLMEngine(make_engine(num_seqs, context)) as engine:
 
         async def read(index: int) -> None:
-            async for _ in engine.generate(str(index), [index % 512 + 1] + [5] * (context - 1), params):
+            async for _ in engine.generate(
+                str(index), [index % 512 + 1] + [5] * (context - 1), params
+            ):
                 pass
 
         begun = time.perf_counter()
@@ -126,28 +145,48 @@ async def streaming_seconds(num_seqs: int, context: int, tokens: int) -> float:
 
 def measure_streamed(num_seqs: int, context: int, steps: int) -> float:
     """Return the mean milliseconds of a step of `num_seqs` streamed answers, measured over `steps` additional steps."""
-    short, long = (asyncio.run(streaming_seconds(num_seqs, context, tokens)) for tokens in (20, 20 + steps))
+    short, long = (
+        asyncio.run(streaming_seconds(num_seqs, context, tokens)) for tokens in (20, 20 + steps)
+    )
     return (long - short) / steps * 1e3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 4000])
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     rows = []
-    print(f"{'requests':>8} {'context':>8} {'ids only':>10} {'with text':>10} {'streamed':>10}   (median ms a step)")
+    print(
+        f"{'requests':>8} {'context':>8} {'ids only':>10} {'with text':>10} {'streamed':>10}   (median ms a step)"
+    )
     for num_seqs in (256, 1024):
         for context in args.contexts:
             ids, text = (measure(num_seqs, context, text, args.steps) for text in (False, True))
             streamed = measure_streamed(num_seqs, context, args.steps)
-            rows.append({"requests": num_seqs, "context": context, "ids_ms": ids, "text_ms": text, "streamed_ms": streamed})
-            print(f"{num_seqs:>8} {context:>8} {ids:>10.2f} {text:>10.2f} {streamed:>10.2f}", flush=True)
+            rows.append(
+                {
+                    "requests": num_seqs,
+                    "context": context,
+                    "ids_ms": ids,
+                    "text_ms": text,
+                    "streamed_ms": streamed,
+                }
+            )
+            print(
+                f"{num_seqs:>8} {context:>8} {ids:>10.2f} {text:>10.2f} {streamed:>10.2f}",
+                flush=True,
+            )
     for hash in ("xxh3", "sha256"):
         prompts_ms = measure_prompts(hash, args.steps)
         rows.append({"prompts": 16, "tokens": 2000, "hash": hash, "step_ms": prompts_ms})
-        print(f"a step that admits 16 prompts of 2,000 tokens, kv_cache.hash {hash}: {prompts_ms:.2f} ms of CPU time", flush=True)
+        print(
+            f"a step that admits 16 prompts of 2,000 tokens, kv_cache.hash {hash}: {prompts_ms:.2f} ms of CPU time",
+            flush=True,
+        )
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=2)

@@ -57,17 +57,26 @@ SIX_HUNDRED_M = Qwen3Config(
 
 def mixed_work(count: int, vocab_size: int) -> Work:
     rng = random.Random(0)
-    return [([rng.randrange(1, vocab_size) for _ in range(rng.randint(8, 256))], rng.randint(16, 256)) for _ in range(count)]
+    return [
+        ([rng.randrange(1, vocab_size) for _ in range(rng.randint(8, 256))], rng.randint(16, 256))
+        for _ in range(count)
+    ]
 
 
 def run_dovetail(llm: LLM, work: Work) -> float:
     """Seconds."""
-    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for _, count in work]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for _, count in work
+    ]
     llm.engine.reset_prefix_cache()
     begun = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
     seconds = time.perf_counter() - begun
-    produced, asked = sum(len(output.outputs[0].token_ids) for output in outputs), sum(count for _, count in work)
+    produced, asked = (
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+        sum(count for _, count in work),
+    )
     if produced != asked:
         raise SystemExit(f"Dovetail generated {produced} tokens, not {asked}")
     return seconds
@@ -82,28 +91,49 @@ def run_transformers(model: torch.nn.Module, work: Work, batch_size: int) -> flo
         batch = ordered[start : start + batch_size]
         longest = max(len(prompt) for prompt, _ in batch)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
+        mask = torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch]
+        )
         steps = max(count for _, count in batch)
-        model.generate(ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=0)
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
+            pad_token_id=0,
+        )
     return time.perf_counter() - begun
 
 
-def alternate(ours: Callable[[], float], theirs: Callable[[], float], runs: int) -> tuple[float, float]:
+def alternate(
+    ours: Callable[[], float], theirs: Callable[[], float], runs: int
+) -> tuple[float, float]:
     """Return the medians of both, run alternately after a warm-up of each."""
     ours(), theirs()
     pairs = [(ours(), theirs()) for _ in range(runs)]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
 
 
-def compare(name: str, config: Qwen3Config, work: Work, batch_sizes: tuple[int, ...], runs: int) -> dict[str, float | str | int]:
+def compare(
+    name: str, config: Qwen3Config, work: Work, batch_sizes: tuple[int, ...], runs: int
+) -> dict[str, float | str | int]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
         Qwen3ForCausalLM(config).save_pretrained(Path(directory))
         reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         reference.generation_config.eos_token_id = None
         with LLM(directory, dtype="float32", max_model_len=1024, generation_config="none") as llm:
-            best = min(batch_sizes, key=lambda size: run_transformers(reference, work, size)) if len(batch_sizes) > 1 else batch_sizes[0]
-            ours, theirs = alternate(lambda: run_dovetail(llm, work), lambda: run_transformers(reference, work, best), runs)
+            best = (
+                min(batch_sizes, key=lambda size: run_transformers(reference, work, size))
+                if len(batch_sizes) > 1
+                else batch_sizes[0]
+            )
+            ours, theirs = alternate(
+                lambda: run_dovetail(llm, work),
+                lambda: run_transformers(reference, work, best),
+                runs,
+            )
     tokens = sum(count for _, count in work)
     result = {
         "work": name,
@@ -122,7 +152,9 @@ def compare(name: str, config: Qwen3Config, work: Work, batch_sizes: tuple[int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["5m", "0.6b"])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
@@ -132,7 +164,9 @@ def main() -> None:
         "5m": (FIVE_M, mixed_work(64, FIVE_M.vocab_size), BATCH_SIZES),
         "0.6b": (SIX_HUNDRED_M, [([rng.randrange(1, 151_000) for _ in range(32)], 24)], (1,)),
     }
-    results = [compare(name, *work, args.runs) for name, work in works.items() if args.only in (None, name)]
+    results = [
+        compare(name, *work, args.runs) for name, work in works.items() if args.only in (None, name)
+    ]
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2))
 

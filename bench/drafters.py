@@ -27,7 +27,16 @@ from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
 from dovetail.sampling_params import SamplingParams
 
-FILES = ("textwrap.py", "bisect.py", "heapq.py", "fnmatch.py", "sched.py", "queue.py", "colorsys.py", "cmd.py")
+FILES = (
+    "textwrap.py",
+    "bisect.py",
+    "heapq.py",
+    "fnmatch.py",
+    "sched.py",
+    "queue.py",
+    "colorsys.py",
+    "cmd.py",
+)
 CHANGED = 0.05  # share of lines
 
 
@@ -48,7 +57,11 @@ def edited(text: str, chance: random.Random) -> str:
         elif kind < 1 / 3:
             lines.append(line.replace("=", "+=", 1) if "=" in line else f"# {line}")
         elif kind < 2 / 3:
-            lines += [line, line.split("(")[0].rstrip() + f"  # {''.join(chance.choices('abcdefghij ', k=20))}\n"]
+            lines += [
+                line,
+                line.split("(")[0].rstrip()
+                + f"  # {''.join(chance.choices('abcdefghij ', k=20))}\n",
+            ]
     return "".join(lines)
 
 
@@ -59,7 +72,10 @@ def edits() -> Iterator[Work]:
     tokenizer = Tokenizer.load(resolve_model("demo", registry))
     for number, name in enumerate(FILES):
         text = (Path(sysconfig.get_path("stdlib")) / name).read_text()[:6000]
-        yield Work(list(tokenizer.encode(f"Edit this file:\n{text}\n")), list(tokenizer.encode(edited(text, random.Random(number)))))
+        yield Work(
+            list(tokenizer.encode(f"Edit this file:\n{text}\n")),
+            list(tokenizer.encode(edited(text, random.Random(number)))),
+        )
 
 
 def random_ids() -> Iterator[Work]:
@@ -80,36 +96,71 @@ def unrelated() -> Iterator[Work]:
 def measure(drafter: str, works: Sequence[Work], max_drafts: int) -> tuple[float, float, float]:
     """Return tokens a step, the share of drafts that were right, and seconds a step."""
     choice = yaml.safe_load(drafter)
-    options = {key: value for key, value in choice.items() if key != "name"} if isinstance(choice, dict) else {}
-    resolved = Registry.discover().resolve("drafter", choice["name"] if isinstance(choice, dict) else choice, options)
-    subject = resolved.make(DrafterContext(vocab_size=2**17, max_drafts=max_drafts, max_model_len=2**17))
+    options = (
+        {key: value for key, value in choice.items() if key != "name"}
+        if isinstance(choice, dict)
+        else {}
+    )
+    resolved = Registry.discover().resolve(
+        "drafter", choice["name"] if isinstance(choice, dict) else choice, options
+    )
+    subject = resolved.make(
+        DrafterContext(vocab_size=2**17, max_drafts=max_drafts, max_model_len=2**17)
+    )
     steps = tokens = proposed = right = 0
     took_s = 0.0
     for number, work in enumerate(works):
-        request = LiveRequest(f"r{number}", work.prompt, SamplingParams(max_tokens=len(work.answer)), max_tokens=len(work.answer))
+        request = LiveRequest(
+            f"r{number}",
+            work.prompt,
+            SamplingParams(max_tokens=len(work.answer)),
+            max_tokens=len(work.answer),
+        )
         request.output_token_ids.append(work.answer[0])  # by the prefill
         while left := len(work.answer) - request.generated:
             started = time.perf_counter()
             [drafts] = subject.propose([request], [min(max_drafts, left - 1)]) if left > 1 else [[]]
             took_s += time.perf_counter() - started
             expected = work.answer[request.generated :]
-            agreed = next((i for i, (draft, token) in enumerate(zip(drafts, expected, strict=False)) if draft != token), len(drafts))
+            agreed = next(
+                (
+                    i
+                    for i, (draft, token) in enumerate(zip(drafts, expected, strict=False))
+                    if draft != token
+                ),
+                len(drafts),
+            )
             request.output_token_ids.extend(expected[: agreed + 1])
-            steps, tokens, proposed, right = steps + 1, tokens + min(agreed + 1, left), proposed + len(drafts), right + agreed
+            steps, tokens, proposed, right = (
+                steps + 1,
+                tokens + min(agreed + 1, left),
+                proposed + len(drafts),
+                right + agreed,
+            )
         subject.on_finished(request)
     return tokens / steps, right / max(1, proposed), took_s / steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafter", nargs="+", default=["ngram", "suffix"], help="names, or mappings in YAML")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--drafter", nargs="+", default=["ngram", "suffix"], help="names, or mappings in YAML"
+    )
     parser.add_argument("--max-drafts", nargs="+", type=int, default=[4, 8, 16])
     args = parser.parse_args()
-    for name, works in (("edits", list(edits())), ("random ids", list(random_ids())), ("unrelated", list(unrelated()))):
+    for name, works in (
+        ("edits", list(edits())),
+        ("random ids", list(random_ids())),
+        ("unrelated", list(unrelated())),
+    ):
         for drafter in args.drafter:
             for most in args.max_drafts:
                 rate, share, seconds = measure(drafter, works, most)
-                print(f"{name:10}  {drafter:40}  {most:2} drafts: {rate:5.2f} tokens a step, {share:4.0%} right, {1e6 * seconds:4.0f} µs a step")
+                print(
+                    f"{name:10}  {drafter:40}  {most:2} drafts: {rate:5.2f} tokens a step, {share:4.0%} right, {1e6 * seconds:4.0f} µs a step"
+                )
 
 
 if __name__ == "__main__":

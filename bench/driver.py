@@ -44,7 +44,9 @@ class Timeline:
 
     def gaps(self, since: float = -np.inf, until: float = np.inf) -> list[float]:
         """Return inter-token latencies whose second token arrived in [since, until)."""
-        return [later - earlier for earlier, later in pairwise(self.stamps) if since <= later < until]
+        return [
+            later - earlier for earlier, later in pairwise(self.stamps) if since <= later < until
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,14 @@ class Driver:
         self._running: dict[str, tuple[Timeline, Callable[[float], None] | None]] = {}
         self._count = 0
 
-    def schedule(self, kind: str, arrival: float, prompt: Sequence[int], output_tokens: int, then: Callable[[float], None] | None = None) -> None:
+    def schedule(
+        self,
+        kind: str,
+        arrival: float,
+        prompt: Sequence[int],
+        output_tokens: int,
+        then: Callable[[float], None] | None = None,
+    ) -> None:
         """Add a request. `then` is called with the time at which it finished."""
         heapq.heappush(self._due, Due(arrival, self._count, kind, prompt, output_tokens, then))
         self._count += 1
@@ -135,7 +144,12 @@ class Driver:
         while self._due and self._due[0].arrival <= self.engine.now() + AHEAD_S:
             due = heapq.heappop(self._due)
             timeline = Timeline(due.kind, len(due.prompt), due.output_tokens, due.arrival)
-            params = SamplingParams(temperature=self._temperature, ignore_eos=True, max_tokens=due.output_tokens, output_kind="delta")
+            params = SamplingParams(
+                temperature=self._temperature,
+                ignore_eos=True,
+                max_tokens=due.output_tokens,
+                output_kind="delta",
+            )
             name = str(due.order)
             self.engine.add_request(name, due.prompt, params, arrival_time=due.arrival)
             self.timelines.append(timeline)
@@ -151,7 +165,9 @@ class Driver:
             if output.finished:
                 del self._running[output.request_id]
                 if len(timeline.stamps) != timeline.output_tokens:
-                    raise RuntimeError(f"{output.outputs[0].finish_reason}: {len(timeline.stamps)} of {timeline.output_tokens} tokens")
+                    raise RuntimeError(
+                        f"{output.outputs[0].finish_reason}: {len(timeline.stamps)} of {timeline.output_tokens} tokens"
+                    )
                 if then is not None:
                     then(now)
         if decodes:
@@ -165,8 +181,17 @@ class Driver:
             self._before, self._stepped = stats, now
             spent, (thread_s, collector_s) = self._spent, self._own_times()
             self._spent = thread_s, collector_s
-            times = now - last, stats.device_s - before.device_s, stats.core_s - before.core_s, thread_s - spent[0], collector_s - spent[1]
-            tokens = stats.prefill_tokens - before.prefill_tokens, stats.decode_tokens - before.decode_tokens
+            times = (
+                now - last,
+                stats.device_s - before.device_s,
+                stats.core_s - before.core_s,
+                thread_s - spent[0],
+                collector_s - spent[1],
+            )
+            tokens = (
+                stats.prefill_tokens - before.prefill_tokens,
+                stats.decode_tokens - before.decode_tokens,
+            )
             self._steps.extend(astuple(StepTime(now, *times, *tokens)))
 
     @staticmethod
@@ -177,7 +202,11 @@ class Driver:
 def quantiles(seconds: Iterable[float]) -> dict[str, float]:
     """Return the quantiles in milliseconds."""
     values = 1e3 * np.fromiter(seconds, float)
-    return {name: float(np.percentile(values, share)) for name, share in QUANTILES.items()} if len(values) else {}
+    return (
+        {name: float(np.percentile(values, share)) for name, share in QUANTILES.items()}
+        if len(values)
+        else {}
+    )
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:

@@ -26,11 +26,27 @@ from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 
 PREFILL = "8b-prefill"
-ENCODERS: dict[str, tuple[str, dict[str, int]]] = {  # name -> transformers' class, and fields of its config
-    "all-MiniLM-L6-v2": ("BertModel", {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}),
+ENCODERS: dict[
+    str, tuple[str, dict[str, int]]
+] = {  # name -> transformers' class, and fields of its config
+    "all-MiniLM-L6-v2": (
+        "BertModel",
+        {
+            "hidden_size": 384,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "intermediate_size": 1536,
+        },
+    ),
     "bge-m3": (
         "XLMRobertaModel",
-        {"vocab_size": 250_002, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        {
+            "vocab_size": 250_002,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        }
         | {"max_position_embeddings": 8194},
     ),
     "ModernBERT-base": ("ModernBertModel", {}),
@@ -40,7 +56,9 @@ ENCODERS: dict[str, tuple[str, dict[str, int]]] = {  # name -> transformers' cla
 def texts(count: int) -> Workload:
     """Return the texts as a workload: one result of each."""
     rng = random.Random(0)
-    return Workload("qwen3-0.6b", tuple((rng.randint(20, 500), 1) for _ in range(count)), max_num_seqs=256)
+    return Workload(
+        "qwen3-0.6b", tuple((rng.randint(20, 500), 1) for _ in range(count)), max_num_seqs=256
+    )
 
 
 def write_embedding_model(work: Workload, directory: Path) -> None:
@@ -49,18 +67,23 @@ def write_embedding_model(work: Workload, directory: Path) -> None:
     write_checkpoint(shape, directory)
     paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = [
-        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"} for n, (kind, path) in enumerate(paths.items())
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (kind, path) in enumerate(paths.items())
     ]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": shape.hidden, "pooling_mode_lasttoken": True}))
+    (directory / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": shape.hidden, "pooling_mode_lasttoken": True})
+    )
 
 
 def write_encoder(architecture: str, fields: dict[str, int], directory: Path) -> None:
     """Write an encoder's checkpoint without weights; it pools by mean, the default."""
     import transformers
 
-    config = getattr(transformers, architecture).config_class(architectures=[architecture], **fields)
+    config = getattr(transformers, architecture).config_class(
+        architectures=[architecture], **fields
+    )
     config.save_pretrained(directory)
 
 
@@ -78,7 +101,12 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
     from dovetail import LLM
 
     begun = time.perf_counter()
-    settings = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest}
+    settings = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_num_seqs": work.seqs,
+        "max_model_len": work.longest,
+    }
     with LLM(directory, **{**settings, **overrides}) as llm:
         started = time.perf_counter() - begun
 
@@ -90,14 +118,30 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
         times, power = timed(work, embed)
         stats = llm.engine.stats()
         busy = (stats.device_s - before.device_s) / sum(times)
-        return Measured(times, started, {**llm.engine.capacity.details, "steps": stats.steps - before.steps, "device_busy_share": busy, **power})
+        return Measured(
+            times,
+            started,
+            {
+                **llm.engine.capacity.details,
+                "steps": stats.steps - before.steps,
+                "device_busy_share": busy,
+                **power,
+            },
+        )
 
 
 def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
     from vllm import LLM
 
     begun = time.perf_counter()
-    llm = LLM(str(directory), runner="pooling", load_format="dummy", dtype="bfloat16", max_model_len=work.longest, max_num_seqs=work.seqs)
+    llm = LLM(
+        str(directory),
+        runner="pooling",
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=work.longest,
+        max_num_seqs=work.seqs,
+    )
     started = time.perf_counter() - begun
 
     def embed(prompts: list[list[int]]) -> int:
@@ -112,12 +156,16 @@ ENGINES = {"dovetail": run_dovetail, "vllm": run_vllm}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES)
     parser.add_argument("--texts", type=int, default=10_000)
     parser.add_argument("--no-prefill", action="store_true", help=f"leave out {PREFILL}")
     parser.add_argument("--encoders", action="store_true", help="measure encoders instead")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
@@ -130,11 +178,18 @@ def main() -> None:
         directory, prefill = Path(folder, "embeds"), WORKLOADS[PREFILL]
         write_embedding_model(work, directory)
         write_checkpoint(SHAPES[prefill.shape], Path(folder, "generates"))
-        limits = {name: apart(measure_limits, SHAPES[one.shape]) for name, one in (("embed", work), (PREFILL, prefill))}
-        headless = 2 * SHAPES[work.shape].head_weights * len(work.lens) / limits["embed"].flop_per_s  # no logits are computed
+        limits = {
+            name: apart(measure_limits, SHAPES[one.shape])
+            for name, one in (("embed", work), (PREFILL, prefill))
+        }
+        headless = (
+            2 * SHAPES[work.shape].head_weights * len(work.lens) / limits["embed"].flop_per_s
+        )  # no logits are computed
         floors = {"embed": floor_seconds(SHAPES[work.shape], work.lens, limits["embed"]) - headless}
         floors[PREFILL] = floor_seconds(SHAPES[prefill.shape], prefill.lens, limits[PREFILL])
-        runs = [("embed", engine) for engine in args.engine] + ([] if args.no_prefill else [(PREFILL, "dovetail")])
+        runs = [("embed", engine) for engine in args.engine] + (
+            [] if args.no_prefill else [(PREFILL, "dovetail")]
+        )
         for name, engine in runs:
             if name == "embed":
                 measured: Measured | None = apart(ENGINES[engine], work, directory, overrides)
@@ -143,15 +198,42 @@ def main() -> None:
             if measured is None:
                 continue
             median = statistics.median(measured.seconds)
-            share, tokens = floors[name] / median, (work if name == "embed" else prefill).prompt_tokens
-            shares[name if name == PREFILL else engine], rates[name if name == PREFILL else engine] = share, tokens / median
-            rows.append(
-                {"workload": name, "engine": engine, "seconds": measured.seconds, "tok_s": tokens / median, "share": share, **measured.details}
+            share, tokens = (
+                floors[name] / median,
+                (work if name == "embed" else prefill).prompt_tokens,
             )
-            rows[-1] |= {"product_TFLOP_s": limits[name].flop_per_s / 1e12, "start_s": measured.start_s}
-            print(f"{name:>10} {engine:>9} {tokens / median:>11,.0f} tok/s {median:7.3f} s  {100 * share:.0f} % of the products' rate", flush=True)
-    told = [f"{engine} / {other}: {rates[engine] / rates[other]:.2f}" for engine, other in (("dovetail", "vllm"),) if {engine, other} <= rates.keys()]
-    told += [f"share / {PREFILL}'s: {shares['dovetail'] / shares[PREFILL]:.2f}"] if {"dovetail", PREFILL} <= shares.keys() else []
+            (
+                shares[name if name == PREFILL else engine],
+                rates[name if name == PREFILL else engine],
+            ) = share, tokens / median
+            rows.append(
+                {
+                    "workload": name,
+                    "engine": engine,
+                    "seconds": measured.seconds,
+                    "tok_s": tokens / median,
+                    "share": share,
+                    **measured.details,
+                }
+            )
+            rows[-1] |= {
+                "product_TFLOP_s": limits[name].flop_per_s / 1e12,
+                "start_s": measured.start_s,
+            }
+            print(
+                f"{name:>10} {engine:>9} {tokens / median:>11,.0f} tok/s {median:7.3f} s  {100 * share:.0f} % of the products' rate",
+                flush=True,
+            )
+    told = [
+        f"{engine} / {other}: {rates[engine] / rates[other]:.2f}"
+        for engine, other in (("dovetail", "vllm"),)
+        if {engine, other} <= rates.keys()
+    ]
+    told += (
+        [f"share / {PREFILL}'s: {shares['dovetail'] / shares[PREFILL]:.2f}"]
+        if {"dovetail", PREFILL} <= shares.keys()
+        else []
+    )
     print("  ".join(told), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2))

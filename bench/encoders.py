@@ -23,18 +23,28 @@ LENGTHS = (3, 8, 15, 30, 60, 120)  # words
 
 def some_texts(count: int) -> list[str]:
     """Return texts of many lengths, from the words of this project's README."""
-    words, chance = (Path(__file__).parents[1] / "README.md").read_text().split() * 2, random.Random(0)
+    words, chance = (
+        (Path(__file__).parents[1] / "README.md").read_text().split() * 2,
+        random.Random(0),
+    )
     starts = (chance.randrange(len(words) // 2) for _ in range(count))
     return [" ".join(words[start : start + chance.choice(LENGTHS)]) for start in starts]
 
 
 def serve(engine: str, model: str, count: int) -> None:
     """For each line of the input embed the texts, and print seconds, processor seconds and the embeddings as JSON."""
-    texts, embed = some_texts(count), _dovetail(model) if engine == "dovetail" else _sentence_transformers(model)
+    texts, embed = (
+        some_texts(count),
+        _dovetail(model) if engine == "dovetail" else _sentence_transformers(model),
+    )
     for _ in sys.stdin:
         began, used = time.perf_counter(), time.process_time()
         embeddings = embed(texts)
-        found = {"seconds": time.perf_counter() - began, "processor": time.process_time() - used, "embeddings": embeddings}
+        found = {
+            "seconds": time.perf_counter() - began,
+            "processor": time.process_time() - used,
+            "embeddings": embeddings,
+        }
         print("\n" + json.dumps(found), flush=True)
 
 
@@ -44,7 +54,9 @@ def _dovetail(model: str) -> Any:
     llm = LLM(model)
 
     def embed(texts: list[str]) -> list[list[float]]:
-        found = [output.outputs for output in llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)]
+        found = [
+            output.outputs for output in llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
+        ]
         return [[] if one is None else list(one.embedding) for one in found]
 
     return embed
@@ -61,8 +73,19 @@ class Engine:
     """A process that embeds on demand."""
 
     def __init__(self, python: str, engine: str, model: str, count: int) -> None:
-        command = [python, "-P", str(Path(__file__).resolve()), model, "--serve", engine, "--texts", str(count)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            python,
+            "-P",
+            str(Path(__file__).resolve()),
+            model,
+            "--serve",
+            engine,
+            "--texts",
+            str(count),
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def run(self) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -77,9 +100,13 @@ class Engine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
-    parser.add_argument("--beside", default=sys.executable, help="Python that has sentence-transformers")
+    parser.add_argument(
+        "--beside", default=sys.executable, help="Python that has sentence-transformers"
+    )
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -89,7 +116,9 @@ def main() -> None:
         return
     engines = {
         "dovetail": Engine(sys.executable, "dovetail", args.model, args.texts),
-        "sentence-transformers": Engine(args.beside, "sentence-transformers", args.model, args.texts),
+        "sentence-transformers": Engine(
+            args.beside, "sentence-transformers", args.model, args.texts
+        ),
     }
     last = {name: engine.run() for name, engine in engines.items()}  # warms up
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
@@ -101,10 +130,18 @@ def main() -> None:
         medians[name] = statistics.median(run["seconds"] for run in found)
         rates = ", ".join(f"{args.texts / run['seconds']:.1f}" for run in found)
         processor = statistics.median(run["processor"] for run in found)
-        print(f"{name}: {args.texts / medians[name]:.1f} texts/s (runs: {rates}), {processor / args.texts * 1e3:.2f} processor ms a text")
-    print(f"dovetail / sentence-transformers: {medians['sentence-transformers'] / medians['dovetail']:.2f}")
+        print(
+            f"{name}: {args.texts / medians[name]:.1f} texts/s (runs: {rates}), {processor / args.texts * 1e3:.2f} processor ms a text"
+        )
+    print(
+        f"dovetail / sentence-transformers: {medians['sentence-transformers'] / medians['dovetail']:.2f}"
+    )
     pairs = zip(*(last[name]["embeddings"] for name in engines), strict=True)
-    cosines = [sum(x * y for x, y in zip(a, b, strict=True)) / (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5 for a, b in pairs]
+    cosines = [
+        sum(x * y for x, y in zip(a, b, strict=True))
+        / (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5
+        for a, b in pairs
+    ]
     print(f"smallest cosine: {min(cosines):.7f}")
 
 

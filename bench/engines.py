@@ -44,7 +44,9 @@ def params_of(texts: list[str]) -> dict[str, Any]:
     """The same of sampling parameters, of `--param`."""
     for text in texts:
         if not text.partition("=")[1]:
-            raise SystemExit(f"--param {text}: expected KEY=VALUE, as in --param repetition_penalty=1.05")
+            raise SystemExit(
+                f"--param {text}: expected KEY=VALUE, as in --param repetition_penalty=1.05"
+            )
     return EngineConfig.read_settings(texts)
 
 
@@ -67,17 +69,31 @@ def timed(work: Workload, generate: Generate) -> tuple[list[float], dict[str, fl
     return times, power.summary()
 
 
-def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any], component: str | None = None) -> Measured:
+def run_dovetail(
+    work: Workload, directory: Path, overrides: dict[str, Any], component: str | None = None
+) -> Measured:
     from dovetail import LLM, SamplingParams
 
-    model: Any = directory if component is None else {"path": str(directory), "component": component}
+    model: Any = (
+        directory if component is None else {"path": str(directory), "component": component}
+    )
     begun = time.perf_counter()
-    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest}
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_num_seqs": work.seqs,
+        "max_model_len": work.longest,
+    }
     several = overrides.get("executor.size", 1) > 1  # whose processes have the model's own router
     shape = replace(SHAPES[work.shape], experts=0) if several else SHAPES[work.shape]
     with uniform_routing(shape) as routing, LLM(model, **{**settings, **overrides}) as llm:
         started = time.perf_counter() - begun
-        params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
+        params = [
+            SamplingParams(
+                temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params
+            )
+            for _, out in work.lens
+        ]
 
         def generate(prompts: list[list[int]]) -> int:
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -103,7 +119,9 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any], com
     return Measured(times, started, details)
 
 
-def run_dovetail_transformers(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+def run_dovetail_transformers(
+    work: Workload, directory: Path, overrides: dict[str, Any]
+) -> Measured:
     """Dovetail with transformers' module code instead of the native model."""
     return run_dovetail(work, directory, overrides, "transformers")
 
@@ -115,17 +133,26 @@ def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) ->
     if not list(directory.glob("*.safetensors")):
         write_weights(directory)
     begun = time.perf_counter()
-    llm = LLM(str(directory), enforce_eager=False, max_model_len=work.longest, max_num_seqs=work.seqs)
+    llm = LLM(
+        str(directory), enforce_eager=False, max_model_len=work.longest, max_num_seqs=work.seqs
+    )
     started = time.perf_counter() - begun
-    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
+    params = [
+        SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out)
+        for _, out in work.lens
+    ]
 
     def generate(prompts: list[list[int]]) -> int:
-        return sum(len(output["token_ids"]) for output in llm.generate(prompts, params, use_tqdm=False))
+        return sum(
+            len(output["token_ids"]) for output in llm.generate(prompts, params, use_tqdm=False)
+        )
 
     warm_up(work, generate)
     times, power = timed(work, generate)
     llm.exit()
-    atexit.unregister(llm.exit)  # it asked to be ended once more when the program ends, and would fail
+    atexit.unregister(
+        llm.exit
+    )  # it asked to be ended once more when the program ends, and would fail
     return Measured(times, started, {"version": version_of("nano-vllm"), **power})
 
 
@@ -143,10 +170,15 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
         quantization=overrides.get("quantization"),
     )
     started = time.perf_counter() - begun
-    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
+    params = [
+        SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params)
+        for _, out in work.lens
+    ]
 
     def generate(prompts: list[list[int]]) -> int:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     warm_up(work, generate)
@@ -160,11 +192,21 @@ def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any])
 
     begun = time.perf_counter()
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(directory), dtype=torch.bfloat16
+        ).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": work.temperature, "top_k": 0} if work.temperature else {"do_sample": False}
-    config = GenerationConfig(max_new_tokens=work.longest, eos_token_id=-1, pad_token_id=0, **sampling)
-    with model.continuous_batching_context_manager(generation_config=config) as manager:  # its thread has an inference mode of its own
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": work.temperature, "top_k": 0}
+        if work.temperature
+        else {"do_sample": False}
+    )
+    config = GenerationConfig(
+        max_new_tokens=work.longest, eos_token_id=-1, pad_token_id=0, **sampling
+    )
+    with model.continuous_batching_context_manager(
+        generation_config=config
+    ) as manager:  # its thread has an inference mode of its own
         started = time.perf_counter() - begun
 
         def generate(prompts: list[list[int]]) -> int:
@@ -174,7 +216,9 @@ def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any])
             while len(outputs) < len(prompts):
                 result = manager.get_result(timeout=60)
                 if result is None or result.error is not None:
-                    raise SystemExit(f"transformers: {'nothing came for a minute' if result is None else result.error}")
+                    raise SystemExit(
+                        f"transformers: {'nothing came for a minute' if result is None else result.error}"
+                    )
                 if result.is_finished():
                     outputs.append(result.generated_tokens)
             tokenizer.batch_decode(outputs)
@@ -204,7 +248,9 @@ ENGINES = {
 }
 
 
-def run_engine(name: str, work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured | None:
+def run_engine(
+    name: str, work: Workload, directory: Path, overrides: dict[str, Any]
+) -> Measured | None:
     """None, having said so, if the engine isn't importable here, or isn't told of `work.params`."""
     if work.params and name not in TAKE_PARAMS:
         print(f"{name}: left out with {work.params}", flush=True)

@@ -44,11 +44,15 @@ class Layer:
     count: int
     per_token: int
 
-    def steps(self, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def steps(
+        self, tokens: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield x, what lies between the layers, ids and weights."""
         for _ in range(STEPS):
             x = torch.randn(tokens, self.gate_up.inputs, device="cuda", dtype=torch.bfloat16)
-            inner = torch.randn(tokens * self.per_token, self.down.inputs, device="cuda", dtype=torch.bfloat16)
+            inner = torch.randn(
+                tokens * self.per_token, self.down.inputs, device="cuda", dtype=torch.bfloat16
+            )
             ids = torch.rand(tokens, self.count, device="cuda").topk(self.per_token).indices.int()
             yield x, inner, ids, torch.full(ids.shape, 1 / self.per_token, device="cuda")
 
@@ -64,13 +68,26 @@ def layer_of(shape: Shape, checkpoint: str | None) -> Layer:
         if checkpoint == "fp8":
             codes = torch.randint(0, 96, (count, outputs, inputs), device="cuda", dtype=torch.uint8)
             scales = torch.full((count, -(-outputs // 128), -(-inputs // 128)), 0.02, device="cuda")
-            return Stored(codes.view(torch.float8_e4m3fn), inputs, scales, None, 128, FLOAT8, has_float8_products(scales.device))
+            return Stored(
+                codes.view(torch.float8_e4m3fn),
+                inputs,
+                scales,
+                None,
+                128,
+                FLOAT8,
+                has_float8_products(scales.device),
+            )
         codes = torch.randint(0, 256, (count, outputs, fp4_bytes), device="cuda", dtype=torch.uint8)
         scales = torch.full((count, inputs // 32, outputs), 120, device="cuda", dtype=torch.uint8)
         return Stored(codes, inputs, scales, None, 32, FP4)
 
     inner = shape.intermediate
-    return Layer(stored(2 * inner, shape.hidden), stored(shape.hidden, inner), shape.experts, shape.experts_per_token)
+    return Layer(
+        stored(2 * inner, shape.hidden),
+        stored(shape.hidden, inner),
+        shape.experts,
+        shape.experts_per_token,
+    )
 
 
 def us_of(steps: Sequence[Callable[[], Any]]) -> float:
@@ -83,7 +100,9 @@ def us_of(steps: Sequence[Callable[[], Any]]) -> float:
     return seconds(record(run).replay, 8, 2) * 1e6 / len(steps)
 
 
-def calls(layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool) -> list[Callable[[], Any]]:
+def calls(
+    layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool
+) -> list[Callable[[], Any]]:
     """Steps of gate and up with this tiling, or of down, sorted before."""
     found: list[Callable[[], Any]] = []
     stored = layer.gate_up if first else layer.down
@@ -91,13 +110,26 @@ def calls(layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool) ->
     for x, inner, ids, weights in layer.steps(tokens):
         source, outputs = (x, layer.down.inputs) if first else (inner, layer.down.outputs)
         if isinstance(tiling, FewTiling):
-            out = torch.empty(len(ids) * (layer.per_token if first else 1), outputs, device="cuda", dtype=torch.bfloat16 if first else torch.float32)
-            found.append(lambda a=(source, stored, None, ids, weights, out, tiling, around): kernels.few_layer(*a))
+            out = torch.empty(
+                len(ids) * (layer.per_token if first else 1),
+                outputs,
+                device="cuda",
+                dtype=torch.bfloat16 if first else torch.float32,
+            )
+            found.append(
+                lambda a=(source, stored, None, ids, weights, out, tiling, around): (
+                    kernels.few_layer(*a)
+                )
+            )
             continue
         places, blocks = sort(ids, layer.count, tiling.rows)
         out = torch.empty(ids.numel(), outputs, device="cuda", dtype=torch.bfloat16)
         run = kernels.float8_layer if narrows(layer, tokens) else kernels.many_layer
-        found.append(lambda a=(source, stored, None, weights, places, blocks, out, tiling, around), run=run: run(*a))
+        found.append(
+            lambda a=(source, stored, None, weights, places, blocks, out, tiling, around), run=run: (
+                run(*a)
+            )
+        )
     return found
 
 
@@ -108,7 +140,9 @@ def narrows(layer: Layer, tokens: int) -> bool:
 
 def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | Tiling]:
     pairs = tokens * layer.per_token
-    held = 2 * layer.gate_up.inputs if first else min(8, layer.per_token) * layer.down.inputs  # weights of an output that are asked for at once
+    held = (
+        2 * layer.gate_up.inputs if first else min(8, layer.per_token) * layer.down.inputs
+    )  # weights of an output that are asked for at once
     for n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
         if tokens <= MOST_FEW and 16 <= n * held // (32 * warps) <= MOST_HELD:
             yield FewTiling(n, warps)
@@ -116,20 +150,34 @@ def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | T
         return
     average = pairs / layer.count
     if narrows(layer, tokens):
-        for rows, n, stages, warps in itertools.product((64, 128), (64, 128, 256), (3, 4, 5), (4, 8)):
+        for rows, n, stages, warps in itertools.product(
+            (64, 128), (64, 128, 256), (3, 4, 5), (4, 8)
+        ):
             held = rows * n * (2 if first else 1) // (32 * warps)  # sums of a thread
             if 32 <= held <= 128 and CHUNK * (rows + (2 if first else 1) * n) * stages <= 220 << 10:
                 yield Tiling(rows, n, CHUNK, stages, warps)
         return
     narrow = layer.gate_up.kind != PLAIN  # these have a chunk of their own, and fewer bytes of it
     chunks, stages_tried = ((CHUNK,), (3, 4, 5, 6, 8)) if narrow else ((64, 128), (2, 3, 4, 5))
-    for rows, n, k, stages, warps in itertools.product((16, 32, 64, 128), (32, 64, 128), chunks, stages_tried, (4, 8)):
-        if rows > max(16, 8 * average) or rows < min(64, average) or n * rows > 128 * 128 or (n == 32 and rows > 32):
+    for rows, n, k, stages, warps in itertools.product(
+        (16, 32, 64, 128), (32, 64, 128), chunks, stages_tried, (4, 8)
+    ):
+        if (
+            rows > max(16, 8 * average)
+            or rows < min(64, average)
+            or n * rows > 128 * 128
+            or (n == 32 and rows > 32)
+        ):
             continue
         if rows < 64 and warps == 8 and not (narrow and n == 128):
             continue
-        weight_bytes = layer.gate_up.values.nbytes / (layer.gate_up.values.shape[0] * layer.gate_up.outputs * layer.gate_up.inputs)
-        if k * (weight_bytes * (2 if first else 1) * n + 2 * rows) * stages <= 220 << 10 and (n, k) != (32, 64):
+        weight_bytes = layer.gate_up.values.nbytes / (
+            layer.gate_up.values.shape[0] * layer.gate_up.outputs * layer.gate_up.inputs
+        )
+        if k * (weight_bytes * (2 if first else 1) * n + 2 * rows) * stages <= 220 << 10 and (
+            n,
+            k,
+        ) != (32, 64):
             yield Tiling(rows, n, k, stages, warps)
 
 
@@ -138,7 +186,9 @@ def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
     found: dict[bool, dict[FewTiling | Tiling, float]] = {True: {}, False: {}}
     for first in (True, False):
         tilings = list(candidates(tokens, layer, first))
-        with compiling_ahead(torch.device("cuda", torch.cuda.current_device()), os.cpu_count() or 1):
+        with compiling_ahead(
+            torch.device("cuda", torch.cuda.current_device()), os.cpu_count() or 1
+        ):
             for tiling in tilings:
                 calls(layer, tokens, tiling, first)[0]()
         for tiling in tilings:
@@ -147,7 +197,10 @@ def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
             except Exception as error:  # too much shared memory, say
                 print(f"    {tiling}: {type(error).__name__}", flush=True)
         for tiling, us in sorted(found[first].items(), key=lambda item: item[1])[:best]:
-            print(f"{tokens:>6} {'gate_up' if first else 'down':>8} {us:9.1f} us  {tiling}", flush=True)
+            print(
+                f"{tokens:>6} {'gate_up' if first else 'down':>8} {us:9.1f} us  {tiling}",
+                flush=True,
+            )
     sums: dict[Few | Many, float] = {}
     for (a, us), (b, more) in itertools.product(found[True].items(), found[False].items()):
         if isinstance(a, FewTiling) and isinstance(b, FewTiling):
@@ -157,23 +210,38 @@ def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
     return min(sums, key=lambda choice: sums[choice])
 
 
-def tell(layer: Layer, tokens: int, tuned: Few | Many | None, limits: Limits, weight_bytes: float) -> None:
+def tell(
+    layer: Layer, tokens: int, tuned: Few | Many | None, limits: Limits, weight_bytes: float
+) -> None:
     """The whole of a layer, sorting included, as chosen now unless it is `tuned`."""
     choice = tuned or kernels.choice_for(tokens, layer.per_token, layer.gate_up, layer.down.inputs)
     steps = list(layer.steps(tokens))
     distinct = sum(len(ids.unique()) for _, _, ids, _ in steps) / len(steps)
     weights = layer.gate_up.outputs * layer.gate_up.inputs + layer.down.outputs * layer.down.inputs
     around = (layer.gate_up, layer.down, None, None, "silu")
-    us = us_of([lambda x=x, a=(ids, w, tuned): kernels.experts(x, *around, *a) for x, _, ids, w in steps])
+    us = us_of(
+        [lambda x=x, a=(ids, w, tuned): kernels.experts(x, *around, *a) for x, _, ids, w in steps]
+    )
     read = weight_bytes * weights * distinct / limits.copy_bytes_per_s
     floor = 1e6 * max(read, 2 * weights * tokens * layer.per_token / limits.flop_per_s)
-    print(f"    {tokens}: {choice},  # {us:.1f} us, {distinct:.1f} experts, {100 * floor / us:.0f} % of the floor", flush=True)
+    print(
+        f"    {tokens}: {choice},  # {us:.1f} us, {distinct:.1f} experts, {100 * floor / us:.0f} % of the floor",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=[name for name, shape in SHAPES.items() if shape.experts])
-    parser.add_argument("--checkpoint", choices=["fp8", "mxfp4"], help="format of weights, instead of bfloat16")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape",
+        default="qwen3-30b-a3b",
+        choices=[name for name, shape in SHAPES.items() if shape.experts],
+    )
+    parser.add_argument(
+        "--checkpoint", choices=["fp8", "mxfp4"], help="format of weights, instead of bfloat16"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--best", type=int, default=4, help="tilings that are shown")
@@ -183,7 +251,10 @@ def main() -> None:
         shape = SHAPES[args.shape]
         limits, layer = measure_limits(shape), layer_of(shape, args.checkpoint)
         weight_bytes = EXPERT_BYTES.get(args.checkpoint, BYTES)
-        print(f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)
+        print(
+            f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s",
+            flush=True,
+        )
         for tokens in args.tokens:
             tell(layer, tokens, None, limits, weight_bytes)
             if args.tune:

@@ -43,8 +43,17 @@ def measure_host(num_seqs: int, context: int, steps: int) -> float:
     core, intake = engine.core, engine._intake
     params = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False)
     prompts = [[index % 512 + 1] + [5] * (context - 1) for index in range(num_seqs)]
-    checked = [intake.check(str(index), prompt, params, RequestFields(), None) for index, prompt in enumerate(prompts)]
-    messages = [encode(Hello()), *(encode(add_of(number, request, number, (), None)) for number, request in enumerate(checked))]
+    checked = [
+        intake.check(str(index), prompt, params, RequestFields(), None)
+        for index, prompt in enumerate(prompts)
+    ]
+    messages = [
+        encode(Hello()),
+        *(
+            encode(add_of(number, request, number, (), None))
+            for number, request in enumerate(checked)
+        ),
+    ]
     with tempfile.TemporaryDirectory() as directory:
         address, over = f"ipc://{directory}/engine", threading.Event()
         post = ZmqPost(address)
@@ -67,10 +76,14 @@ def measure_host(num_seqs: int, context: int, steps: int) -> float:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for num_seqs in (256, 1024):
         offline, host = measure(num_seqs, 100, False, 300), measure_host(num_seqs, 100, 300)
-        print(f"{num_seqs:>5} requests: offline {offline:.2f} ms, host {host:.2f} ms a step: {host / offline:.2f} times")
+        print(
+            f"{num_seqs:>5} requests: offline {offline:.2f} ms, host {host:.2f} ms a step: {host / offline:.2f} times"
+        )
 
 
 if __name__ == "__main__":

@@ -43,10 +43,20 @@ if TYPE_CHECKING:
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.float16, torch.float32]  # the interpreter rounds bfloat16 wrongly
-DISPATCHERS = ("dovetail.nn.activation", "dovetail.nn.logprobs", "dovetail.nn.norm", "dovetail.nn.qkv", "dovetail_samplers.default")
+DTYPES = (
+    [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.float16, torch.float32]
+)  # the interpreter rounds bfloat16 wrongly
+DISPATCHERS = (
+    "dovetail.nn.activation",
+    "dovetail.nn.logprobs",
+    "dovetail.nn.norm",
+    "dovetail.nn.qkv",
+    "dovetail_samplers.default",
+)
 DISPATCHERS += ("dovetail_samplers.table",)
-ROTATED_BYTES = 256 << 20  # that the inputs of one case take together, at least, unless that is more than MAX_TURNS of them
+ROTATED_BYTES = (
+    256 << 20
+)  # that the inputs of one case take together, at least, unless that is more than MAX_TURNS of them
 MAX_TURNS = 64
 REPEATS = 20
 BLOCK_SIZE = 16
@@ -151,10 +161,18 @@ class TurnAndWrite(Case):
 
     def draw(self, dtype: torch.dtype) -> Draw:
         heads, kv_heads, size = self.heads, self.kv_heads, self.size
-        rotation = RotaryEmbedding(Rope(1e6, size), 4096, device=DEVICE)(torch.randint(4096, (self.n,), device=DEVICE))
+        rotation = RotaryEmbedding(Rope(1e6, size), 4096, device=DEVICE)(
+            torch.randint(4096, (self.n,), device=DEVICE)
+        )
         slots = torch.randperm(2 * self.n + BLOCK_SIZE, device=DEVICE)[: self.n]
         layer = PagedLayer(LayerSpec(0, heads, kv_heads, size, 1.0), slots, dtype)
-        norm = QKNorm(heads, kv_heads, size, 1e-6, BuildContext(SINGLE, dtype, DEVICE, lambda spec: layer)) if self.normed else None
+        norm = (
+            QKNorm(
+                heads, kv_heads, size, 1e-6, BuildContext(SINGLE, dtype, DEVICE, lambda spec: layer)
+            )
+            if self.normed
+            else None
+        )
         if norm is not None:
             norm.weight.data.normal_(1.0, 0.2)
         qkv = randn(self.n, heads + 2 * kv_heads, size, dtype=dtype)
@@ -166,7 +184,11 @@ class TurnAndWrite(Case):
         def exact() -> Tensors:
             qk, v = qkv.double().tensor_split((heads + kv_heads,), dim=1)
             if norm is not None:
-                qk = qk / torch.sqrt((qk**2).mean(-1, keepdim=True) + 1e-6) * norm.weight.view(norm.heads).double()
+                qk = (
+                    qk
+                    / torch.sqrt((qk**2).mean(-1, keepdim=True) + 1e-6)
+                    * norm.weight.view(norm.heads).double()
+                )
             qk = qk * rotation.cos.double() + torch.roll(qk, size // 2, -1) * rotation.sin.double()
             return *qk.split((heads, kv_heads), dim=1), v
 
@@ -183,12 +205,24 @@ class PagedLayer(AttentionLayer):
     def __init__(self, spec: LayerSpec, slots: torch.Tensor, dtype: torch.dtype) -> None:
         self.spec, self.slots, self.dtype = spec, slots, dtype
         self.blocks, self.offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        pages, row = int(slots.max()) // BLOCK_SIZE + 1, spec.kv_heads * BLOCK_SIZE * spec.head_size * dtype.itemsize
-        self.bind(LayerCache(tuple(torch.zeros((pages, row), dtype=torch.uint8, device=DEVICE) for _ in range(2)), BLOCK_SIZE))
+        pages, row = (
+            int(slots.max()) // BLOCK_SIZE + 1,
+            spec.kv_heads * BLOCK_SIZE * spec.head_size * dtype.itemsize,
+        )
+        self.bind(
+            LayerCache(
+                tuple(
+                    torch.zeros((pages, row), dtype=torch.uint8, device=DEVICE) for _ in range(2)
+                ),
+                BLOCK_SIZE,
+            )
+        )
 
     def bind(self, cache: LayerCache) -> None:
         shape = (-1, self.spec.kv_heads, cache.block_size, self.spec.head_size)
-        self.k, self.v = (memory.view(self.dtype).view(shape).transpose(1, 2) for memory in cache.memory)
+        self.k, self.v = (
+            memory.view(self.dtype).view(shape).transpose(1, 2) for memory in cache.memory
+        )
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.k[self.blocks, self.offsets], self.v[self.blocks, self.offsets] = k, v
@@ -212,7 +246,10 @@ class Logprobs(Case):
         return f"logprobs {self.vocab}"
 
     def draw(self, dtype: torch.dtype) -> Draw:
-        logits, ids = randn(self.n, self.vocab, dtype=dtype) * 4, torch.randint(self.vocab, (self.n,), device=DEVICE)
+        logits, ids = (
+            randn(self.n, self.vocab, dtype=dtype) * 4,
+            torch.randint(self.vocab, (self.n,), device=DEVICE),
+        )
 
         def outputs() -> Tensors:
             top = top_logprobs(logits, ids, 5)
@@ -221,7 +258,9 @@ class Logprobs(Case):
         def exact() -> Tensors:
             own = logits.gather(1, ids[:, None]).double()
             best = torch.cat((own, logits.double().topk(5, dim=1).values), dim=1)
-            return best - logits.double().logsumexp(1, keepdim=True), 1 + (logits.double() > own).sum(1)
+            return best - logits.double().logsumexp(1, keepdim=True), 1 + (
+                logits.double() > own
+            ).sum(1)
 
         return Draw(outputs, outputs, exact)
 
@@ -233,7 +272,13 @@ class Logprobs(Case):
 def nn_cases() -> list[Case]:
     """Return the cases of a small and of a medium model."""
     if not ON_GPU:
-        return [Norm(3, 48), SiluMul(3, 40), TurnAndWrite(5, 4, 2, 8, True), TurnAndWrite(5, 3, 1, 24, False), Logprobs(3, 300)]
+        return [
+            Norm(3, 48),
+            SiluMul(3, 40),
+            TurnAndWrite(5, 4, 2, 8, True),
+            TurnAndWrite(5, 3, 1, 24, False),
+            Logprobs(3, 300),
+        ]
     cases: list[Case] = []
     for n in (1, 8, 64, 256, 8192):
         for hidden, inner, heads in ((1024, 3072, 16), (4096, 12_288, 32)):
@@ -261,7 +306,9 @@ VOCAB = 151_936 if ON_GPU else 700
 def peaked_logits(rows: int, dtype: torch.dtype) -> torch.Tensor:
     """Return logits like a trained model's: most tokens negligible, some thousand in an exponential tail."""
     bulk = torch.randn(rows, VOCAB, device=DEVICE) * 2.5
-    tail = torch.empty(rows, VOCAB, device=DEVICE).exponential_(0.4) * (torch.rand(rows, VOCAB, device=DEVICE) < 0.02)
+    tail = torch.empty(rows, VOCAB, device=DEVICE).exponential_(0.4) * (
+        torch.rand(rows, VOCAB, device=DEVICE) < 0.02
+    )
     return (bulk + tail).to(dtype)
 
 
@@ -281,16 +328,22 @@ LOGITS = {"peaked": peaked_logits, "flat": flat_logits, "tied": tied_logits}
 def make_sampler(rows: int, samplings: Sequence[RowSampling]) -> DefaultSampler:
     """One that has taken `rows` requests, the i-th with samplings[i % …] and seed i, some tokens long."""
     lens = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
-    history = RowHistory(torch.zeros((rows + 1, 8), dtype=torch.int32, device=DEVICE), lens + 5, lens // 2)
+    history = RowHistory(
+        torch.zeros((rows + 1, 8), dtype=torch.int32, device=DEVICE), lens + 5, lens // 2
+    )
     sampler = DefaultSampler(NoOptions(), SamplerContext(str(DEVICE), VOCAB, history))
     sampler.prepare(rows)
-    sampler.update([], [(row, replace(samplings[row % len(samplings)], seed=row)) for row in range(rows)])
+    sampler.update(
+        [], [(row, replace(samplings[row % len(samplings)], seed=row)) for row in range(rows)]
+    )
     return sampler
 
 
 def lines_of(rows: int) -> Lines:
     """A line of each row, without drafts."""
-    return Lines(torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE))
+    return Lines(
+        torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    )
 
 
 def check_sampler() -> None:
@@ -300,7 +353,9 @@ def check_sampler() -> None:
     for dtype, shape in itertools.product(DTYPES, LOGITS):
         torch.manual_seed(1)
         rows_that_differ = different(rows, LOGITS[shape](rows, dtype))
-        listed = ", ".join(sorted({list(SAMPLINGS)[row % len(SAMPLINGS)] for row in rows_that_differ}))
+        listed = ", ".join(
+            sorted({list(SAMPLINGS)[row % len(SAMPLINGS)] for row in rows_that_differ})
+        )
         print(f"{shape:38} {'':5} {str(dtype)[6:]:>9} {len(rows_that_differ):9} {listed}")
 
 
@@ -310,7 +365,9 @@ def different(rows: int, logits: torch.Tensor) -> list[int]:
     device_rows, history = sampler._device_rows, sampler.context.history
     with dispatching(to_kernels=True):
         ours = sampler.sample_captured(logits, lines, Capture.TOKENS).token_ids
-    twins = draw_plain(logits, lines, device_rows.parameters(lines.rows), history, device_rows.hashes)
+    twins = draw_plain(
+        logits, lines, device_rows.parameters(lines.rows), history, device_rows.hashes
+    )
     return (ours != twins).nonzero()[:, 0].tolist()
 
 
@@ -324,7 +381,9 @@ def check_nn() -> None:
             continue
         kernel, twin = (error_of(case, dtype, to_kernels) for to_kernels in (True, False))
         limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
-        print(f"{case!s:38} {case.n:5} {str(dtype)[6:]:>9} {kernel:9.1e} {twin:9.1e}{'' if kernel <= limit else '  WRONG'}")
+        print(
+            f"{case!s:38} {case.n:5} {str(dtype)[6:]:>9} {kernel:9.1e} {twin:9.1e}{'' if kernel <= limit else '  WRONG'}"
+        )
 
 
 def error_of(case: Case, dtype: torch.dtype, to_kernels: bool) -> float:
@@ -344,7 +403,10 @@ def median_seconds(run: Run) -> float:
     """Return the median time of one call on the device."""
     for _ in range(3):
         run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(REPEATS)
+    ]
     for begin, end in events:
         begin.record()
         run()
@@ -378,46 +440,72 @@ def time_nn() -> None:
         size, seconds = 2 * case.numbers, []
         for to_kernels in (False, True):
             with dispatching(to_kernels):
-                seconds.append(seconds_in_graph([case.draw(torch.bfloat16).run for _ in range(turns(size))]))
+                seconds.append(
+                    seconds_in_graph([case.draw(torch.bfloat16).run for _ in range(turns(size))])
+                )
         print_times(str(case), case.n, *seconds, size)
 
 
 def time_sampler() -> None:
-    print(f"\n{'sampler, bfloat16 logits':38} {'n':>5} {'twin us':>9} {'kernel us':>9} {'x':>6} {'TB/s':>6}")
+    print(
+        f"\n{'sampler, bfloat16 logits':38} {'n':>5} {'twin us':>9} {'kernel us':>9} {'x':>6} {'TB/s':>6}"
+    )
     for rows, shape in itertools.product((1, 8, 64, 256), ("peaked", "flat")):
         size = rows * VOCAB * 2
         logits = [LOGITS[shape](rows, torch.bfloat16) for _ in range(turns(size))]
         for name in SAMPLINGS:
-            print_times(f"{shape}: {name}", rows, *sampler_seconds(rows, logits, SAMPLINGS[name]), size)
+            print_times(
+                f"{shape}: {name}", rows, *sampler_seconds(rows, logits, SAMPLINGS[name]), size
+            )
 
 
-def sampler_seconds(rows: int, logits: Sequence[torch.Tensor], sampling: RowSampling) -> tuple[float, float]:
+def sampler_seconds(
+    rows: int, logits: Sequence[torch.Tensor], sampling: RowSampling
+) -> tuple[float, float]:
     """Return the seconds of the twin (plain torch) and of the kernel."""
     sampler, lines, host_rows = make_sampler(rows, [sampling]), lines_of(rows), np.arange(rows)
     with dispatching(to_kernels=True):
-        kernel = seconds_in_graph([lambda x=x: sampler.sample_captured(x, lines, Capture.TOKENS) for x in logits])
+        kernel = seconds_in_graph(
+            [lambda x=x: sampler.sample_captured(x, lines, Capture.TOKENS) for x in logits]
+        )
     with dispatching(to_kernels=False):
         return median_seconds(lambda: sampler.sample(logits[0], lines, host_rows)), kernel
 
 
 def print_times(name: str, n: int, twin: float, kernel: float, size: int) -> None:
-    print(f"{name:38} {n:5} {twin * 1e6:9.1f} {kernel * 1e6:9.1f} {twin / kernel:6.1f} {size / kernel / 1e12:6.2f}", flush=True)
+    print(
+        f"{name:38} {n:5} {twin * 1e6:9.1f} {kernel * 1e6:9.1f} {twin / kernel:6.1f} {size / kernel / 1e12:6.2f}",
+        flush=True,
+    )
 
 
 def tune() -> None:
     """The candidates of `fused.Sizes`, by the sum of the medians over the cases that they are for."""
     from dovetail_samplers.fused import SIZES
 
-    surveys = [replace(SIZES, tile=tile, survey_warps=warps) for tile, warps in itertools.product((1024, 2048, 4096), (2, 4, 8))]
+    surveys = [
+        replace(SIZES, tile=tile, survey_warps=warps)
+        for tile, warps in itertools.product((1024, 2048, 4096), (2, 4, 8))
+    ]
     compare("survey", surveys, ["greedy", "temperature"])
     cuts = [(1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)]
-    choices = [replace(SIZES, group=group, chunk=chunk, choose_warps=warps) for group, (chunk, warps) in itertools.product((32, 64, 128), cuts)]
-    choices += [replace(SIZES, pivots=pivots, chunk=chunk, choose_warps=warps) for pivots, (chunk, warps) in itertools.product((2, 8), cuts)]
+    choices = [
+        replace(SIZES, group=group, chunk=chunk, choose_warps=warps)
+        for group, (chunk, warps) in itertools.product((32, 64, 128), cuts)
+    ]
+    choices += [
+        replace(SIZES, pivots=pivots, chunk=chunk, choose_warps=warps)
+        for pivots, (chunk, warps) in itertools.product((2, 8), cuts)
+    ]
     compare("choose", choices, ["top-k 20, top-p .95", "top-p .95"])
 
 
 def compare(title: str, candidates: Sequence[Sizes], names: Sequence[str]) -> None:
-    loads = [(rows, [peaked_logits(rows, torch.bfloat16) for _ in range(turns(rows * VOCAB * 2))], name) for rows in (1, 256) for name in names]
+    loads = [
+        (rows, [peaked_logits(rows, torch.bfloat16) for _ in range(turns(rows * VOCAB * 2))], name)
+        for rows in (1, 256)
+        for name in names
+    ]
     times = {sizes: [fused_seconds(*load, sizes) * 1e6 for load in loads] for sizes in candidates}
     print(f"\n{title}, us: {', '.join(f'{name} x {rows}' for rows, _, name in loads)}")
     for sizes in sorted(times, key=lambda sizes: sum(times[sizes])):
@@ -429,16 +517,27 @@ def fused_seconds(rows: int, logits: Sequence[torch.Tensor], name: str, sizes: S
 
     sampler, lines = make_sampler(rows, [SAMPLINGS[name]]), lines_of(rows)
     device_rows, history = sampler._device_rows, sampler.context.history
-    return seconds_in_graph([lambda x=x: fused.draw(x, lines, device_rows.records, history, device_rows.hashes, sizes) for x in logits])
+    return seconds_in_graph(
+        [
+            lambda x=x: fused.draw(
+                x, lines, device_rows.records, history, device_rows.hashes, sizes
+            )
+            for x in logits
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["check", "time", "tune"])
     only = parser.parse_args().only
     if not ON_GPU:
         if os.environ.get("TRITON_INTERPRET") != "1" or only != "check":
-            raise SystemExit("no GPU: only `TRITON_INTERPRET=1 python -m bench.kernels --only check` works here")
+            raise SystemExit(
+                "no GPU: only `TRITON_INTERPRET=1 python -m bench.kernels --only check` works here"
+            )
         from tests.attention import interpreter
 
         interpreter.mend()

@@ -35,12 +35,31 @@ MODELS = (Model(), Model(block_size=64), Model(32, 8), Model(16, 8, 64), Model(1
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    for (name, (history, queries)), dtype, head_size in product(STEPS.items(), CHECKED, (64, 80, 128, 256)):
-        for block_size, group, window, mixed in ((16, 2, None, False), (64, 1, None, True), (16, 8, 100, False)):
+    for (name, (history, queries)), dtype, head_size in product(
+        STEPS.items(), CHECKED, (64, 80, 128, 256)
+    ):
+        for block_size, group, window, mixed in (
+            (16, 2, None, False),
+            (64, 1, None, True),
+            (16, 8, 100, False),
+        ):
             case = Case(
-                history, queries, block_size, 2 * group, 2, head_size, (window,), dtype=dtype, device=str(DEVICE), cache_dtype=FP8, kv_scales=SCALES
+                history,
+                queries,
+                block_size,
+                2 * group,
+                2,
+                head_size,
+                (window,),
+                dtype=dtype,
+                device=str(DEVICE),
+                cache_dtype=FP8,
+                kv_scales=SCALES,
             )
-            yield f"{name}, {dtype}, {2 * group}/2 heads of {head_size}, block {block_size}, window {window}", replace(case, mixed_graph=mixed)
+            yield (
+                f"{name}, {dtype}, {2 * group}/2 heads of {head_size}, block {block_size}, window {window}",
+                replace(case, mixed_graph=mixed),
+            )
 
 
 def check_steps() -> None:
@@ -54,7 +73,9 @@ def check_steps() -> None:
         if share > 1:
             beyond += 1
             print(f"WRONG: {share:.1f} of what is allowed: {name}", flush=True)
-    print(f"{count} steps, {beyond} wrong; nearest to the bound, {nearest[0]:.0%} of it: {nearest[1]}")
+    print(
+        f"{count} steps, {beyond} wrong; nearest to the bound, {nearest[0]:.0%} of it: {nearest[1]}"
+    )
 
 
 def check_codes() -> None:
@@ -63,9 +84,30 @@ def check_codes() -> None:
     numbers = numbers[~numbers.isnan()].unique()
     ties = (numbers[1:] + numbers[:-1]) / 2
     others = torch.tensor([449.0, 464.0, 465.0, 1e30, torch.inf, -torch.inf, 2.0**-10, 1e-30, 0.0])
-    x = torch.cat([numbers, ties, ties.nextafter(torch.tensor(1e9)), ties.nextafter(torch.tensor(-1e9)), others])
-    x = torch.nn.functional.pad(x, (0, -len(x) % 128)).view(-1, 1, 128).to(DEVICE)  # [tokens, 1, 128]
-    case = Case((0,), (len(x),), 16, 1, 1, 128, dtype="float32", device=str(DEVICE), cache_dtype=FP8, kv_scales=SCALES)
+    x = torch.cat(
+        [
+            numbers,
+            ties,
+            ties.nextafter(torch.tensor(1e9)),
+            ties.nextafter(torch.tensor(-1e9)),
+            others,
+        ]
+    )
+    x = (
+        torch.nn.functional.pad(x, (0, -len(x) % 128)).view(-1, 1, 128).to(DEVICE)
+    )  # [tokens, 1, 128]
+    case = Case(
+        (0,),
+        (len(x),),
+        16,
+        1,
+        1,
+        128,
+        dtype="float32",
+        device=str(DEVICE),
+        cache_dtype=FP8,
+        kv_scales=SCALES,
+    )
     bench = Stepped(lambda context: TritonAttention(NoOptions(), context), case)
     bench.plan(case.history, case.lens)
     bench.layers[0].write(x, x)
@@ -74,23 +116,32 @@ def check_codes() -> None:
     slots, wrong = cache.slots[: len(x)], 0
     for stored, scale in ((cache.k, bench.scales[0].k), (cache.v, bench.scales[0].v)):
         twin = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        wrong += int((stored.view(torch.uint8)[slots // 16, slots % 16] != twin.view(torch.uint8)).sum())
+        wrong += int(
+            (stored.view(torch.uint8)[slots // 16, slots % 16] != twin.view(torch.uint8)).sum()
+        )
     print(f"{2 * x.numel()} codes written, {wrong} unlike torch's")
 
 
 def times(loads: Sequence[Load], bandwidth: float) -> None:
     """Print microseconds of both, their ratio, and the share of the copy bandwidth at which FP8 is read."""
-    print(f"{'model':46} {'load':28} {'bf16 us':>9} {'fp8 us':>9} {'faster':>7} {'bf16 of copy':>13} {'fp8 of copy':>12}")
+    print(
+        f"{'model':46} {'load':28} {'bf16 us':>9} {'fp8 us':>9} {'faster':>7} {'bf16 of copy':>13} {'fp8 of copy':>12}"
+    )
     for model, load in product(MODELS, loads):
         wide, small = Bench(model, load), Bench(replace(model, cache_dtype=FP8), load)
         wide_s, small_s = wide.seconds(), small.seconds()
-        shares = [bench.bytes / seconds / bandwidth for bench, seconds in ((wide, wide_s), (small, small_s))]
+        shares = [
+            bench.bytes / seconds / bandwidth
+            for bench, seconds in ((wide, wide_s), (small, small_s))
+        ]
         row = f"{wide_s * 1e6:9.1f} {small_s * 1e6:9.1f} {wide_s / small_s:6.2f}x {shares[0]:13.0%} {shares[1]:12.0%}"
         print(f"{model!s:46} {load.name:28} {row}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["exact", "decode", "prefill"])
     args = parser.parse_args()
     require_gpu()
@@ -98,7 +149,9 @@ def main() -> None:
         check_codes()
         check_steps()
     bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s"
+    )
     if args.only in (None, "decode"):
         times(DECODES, bandwidth)
     if args.only in (None, "prefill"):

@@ -32,7 +32,11 @@ from dovetail import LLMEngine
 
 MAX_ID = 10_000
 
-STREAMS, STREAM_PROMPT, STREAM_OUTPUT = 64, 500, 1000  # answers that go on: their contexts are 1,000 tokens on average
+STREAMS, STREAM_PROMPT, STREAM_OUTPUT = (
+    64,
+    500,
+    1000,
+)  # answers that go on: their contexts are 1,000 tokens on average
 LONG_PROMPT, LONG_RATE = 4096, 4.0
 UNDISTURBED_S = 5.0
 LONGEST = 10  # steps that are told of one by one
@@ -47,7 +51,9 @@ def prompt_of(length: int, seed: int) -> array[int]:
 
 @contextmanager
 def engine_of(directory: Path, settings: dict[str, Any]) -> Iterator[LLMEngine]:
-    with LLMEngine.from_config({"model": str(directory), "load_format": "dummy", "dtype": "bfloat16", **settings}) as engine:
+    with LLMEngine.from_config(
+        {"model": str(directory), "load_format": "dummy", "dtype": "bfloat16", **settings}
+    ) as engine:
         yield engine
     gc.collect()
     torch.cuda.empty_cache()
@@ -57,7 +63,12 @@ def warm_up(engine: LLMEngine, longest: int) -> None:
     """Kernels for prefills, chunks, decodes, and both in a step."""
     driver, now = Driver(engine), engine.now()
     for index in range(8):
-        driver.schedule("warm-up", now + 0.2 * index, prompt_of(longest if index % 2 else 60, seed=-1 - index), 300)
+        driver.schedule(
+            "warm-up",
+            now + 0.2 * index,
+            prompt_of(longest if index % 2 else 60, seed=-1 - index),
+            300,
+        )
     driver.run()
 
 
@@ -81,14 +92,23 @@ class Split:
         }
 
 
-def under_poisson(args: argparse.Namespace, directory: Path, limits: Limits, rate: float, overlap: bool, settings: dict[str, Any]) -> dict[str, Any]:
+def under_poisson(
+    args: argparse.Namespace,
+    directory: Path,
+    limits: Limits,
+    rate: float,
+    overlap: bool,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
     """Requests of about `--prompt` and `--output` tokens: each is drawn from half to one and a half times that."""
     with engine_of(directory, {"overlap": overlap, **settings}) as engine:
         warm_up(engine, args.prompt)
         driver, split, rng = Driver(engine), Split(engine), random.Random(args.seed)
         begin = engine.now() + 0.5
         for index, at in enumerate(poisson(rate, args.seconds, args.seed)):
-            prompt, output = (rng.randint(mean // 2, 3 * mean // 2) for mean in (args.prompt, args.output))
+            prompt, output = (
+                rng.randint(mean // 2, 3 * mean // 2) for mean in (args.prompt, args.output)
+            )
             driver.schedule("request", begin + at, prompt_of(prompt, seed=index), output)
         driver.run()
         return {
@@ -97,7 +117,9 @@ def under_poisson(args: argparse.Namespace, directory: Path, limits: Limits, rat
             "overlap": overlap,
             **latencies(driver.timelines),
             **split.told(),
-            "share_of_floor": busy_floor_seconds(SHAPES[args.shape], lens_of(driver.timelines), driver.decodes, limits)
+            "share_of_floor": busy_floor_seconds(
+                SHAPES[args.shape], lens_of(driver.timelines), driver.decodes, limits
+            )
             / max(1e-9, engine.stats().device_s - split._before.device_s),
         }
 
@@ -123,7 +145,10 @@ def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any])
         warm_up(engine, LONG_PROMPT)
         driver = Driver(engine)
         begin = engine.now() + 0.5
-        calm, rough = begin + UNDISTURBED_S, begin + 2 * UNDISTURBED_S  # till `calm` the streams get under way, and nothing is measured
+        calm, rough = (
+            begin + UNDISTURBED_S,
+            begin + 2 * UNDISTURBED_S,
+        )  # till `calm` the streams get under way, and nothing is measured
         end = rough + args.seconds
 
         def stream(index: int, output_tokens: int) -> None:
@@ -135,7 +160,9 @@ def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any])
             driver.schedule("stream", begin, prompt, output_tokens, again)
 
         for index in range(STREAMS):
-            stream(index, 1 + (index + 1) * STREAM_OUTPUT // STREAMS)  # the first answers end one after the other
+            stream(
+                index, 1 + (index + 1) * STREAM_OUTPUT // STREAMS
+            )  # the first answers end one after the other
         for index, at in enumerate(poisson(LONG_RATE, args.seconds, args.seed)):
             driver.schedule("prompt", rough + at, prompt_of(LONG_PROMPT, seed=10_000 + index), 1)
         driver.run(until=calm)
@@ -165,27 +192,48 @@ def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any])
 
 def show(row: dict[str, Any]) -> None:
     for key, value in row.items():
-        if isinstance(value, dict) and value and all(isinstance(number, float) for number in value.values()):
-            print(f"  {key:32} " + "  ".join(f"{name} {number:9.3f}" for name, number in value.items()))
+        if (
+            isinstance(value, dict)
+            and value
+            and all(isinstance(number, float) for number in value.values())
+        ):
+            print(
+                f"  {key:32} "
+                + "  ".join(f"{name} {number:9.3f}" for name, number in value.items())
+            )
         elif isinstance(value, list):
-            print(f"  {key:32} " + f"\n{'':35}".join("  ".join(f"{name} {number:.6g}" for name, number in entry.items()) for entry in value))
+            print(
+                f"  {key:32} "
+                + f"\n{'':35}".join(
+                    "  ".join(f"{name} {number:.6g}" for name, number in entry.items())
+                    for entry in value
+                )
+            )
         else:
             print(f"  {key:32} {value:.4g}" if isinstance(value, float) else f"  {key:32} {value}")
     print(flush=True)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", choices=["poisson", "stall"], default="poisson")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
-    parser.add_argument("--rate", nargs="+", type=float, default=[4.0, 16.0, 64.0], help="requests a second")
-    parser.add_argument("--seconds", type=float, default=30.0, help="duration of arrivals, or of long prompts")
+    parser.add_argument(
+        "--rate", nargs="+", type=float, default=[4.0, 16.0, 64.0], help="requests a second"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="duration of arrivals, or of long prompts"
+    )
     parser.add_argument("--prompt", type=int, default=512, help="tokens, on average")
     parser.add_argument("--output", type=int, default=128, help="tokens, on average")
     parser.add_argument("--overlap", nargs="+", choices=["on", "off"], default=["on", "off"])
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
+    )
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
@@ -209,7 +257,9 @@ def main() -> None:
             for changes in ({}, UNCHUNKED):
                 tell(stalled(args, directory, {**settings, **changes}))
             bounded, free = rows
-            print(f"prefill throughput over unchunked: {bounded['prompt_tok_s'] / free['prompt_tok_s']:.3f}")
+            print(
+                f"prefill throughput over unchunked: {bounded['prompt_tok_s'] / free['prompt_tok_s']:.3f}"
+            )
             return
         limits = measure_limits(SHAPES[args.shape])
         for rate in args.rate:

@@ -53,7 +53,11 @@ def sustained_seconds(run: Callable[[], object], for_s: float = 1.0) -> float:
 def measure_limits(shape: Shape) -> Limits:
     """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes, each kept up for a second; random data."""
     copy, rates = copy_bytes_per_s(), []
-    for m, n, k in [(8192, 8192, 8192), (8192, 2 * shape.intermediate, shape.hidden), (8192, shape.hidden, shape.intermediate)]:
+    for m, n, k in [
+        (8192, 8192, 8192),
+        (8192, 2 * shape.intermediate, shape.hidden),
+        (8192, shape.hidden, shape.intermediate),
+    ]:
         a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((m, k), (n, k)))
         rates.append(2 * m * n * k / sustained_seconds(lambda a=a, b=b: a @ b.T))
     return Limits(copy, max(rates))
@@ -65,12 +69,20 @@ def copy_bytes_per_s() -> float:
     return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))
 
 
-def floor_seconds(shape: Shape, lens: Sequence[tuple[int, int]], limits: Limits, shared_prefix: int = 0, expert_bytes: float = BYTES) -> float:
+def floor_seconds(
+    shape: Shape,
+    lens: Sequence[tuple[int, int]],
+    limits: Limits,
+    shared_prefix: int = 0,
+    expert_bytes: float = BYTES,
+) -> float:
     """The least time for requests of (prompt, output) tokens that all run together: each K and V read once a step, states read and written, weights
     read once a step (or the arithmetic, where that takes longer), the prompts' arithmetic once. A `shared_prefix` is computed once, and read once a
     step. `expert_bytes`: of a weight of experts, of which a step reads those that are chosen if routing is uniform."""
     steps = max(out for _, out in lens)
-    decodes = [sum(1 for _, out in lens if out > step) for step in range(1, steps)]  # the first token of each comes from its prefill
+    decodes = [
+        sum(1 for _, out in lens if out > step) for step in range(1, steps)
+    ]  # the first token of each comes from its prefill
     return busy_floor_seconds(shape, lens, decodes, limits, shared_prefix, expert_bytes)
 
 
@@ -87,14 +99,25 @@ def busy_floor_seconds(
     reads = sum(out * (prompt - shared_prefix) + out * (out - 1) // 2 for prompt, out in lens)
     reads += shared_prefix * (max(out for _, out in lens) if shared_prefix else 0)
     if shape.window is not None:  # half of the layers read no more than that
-        reads = (reads + sum(min(shape.window, prompt + step) for prompt, out in lens for step in range(out))) / 2
+        reads = (
+            reads
+            + sum(min(shape.window, prompt + step) for prompt, out in lens for step in range(out))
+        ) / 2
     weights = shape.block_weights + shape.head_weights
     read = dict.fromkeys(set(decodes), BYTES * (shape.dense_weights + shape.head_weights))
     for rows in read:
         read[rows] += expert_bytes * shape.distinct_experts(rows) * shape.expert_weights
-    products = sum(max(read[rows] / limits.copy_bytes_per_s, 2 * weights * rows / limits.flop_per_s) for rows in decodes)
+    products = sum(
+        max(read[rows] / limits.copy_bytes_per_s, 2 * weights * rows / limits.flop_per_s)
+        for rows in decodes
+    )
     computed = sum(prompt - shared_prefix for prompt, _ in lens) + shared_prefix
-    attention = sum(2 * shape.attention_layers * shape.heads * shape.head_size * (prompt**2 - shared_prefix**2) for prompt, _ in lens)
-    prefill = (2 * shape.block_weights * computed + 2 * shape.head_weights * len(lens) + attention) / limits.flop_per_s
+    attention = sum(
+        2 * shape.attention_layers * shape.heads * shape.head_size * (prompt**2 - shared_prefix**2)
+        for prompt, _ in lens
+    )
+    prefill = (
+        2 * shape.block_weights * computed + 2 * shape.head_weights * len(lens) + attention
+    ) / limits.flop_per_s
     states = 2 * shape.state_bytes * sum(decodes)  # read and replaced
     return (reads * kv_bytes + states) / limits.copy_bytes_per_s + products + prefill

@@ -26,7 +26,10 @@ from dovetail.registry.registry import Registry
 
 VOCABULARY = 151_936
 ANSWERS, TOKENS = 4, 200  # one after the other
-STEPS, SKIPPED = 40, 10  # of answers together; masks of the first aren't counted, since threads and what they share are being made
+STEPS, SKIPPED = (
+    40,
+    10,
+)  # of answers together; masks of the first aren't counted, since threads and what they share are being made
 
 
 def context_of(directory: Path) -> GrammarContext:
@@ -59,7 +62,9 @@ def one_answer(matcher: Matcher, chance: np.random.Generator) -> tuple[list[floa
     return masks, tokens
 
 
-def together(backend: GrammarBackend, matchers: list[Matcher], chance: np.random.Generator) -> dict[str, float]:
+def together(
+    backend: GrammarBackend, matchers: list[Matcher], chance: np.random.Generator
+) -> dict[str, float]:
     words = np.zeros((len(matchers), -(-VOCABULARY // 32)), np.uint32)
     walls, cpus = [], []
     for _ in range(STEPS):
@@ -70,7 +75,11 @@ def together(backend: GrammarBackend, matchers: list[Matcher], chance: np.random
         for matcher, line in zip(matchers, words, strict=True):
             matcher.accept(drawn(line, chance))
     walls, cpus = walls[SKIPPED:], cpus[SKIPPED:]
-    return {"wall_mean": float(np.mean(walls)), "wall_p90": float(np.percentile(walls, 90)), "cpu_mean": float(np.mean(cpus))}
+    return {
+        "wall_mean": float(np.mean(walls)),
+        "wall_p90": float(np.percentile(walls, 90)),
+        "cpu_mean": float(np.mean(cpus)),
+    }
 
 
 def measured(backend: GrammarBackend, schema: str, counts: list[int]) -> dict[str, Any]:
@@ -85,13 +94,24 @@ def measured(backend: GrammarBackend, schema: str, counts: list[int]) -> dict[st
         "mask_mean": float(np.mean(masks)),
         **{f"mask_p{share}": float(np.percentile(masks, share)) for share in (50, 90, 99)},
         "token_us": 1e3 * float(np.mean(tokens)),
-        "together": {count: together(backend, [grammar.begin() for _ in range(count)], chance) for count in counts},
+        "together": {
+            count: together(backend, [grammar.begin() for _ in range(count)], chance)
+            for count in counts
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, required=True, metavar="DIRECTORY", help=f"of a model with at most {VOCABULARY:,} token ids")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="DIRECTORY",
+        help=f"of a model with at most {VOCABULARY:,} token ids",
+    )
     parser.add_argument("--grammar", nargs="+", default=["llguidance"])
     parser.add_argument("--schemas", nargs="+", default=list(SCHEMAS), choices=SCHEMAS)
     parser.add_argument("--together", nargs="*", type=int, default=[64, 256], metavar="ANSWERS")
@@ -111,7 +131,10 @@ def main() -> None:
                 print(f"{name:>10} {schema:>9}  {type(error).__name__}: {error}", flush=True)
                 continue
             rows.append({"grammar": name, "schema": schema, **row})
-            many = "  ".join(f"{count} in {each['wall_mean']:.2f} (p90 {each['wall_p90']:.2f}) ms" for count, each in row["together"].items())
+            many = "  ".join(
+                f"{count} in {each['wall_mean']:.2f} (p90 {each['wall_p90']:.2f}) ms"
+                for count, each in row["together"].items()
+            )
             print(
                 f"{name:>10} {schema:>9}  compile {row['compile_ms']:7.1f} ms  mask mean {row['mask_mean']:.3f}  p50 {row['mask_p50']:.3f}  "
                 f"p90 {row['mask_p90']:.3f}  p99 {row['mask_p99']:.3f} ms  token {row['token_us']:.1f} us  {many}",

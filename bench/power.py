@@ -25,10 +25,22 @@ class PowerWatch:
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> PowerWatch:
-        which = ["--id", f"GPU-{torch.cuda.get_device_properties().uuid}"] if torch.cuda.is_available() else []
-        command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}", *which]
+        which = (
+            ["--id", f"GPU-{torch.cuda.get_device_properties().uuid}"]
+            if torch.cuda.is_available()
+            else []
+        )
+        command = [
+            "nvidia-smi",
+            f"--query-gpu={FIELDS}",
+            "--format=csv,noheader,nounits",
+            f"--loop-ms={EVERY_MS}",
+            *which,
+        ]
         try:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
         except OSError:  # there is none
             return self
         assert self.process.stdout is not None
@@ -36,7 +48,12 @@ class PowerWatch:
         self._reader.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.process is not None:
             self.process.terminate()
             self._reader.join()

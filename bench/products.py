@@ -43,7 +43,14 @@ PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 @triton.jit
-def _copy_row(x, out, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: N803 (constants)
+def _copy_row(
+    x,
+    out,
+    STRIDE: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
     let_next_begin(PDL)
     wait(PDL)
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
@@ -66,7 +73,9 @@ class NoAttention(AttentionLayer):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         size = out[0].numel()
         block = triton.next_power_of_2(size)
-        _copy_row[(len(q),)](q, out, STRIDE=q.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(q.device))
+        _copy_row[(len(q),)](
+            q, out, STRIDE=q.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(q.device)
+        )
         return out
 
 
@@ -83,13 +92,29 @@ class Layers:
 
     def __init__(self, shape: Shape) -> None:
         count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
-        sizes = (VOCAB, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_size)
-        own = DecoderShape(
-            *sizes, windows=(None,) * count, rope=Rope(int(shape.rope_theta), shape.head_size), max_len=shape.max_len, norm_eps=1e-6, tied=True
+        sizes = (
+            VOCAB,
+            shape.hidden,
+            shape.intermediate,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_size,
         )
-        self.model = Decoder(own, BuildContext(SINGLE, torch.bfloat16, torch.device("cuda"), NoAttention))
+        own = DecoderShape(
+            *sizes,
+            windows=(None,) * count,
+            rope=Rope(int(shape.rope_theta), shape.head_size),
+            max_len=shape.max_len,
+            norm_eps=1e-6,
+            tied=True,
+        )
+        self.model = Decoder(
+            own, BuildContext(SINGLE, torch.bfloat16, torch.device("cuda"), NoAttention)
+        )
         dummy_weights(self.model, seed=0)
-        self.names = {weight.data_ptr(): name.split(".")[-2] for name, weight in self.model.named_parameters()}
+        self.names = {
+            weight.data_ptr(): name.split(".")[-2] for name, weight in self.model.named_parameters()
+        }
 
     def us(self, rows: int, choice: Choice) -> float:
         """Return the microseconds of one layer."""
@@ -111,16 +136,23 @@ class Layers:
             return decide
 
         def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> few_rows.Tiling | None:
-            return (choice.tilings or {}).get(self.names[weight.data_ptr()]) or own_tiling_for(weight, rows, gated)
+            return (choice.tilings or {}).get(self.names[weight.data_ptr()]) or own_tiling_for(
+                weight, rows, gated
+            )
 
         own_tiling_for = few_rows.tiling_for
-        few, many = (patch.object(dense, name, unless_left(getattr(dense, name))) for name in ("kernel_for_few", "kernel_for_many"))
+        few, many = (
+            patch.object(dense, name, unless_left(getattr(dense, name)))
+            for name in ("kernel_for_few", "kernel_for_many")
+        )
         with few, many, patch.object(few_rows, "tiling_for", tiling_for):
             yield
 
 
 def candidates(weight: torch.Tensor, gated: bool) -> Iterator[few_rows.Tiling]:
-    for outputs, warps, inputs in itertools.product((8, 16, 32, 64), (4, 8), (256, 512, 1024, 2048)):
+    for outputs, warps, inputs in itertools.product(
+        (8, 16, 32, 64), (4, 8), (256, 512, 1024, 2048)
+    ):
         tiling = few_rows.Tiling(outputs, warps, inputs)
         if few_rows.fits(tiling, weight.shape[1], gated):
             yield tiling
@@ -142,12 +174,20 @@ def tune(layers: Layers, rows: int) -> None:
 
 def tell(name: str, layers: Layers, rows: int) -> None:
     ours, plain = layers.us(rows, Choice()), layers.us(rows, Choice(frozenset(PRODUCTS)))
-    without = (f"{product} {layers.us(rows, Choice(frozenset({product}))) - ours:+.1f}" for product in PRODUCTS)
-    print(f"{name:>12} {rows:4} rows: {ours:6.1f} us a layer, with torch's {plain:6.1f}; of these alone, {', '.join(without)}", flush=True)
+    without = (
+        f"{product} {layers.us(rows, Choice(frozenset({product}))) - ours:+.1f}"
+        for product in PRODUCTS
+    )
+    print(
+        f"{name:>12} {rows:4} rows: {ours:6.1f} us a layer, with torch's {plain:6.1f}; of these alone, {', '.join(without)}",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--tune", action="store_true")

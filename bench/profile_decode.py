@@ -32,7 +32,9 @@ KERNELS = 24  # that are told
 def begin(engine: LLMEngine, rows: int, context: int, rng: random.Random) -> list[str]:
     """Add this many requests and run until all decode. Returns their ids."""
     max_tokens = UNTIL_ALL_DECODE + SETTLING + STEPS + PROFILED
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
+    params = SamplingParams(
+        temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False
+    )
     names = [f"{rows} rows, {index}" for index in range(rows)]
     for name in names:
         engine.add_request(name, [rng.randrange(10_000) for _ in range(context)], params)
@@ -72,7 +74,10 @@ def tell_prompt(engine: LLMEngine, length: int) -> None:
 
     def compute() -> float:
         before = engine.stats()
-        prompt, params = [rng.randrange(10_000) for _ in range(length)], SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
+        prompt, params = (
+            [rng.randrange(10_000) for _ in range(length)],
+            SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False),
+        )
         engine.add_request(f"prompt {rng.random()}", prompt, params)
         while engine.has_unfinished_requests():
             engine.step()
@@ -92,23 +97,45 @@ def tell_kernels(run: Callable[[], object], steps: int) -> None:
     busy = sum(event.self_device_time_total for event in events) / steps
     print(f"while it is profiled, {busy:.0f} us in kernels")
     for event in events[:KERNELS]:
-        print(f"{event.self_device_time_total / steps:9.1f} us {event.count / steps:7.1f} x  {event.key[:110]}", flush=True)
+        print(
+            f"{event.self_device_time_total / steps:9.1f} us {event.count / steps:7.1f} x  {event.key[:110]}",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 256])
     parser.add_argument("--context", type=int, default=800)
-    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="lengths of prompts, each computed in one step")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[],
+        help="lengths of prompts, each computed in one step",
+    )
     parser.add_argument("--layers", type=int, help="of the model, instead of the shape's")
-    parser.add_argument("--checkpoint", choices=QUANTIZED, help="format of weights, instead of bfloat16")
+    parser.add_argument(
+        "--checkpoint", choices=QUANTIZED, help="format of weights, instead of bfloat16"
+    )
     parser.add_argument("--attention", default="triton")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
+    )
     args = parser.parse_args()
     require_gpu()
-    shape = SHAPES[args.shape] if args.layers is None else replace(SHAPES[args.shape], layers=args.layers)
-    sizes = {"max_num_seqs": max(args.rows), "max_model_len": max([args.context + 2 * UNTIL_ALL_DECODE, *(n + 1 for n in args.prompts)])}
+    shape = (
+        SHAPES[args.shape]
+        if args.layers is None
+        else replace(SHAPES[args.shape], layers=args.layers)
+    )
+    sizes = {
+        "max_num_seqs": max(args.rows),
+        "max_model_len": max([args.context + 2 * UNTIL_ALL_DECODE, *(n + 1 for n in args.prompts)]),
+    }
     sizes["max_num_batched_tokens"] = max([8192, *args.prompts])
     parts = {"attention": args.attention, "pace": None}  # prompts as quickly as they can
     settings = {"load_format": "dummy", **sizes, **parts}
@@ -119,7 +146,12 @@ def main() -> None:
             print(f"{args.shape}, random weights")
             for rows in args.rows:
                 tell(engine, rows, args.context)
-                print(" ".join(f"{name} {value:.1f}" for name, value in routing.details(rows).items()), flush=True)
+                print(
+                    " ".join(
+                        f"{name} {value:.1f}" for name, value in routing.details(rows).items()
+                    ),
+                    flush=True,
+                )
             for length in args.prompts:
                 tell_prompt(engine, length)
 

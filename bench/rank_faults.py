@@ -39,7 +39,12 @@ LEFT_S = 15.0  # that the system may take to release what a process had
 LEFT_MIB = 64  # of a GPU, more than before
 STOPPED_LIMIT_S = 10.0  # executor.step_timeout_s
 PROMPTS, MAX_TOKENS = 48, 48
-MOMENTS = {"loading": 4.0, "recording": 2.0, "steady": 1.5, "closing": 0.1}  # seconds within which a kill comes, from the moment's beginning
+MOMENTS = {
+    "loading": 4.0,
+    "recording": 2.0,
+    "steady": 1.5,
+    "closing": 0.1,
+}  # seconds within which a kill comes, from the moment's beginning
 FAULTS = (
     "normal-float32",
     "normal-bfloat16",
@@ -66,7 +71,9 @@ class Seen:
     def __str__(self) -> str:
         figures = "  ".join(f"{what} {figure:.2f}" for what, figure in self.figures.items())
         error = f"  {self.error[:110]!r}" if self.error else ""
-        return f"{'WRONG' if self.wrong else 'right':5} {self.name:22} {figures}{error}" + "".join(f"\n      {what}" for what in self.wrong)
+        return f"{'WRONG' if self.wrong else 'right':5} {self.name:22} {figures}{error}" + "".join(
+            f"\n      {what}" for what in self.wrong
+        )
 
 
 # The engine's process
@@ -132,7 +139,13 @@ def generate(engine: Any) -> list[list[int]]:
     with suppress(EngineDeadError):
         for index in range(PROMPTS):
             prompt = [chance.randint(1, 400) for _ in range(chance.randint(1, 60))]
-            params = SamplingParams(temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=float(index % 2),
+                seed=index,
+                max_tokens=MAX_TOKENS,
+                ignore_eos=True,
+                detokenize=False,
+            )
             engine.add_request(str(index), prompt, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -146,12 +159,18 @@ def generate(engine: Any) -> list[list[int]]:
 class Watched:
     """An engine's process and its output."""
 
-    def __init__(self, settings: dict[str, Any], work_s: float = 0.0, *, forgotten: bool = False) -> None:
+    def __init__(
+        self, settings: dict[str, Any], work_s: float = 0.0, *, forgotten: bool = False
+    ) -> None:
         spec = json.dumps({"settings": settings, "work_s": work_s, "forgotten": forgotten})
         self.begun = time.monotonic()
         command = [sys.executable, "-m", "bench.rank_faults", "--engine", spec]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.said: dict[str, tuple[float, dict[str, Any]]] = {}  # by stage: when it was said first, and all of it
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.said: dict[
+            str, tuple[float, dict[str, Any]]
+        ] = {}  # by stage: when it was said first, and all of it
         self.ranks: set[int] = set()
         self._lines: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -182,7 +201,11 @@ class Watched:
     def find_ranks(self, seconds: float) -> list[int]:
         """Return the processes of its ranks, once they exist."""
         until = time.monotonic() + seconds
-        while not (found := ranks_of(self.process.pid)) and self.process.poll() is None and time.monotonic() < until:
+        while (
+            not (found := ranks_of(self.process.pid))
+            and self.process.poll() is None
+            and time.monotonic() < until
+        ):
             time.sleep(0.005)
         self.ranks |= set(found)
         return found
@@ -198,7 +221,11 @@ def ranks_of(pid: int) -> list[int]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             found += [int(child) for child in children.read_text().split()]
-    return [child for child in found if b"dovetail_executors.rank_process" in _read_bytes(f"/proc/{child}/cmdline")]
+    return [
+        child
+        for child in found
+        if b"dovetail_executors.rank_process" in _read_bytes(f"/proc/{child}/cmdline")
+    ]
 
 
 def is_alive(pid: int) -> bool:
@@ -216,7 +243,12 @@ def used_mib() -> list[int]:
     """Return the used memory of each GPU; empty without GPUs."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()]
+        return [
+            int(line)
+            for line in subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=30
+            ).stdout.split()
+        ]
     except (OSError, ValueError, subprocess.SubprocessError):
         return []
 
@@ -231,10 +263,23 @@ class Faults:
         self._expected: dict[str, Any] = {}  # dtype -> tokens
 
     def settings(self, dtype: str, size: int, **executor: Any) -> dict[str, Any]:
-        where = {"name": "local", "device": self._device} if size == 1 else {"name": "tensor", "size": size, "device": self._device, **executor}
-        dummy = {} if self._model == "demo" else {"load_format": "dummy", "gpu_memory_utilization": 0.5}
+        where = (
+            {"name": "local", "device": self._device}
+            if size == 1
+            else {"name": "tensor", "size": size, "device": self._device, **executor}
+        )
+        dummy = (
+            {} if self._model == "demo" else {"load_format": "dummy", "gpu_memory_utilization": 0.5}
+        )
         limits = {"max_num_seqs": 64, "max_model_len": 128, "max_num_batched_tokens": 2048}
-        return {"model": self._model, "dtype": dtype, "generation_config": "none", "executor": where, **limits, **dummy}
+        return {
+            "model": self._model,
+            "dtype": dtype,
+            "generation_config": "none",
+            "executor": where,
+            **limits,
+            **dummy,
+        }
 
     def run(self, name: str) -> Seen:
         seen = Seen(name)
@@ -246,9 +291,17 @@ class Faults:
     def kill_at(self, moment: str) -> Seen:
         """Kill a rank at a random time of a stage."""
         delay = self._chance.uniform(0, MOMENTS[moment])
-        seen, watched = Seen(f"kill-{moment}+{delay:.2f}"), Watched(self.settings("bfloat16", self._size), 1.0 if moment == "closing" else 8.0)
+        seen, watched = (
+            Seen(f"kill-{moment}+{delay:.2f}"),
+            Watched(self.settings("bfloat16", self._size), 1.0 if moment == "closing" else 8.0),
+        )
         watched.find_ranks(START_S)
-        begins = {"loading": ("starting",), "recording": ("capturing", "ready"), "steady": ("steady",), "closing": ("closing",)}[moment]
+        begins = {
+            "loading": ("starting",),
+            "recording": ("capturing", "ready"),
+            "steady": ("steady",),
+            "closing": ("closing",),
+        }[moment]
         if watched.wait_for((*begins, "told"), START_S) is None:
             seen.wrong.append(f"it never came to {moment}")
             watched.stacks()
@@ -257,7 +310,9 @@ class Faults:
         self._end(watched, seen)
         return seen
 
-    def _ready(self, seen: Seen, settings: dict[str, Any], work_s: float = 0.0, *, forgotten: bool = False) -> Watched:
+    def _ready(
+        self, seen: Seen, settings: dict[str, Any], work_s: float = 0.0, *, forgotten: bool = False
+    ) -> Watched:
         watched = Watched(settings, work_s, forgotten=forgotten)
         if settings["executor"]["name"] == "tensor":
             watched.find_ranks(START_S)
@@ -288,7 +343,9 @@ class Faults:
             equal = sum(ours == other for ours, other in zip(seen.tokens, theirs, strict=True))
             seen.figures["sequences_equal"] = equal
             if equal < PROMPTS:
-                seen.wrong.append(f"{PROMPTS - equal} of {PROMPTS} sequences differ from those of {self._size} ranks")
+                seen.wrong.append(
+                    f"{PROMPTS - equal} of {PROMPTS} sequences differ from those of {self._size} ranks"
+                )
         return watched
 
     def _forgotten(self, seen: Seen) -> Watched:
@@ -311,7 +368,9 @@ class Faults:
             watched.stacks()
 
     def _kill_ready(self, seen: Seen, signum: int) -> Watched:
-        watched = self._ready(seen, self.settings("float32", self._size, step_timeout_s=STOPPED_LIMIT_S), 120.0)
+        watched = self._ready(
+            seen, self.settings("float32", self._size, step_timeout_s=STOPPED_LIMIT_S), 120.0
+        )
         self._kill(watched, seen, signum)
         return watched
 
@@ -347,7 +406,9 @@ class Faults:
         try:
             watched.process.wait(CLOSED_S)
         except subprocess.TimeoutExpired:
-            seen.wrong.append(f"its process was still there {CLOSED_S:g} s later; last it said: {list(watched.said)[-1:]}")
+            seen.wrong.append(
+                f"its process was still there {CLOSED_S:g} s later; last it said: {list(watched.said)[-1:]}"
+            )
             watched.stacks()
             watched.process.kill()
             watched.process.wait()
@@ -379,13 +440,22 @@ class Faults:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--kills", type=int, default=20, help="number of kills of a rank, at random times of starting, working and closing in turn")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=20,
+        help="number of kills of a rank, at random times of starting, working and closing in turn",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start nothing after this time"
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -396,9 +466,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.device == "cuda":
             write_checkpoint(SHAPES["qwen3-0.6b"], Path(folder))
-        faults = Faults(args.device, "demo" if args.device == "cpu" else folder, args.size, args.seed)
-        acts: list[Callable[[], Seen]] = [lambda name=name: faults.run(name) for name in args.faults]
-        acts += [lambda index=index: faults.kill_at(list(MOMENTS)[index % len(MOMENTS)]) for index in range(args.kills)]
+        faults = Faults(
+            args.device, "demo" if args.device == "cpu" else folder, args.size, args.seed
+        )
+        acts: list[Callable[[], Seen]] = [
+            lambda name=name: faults.run(name) for name in args.faults
+        ]
+        acts += [
+            lambda index=index: faults.kill_at(list(MOMENTS)[index % len(MOMENTS)])
+            for index in range(args.kills)
+        ]
         for done, act in enumerate(acts):
             if time.monotonic() - begun > args.seconds:
                 print(f"{len(acts) - done} are left for another call", flush=True)
@@ -406,9 +483,14 @@ def main() -> None:
             all_seen.append(act())
             print(all_seen[-1], flush=True)
             if args.json:
-                Path(args.json).write_text(json.dumps([{**asdict(seen), "tokens": None} for seen in all_seen], indent=1))
+                Path(args.json).write_text(
+                    json.dumps([{**asdict(seen), "tokens": None} for seen in all_seen], indent=1)
+                )
     wrong = sum(bool(seen.wrong) for seen in all_seen)
-    print(f"{len(all_seen) - wrong} of {len(acts)} right, {wrong} wrong, after {time.monotonic() - begun:.0f} s", flush=True)
+    print(
+        f"{len(all_seen) - wrong} of {len(acts)} right, {wrong} wrong, after {time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
     raise SystemExit(bool(wrong))
 
 

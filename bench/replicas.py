@@ -38,7 +38,9 @@ from bench.soak import free_port
 
 UP_S, REQUEST_S = 240.0, 120.0
 ROUTER_BACK_S = 30.0  # for which clients try again while the router is started
-KV_BYTES = 24 * 2**20  # of K and V that a replica of `prefixes` has; the one engine has as much as all
+KV_BYTES = (
+    24 * 2**20
+)  # of K and V that a replica of `prefixes` has; the one engine has as much as all
 WORDS = (
     *("king", "crown", "sword", "night", "love", "grief", "honest", "noble", "blood", "sun"),
     *("moon", "earth", "heaven", "mercy", "time", "death", "brother", "queen", "father", "ghost"),
@@ -81,7 +83,13 @@ def ask(url: str, body: dict[str, Any], key: str | None = None) -> Answer:
                 if usage is None or first is None:
                     raise Failed("an answer without its usage or text")
                 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                return Answer("".join(texts), first, usage["prompt_tokens"], cached, usage["completion_tokens"])
+                return Answer(
+                    "".join(texts),
+                    first,
+                    usage["prompt_tokens"],
+                    cached,
+                    usage["completion_tokens"],
+                )
             event = json.loads(line[6:])
             if "error" in event:
                 raise Failed(str(event["error"]))
@@ -100,7 +108,13 @@ def request(number: int, tokens: int) -> dict[str, Any]:
     """Return request number `number`, with its own prompt and seed."""
     words = random.Random(number)
     prompt = f"{' '.join(words.choices(WORDS, k=12))}\nROMEO:"
-    return {"prompt": prompt, "seed": number, "max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+    return {
+        "prompt": prompt,
+        "seed": number,
+        "max_tokens": tokens,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
 
 
 @dataclass
@@ -121,7 +135,10 @@ class Load:
 
     @contextmanager
     def running(self, clients: int) -> Iterator[None]:
-        threads = [threading.Thread(target=self._send, args=(number,), daemon=True) for number in range(clients)]
+        threads = [
+            threading.Thread(target=self._send, args=(number,), daemon=True)
+            for number in range(clients)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -172,31 +189,65 @@ class Cluster:
     """A running `dovetail cluster up`."""
 
     def __init__(
-        self, directory: Path, replicas: int, engine: dict[str, Any] | None = None, policy: str = "cache_aware", key: str | None = None
+        self,
+        directory: Path,
+        replicas: int,
+        engine: dict[str, Any] | None = None,
+        policy: str = "cache_aware",
+        key: str | None = None,
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_RUNTIME_DIR": str(directory)}  # replicas share the cores
+        self._environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "XDG_RUNTIME_DIR": str(directory),
+        }  # replicas share the cores
         if key is not None:
             self._environment["DOVETAIL_API_KEYS"] = key
         file = directory / "cluster.yaml"
-        settings = {"engine": engine or "demo", "name": "bench", "replicas": replicas, "router": {"port": port, "policy": policy}}
+        settings = {
+            "engine": engine or "demo",
+            "name": "bench",
+            "replicas": replicas,
+            "router": {"port": port, "policy": policy},
+        }
         file.write_text(json.dumps(settings))
         self._log = (directory / "cluster.log").open("wb")
-        self.process = subprocess.Popen(self._command("up", str(file)), env=self._environment, stdout=self._log, stderr=self._log)
+        self.process = subprocess.Popen(
+            self._command("up", str(file)),
+            env=self._environment,
+            stdout=self._log,
+            stderr=self._log,
+        )
         self._wait()
 
     def status(self) -> dict[str, Any]:
-        done = subprocess.run(self._command("status", "--json"), env=self._environment, capture_output=True, check=False)
+        done = subprocess.run(
+            self._command("status", "--json"),
+            env=self._environment,
+            capture_output=True,
+            check=False,
+        )
         found: dict[str, Any] = json.loads(done.stdout or b"{}")
         return found
 
     def serving(self) -> list[dict[str, Any]]:
-        return [replica for replica in self.status().get("replicas", ()) if replica["state"] == "serving"]
+        return [
+            replica
+            for replica in self.status().get("replicas", ())
+            if replica["state"] == "serving"
+        ]
 
     def restart(self) -> float:
         begun = time.monotonic()
-        subprocess.run(self._command("restart"), env=self._environment, check=True, stdout=subprocess.DEVNULL, timeout=UP_S)
+        subprocess.run(
+            self._command("restart"),
+            env=self._environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=UP_S,
+        )
         return time.monotonic() - begun
 
     def close(self) -> None:
@@ -212,14 +263,21 @@ class Cluster:
                 return
             time.sleep(0.5)
         self.process.kill()
-        raise SystemExit(f"the cluster isn't up:\n{Path(self._log.name).read_text(errors='replace')[-3000:]}")
+        raise SystemExit(
+            f"the cluster isn't up:\n{Path(self._log.name).read_text(errors='replace')[-3000:]}"
+        )
 
     def _command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "dovetail", "cluster", *words]
 
 
 @contextmanager
-def cluster(replicas: int, engine: dict[str, Any] | None = None, policy: str = "cache_aware", key: str | None = None) -> Iterator[Cluster]:
+def cluster(
+    replicas: int,
+    engine: dict[str, Any] | None = None,
+    policy: str = "cache_aware",
+    key: str | None = None,
+) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as directory:
         up = Cluster(Path(directory), replicas, engine, policy, key)
         try:
@@ -237,7 +295,13 @@ def expected(up: Cluster, count: int, tokens: int, key: str | None = None) -> li
 def kills(arguments: argparse.Namespace) -> dict[str, Any]:
     with cluster(arguments.replicas, key=arguments.key) as up:
         answers = expected(up, arguments.prompts, arguments.tokens, arguments.key)
-        load = Load(up.url, answers, arguments.tokens, arguments.key, ROUTER_BACK_S if arguments.router else 0.0)
+        load = Load(
+            up.url,
+            answers,
+            arguments.tokens,
+            arguments.key,
+            ROUTER_BACK_S if arguments.router else 0.0,
+        )
         killed = {"replicas": 0, "routers": 0}
         waited = 0
         with load.running(arguments.clients):
@@ -249,7 +313,9 @@ def kills(arguments: argparse.Namespace) -> dict[str, Any]:
                     killed["routers"] += 1
                     continue
                 serving = up.serving()
-                if len(serving) < 2:  # on few cores a replica takes longer to start: the last one isn't taken from the clients
+                if (
+                    len(serving) < 2
+                ):  # on few cores a replica takes longer to start: the last one isn't taken from the clients
                     waited += 1
                     continue
                 os.kill(random.choice(serving)["pid"], signal.SIGKILL)
@@ -275,14 +341,21 @@ def router(arguments: argparse.Namespace) -> dict[str, Any]:
             for name, url in urls.items():
                 times[name].append(ask(url, request(number, 2)).first_s)
         medians = {name: statistics.median(found[5:]) * 1e3 for name, found in times.items()}
-        return {f"{name}, p50 ms": round(ms, 2) for name, ms in medians.items()} | {"added ms": round(medians["router"] - medians["direct"], 2)}
+        return {f"{name}, p50 ms": round(ms, 2) for name, ms in medians.items()} | {
+            "added ms": round(medians["router"] - medians["direct"], 2)
+        }
 
 
 def prefixes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return groups of requests with shared prompt prefixes, in random order."""
-    groups = [" ".join(random.Random(group).choices(WORDS, k=arguments.words)) for group in range(arguments.groups)]
+    groups = [
+        " ".join(random.Random(group).choices(WORDS, k=arguments.words))
+        for group in range(arguments.groups)
+    ]
     bodies = [
-        {"prompt": f"{groups[group]}\n{turn}:", "seed": 1, "max_tokens": 4} for group in range(arguments.groups) for turn in range(arguments.turns)
+        {"prompt": f"{groups[group]}\n{turn}:", "seed": 1, "max_tokens": 4}
+        for group in range(arguments.groups)
+        for turn in range(arguments.turns)
     ]
     random.Random(1).shuffle(bodies)
     found: dict[str, Any] = {}
@@ -294,8 +367,13 @@ def prefixes(arguments: argparse.Namespace) -> dict[str, Any]:
         engine = {"model": "demo", "kv_cache_memory": KV_BYTES * arguments.replicas // replicas}
         with cluster(replicas, engine, policy) as up:
             answers = in_parallel(up.url, bodies, arguments.clients)
-        found[name] = round(sum(one.cached_tokens for one in answers) / sum(one.prompt_tokens for one in answers), 3)
-    return {**found, "cache_aware of one engine": round(found["cache_aware"] / found["one engine"], 3)}
+        found[name] = round(
+            sum(one.cached_tokens for one in answers) / sum(one.prompt_tokens for one in answers), 3
+        )
+    return {
+        **found,
+        "cache_aware of one engine": round(found["cache_aware"] / found["one engine"], 3),
+    }
 
 
 def in_parallel(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> list[Answer]:
@@ -322,17 +400,30 @@ def in_parallel(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["kills", "restart", "router", "prefixes"])
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0, help="of kills")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between kills")
-    parser.add_argument("--router", action="store_true", help="kills: every other kill is the router's")
+    parser.add_argument(
+        "--router", action="store_true", help="kills: every other kill is the router's"
+    )
     parser.add_argument("--key", help="kills: an API key that the cluster requires")
-    parser.add_argument("--prompts", type=int, default=12, help="number of different requests, for kills and restart")
-    parser.add_argument("--tokens", type=int, default=8, help="tokens per answer, for kills and restart")
-    parser.add_argument("--requests", type=int, default=100, help="number of requests, for router, each way")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=12,
+        help="number of different requests, for kills and restart",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=8, help="tokens per answer, for kills and restart"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=100, help="number of requests, for router, each way"
+    )
     parser.add_argument("--groups", type=int, default=24, help="of prefixes")
     parser.add_argument("--turns", type=int, default=6, help="requests per group, for prefixes")
     parser.add_argument("--words", type=int, default=150, help="of a prefix")

@@ -19,14 +19,18 @@ class Routing:
         self._shape, self._calls = shape, 0
         self._last: list[torch.Tensor] = []  # one a layer, for the most tokens that came
 
-    def choose(self, logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(
+        self, logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `dovetail.nn.moe.choose`, by a kernel that takes about as long."""
         from bench.routing_kernel import choose_by_hash
 
         layer = self._calls % self._shape.layers
         self._calls += 1
         if layer == len(self._last):
-            self._last.append(torch.full((MOST_TOKENS, k), -1, dtype=torch.int32, device=logits.device))
+            self._last.append(
+                torch.full((MOST_TOKENS, k), -1, dtype=torch.int32, device=logits.device)
+            )
         return choose_by_hash(logits, k, self._last[layer], shared)
 
     def details(self, rows: int) -> dict[str, float]:
@@ -34,7 +38,10 @@ class Routing:
         if not self._last:
             return {}
         found = [len(last[:rows].unique()) for last in self._last]
-        return {"distinct_experts": sum(found) / len(found), "expected_experts": self._shape.distinct_experts(rows)}
+        return {
+            "distinct_experts": sum(found) / len(found),
+            "expected_experts": self._shape.distinct_experts(rows),
+        }
 
 
 MOST_TOKENS = 1 << 16  # of a step

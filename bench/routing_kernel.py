@@ -14,14 +14,25 @@ from dovetail.nn.kernels.launch import launch
 
 @triton.jit
 def _choose(
-    logits, ids, weights, last, stride, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr
+    logits,
+    ids,
+    weights,
+    last,
+    stride,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token, as `dovetail.nn.kernels.routing` does it, but by a hash of its first logits' bits, its row and an expert's number:
     rows of a random model often come to the same token, whose states are then bit for bit the same."""
     token, e = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     let_next_begin(PDL)
     wait(PDL)
-    bits = tl.load(logits + token * stride + e % 2, mask=e < COUNT, other=0.0).to(tl.uint32, bitcast=True)
+    bits = tl.load(logits + token * stride + e % 2, mask=e < COUNT, other=0.0).to(
+        tl.uint32, bitcast=True
+    )
     seed = tl.sum(tl.where(e < 2, bits * (e + 1).to(tl.uint32), 0), 0).to(tl.uint32)
     seed += (token + 1).to(tl.uint32) * 0x632BE5AB
     mixed = (seed ^ (e.to(tl.uint32) * 0x9E3779B9)) * 0x85EBCA6B
@@ -45,11 +56,27 @@ def _choose(
         tl.store(weights + token * (TOP + SHARED) + TOP, 1.0 / (1.0 + tl.exp(-gate)))
 
 
-def choose_by_hash(logits: torch.Tensor, k: int, last: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_by_hash(
+    logits: torch.Tensor, k: int, last: torch.Tensor, shared: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids [tokens, k] and equal weights; the ids are kept in `last`, too. `shared`: as `dovetail.nn.moe.choose` has it."""
     tokens, count = logits.shape[0], logits.shape[1] - shared
     ids = torch.empty((tokens, k + shared), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k + shared), dtype=torch.float32, device=logits.device)
-    sizes = {"COUNT": count, "PADDED": triton.next_power_of_2(count), "TOP": k, "SHARED": int(shared)}
-    launch(_choose, (tokens,))(logits, ids, weights, last, logits.stride(0), **sizes, num_warps=1, **pdl_options(logits.device))
+    sizes = {
+        "COUNT": count,
+        "PADDED": triton.next_power_of_2(count),
+        "TOP": k,
+        "SHARED": int(shared),
+    }
+    launch(_choose, (tokens,))(
+        logits,
+        ids,
+        weights,
+        last,
+        logits.stride(0),
+        **sizes,
+        num_warps=1,
+        **pdl_options(logits.device),
+    )
     return ids, weights

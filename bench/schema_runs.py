@@ -16,7 +16,9 @@ from bench.workloads import Workload
 
 PROMPT, OUTPUT = 100, 300
 
-Generate = Callable[[list[list[int]], dict[str, Any] | None], dict[str, float]]  # prompts, and perhaps a schema -> the tokens, and more
+Generate = Callable[
+    [list[list[int]], dict[str, Any] | None], dict[str, float]
+]  # prompts, and perhaps a schema -> the tokens, and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +49,33 @@ def dovetail(plan: Plan) -> Iterator[Generate]:
     with LLM("demo" if plan.demo else plan.directory, **settings) as llm:
 
         def generate(prompts: list[list[int]], schema: dict[str, Any] | None) -> dict[str, float]:
-            ruled: dict[str, Any] = {"ignore_eos": True} if schema is None else {"structured": Structured(json_schema=schema)}
+            ruled: dict[str, Any] = (
+                {"ignore_eos": True}
+                if schema is None
+                else {"structured": Structured(json_schema=schema)}
+            )
             params = SamplingParams(temperature=0.6, max_tokens=OUTPUT, **ruled)
             before = llm.engine.stats()
             steps, device_s, core_s = before.steps, before.device_s, before.core_s
-            outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+            outputs = [
+                output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)
+            ]
             wrong = [output for output in outputs if output.finish_reason != "length"]
             if wrong:
-                raise RuntimeError(f"{len(wrong)} answers ended by {wrong[0].finish_reason}: {wrong[0].stop_reason}: {wrong[0].text[:200]}")
+                raise RuntimeError(
+                    f"{len(wrong)} answers ended by {wrong[0].finish_reason}: {wrong[0].stop_reason}: {wrong[0].text[:200]}"
+                )
             stats = llm.engine.stats()
             steps = stats.steps - steps
-            told = {"device_ms_a_step": 1e3 * (stats.device_s - device_s) / steps, "core_ms_a_step": 1e3 * (stats.core_s - core_s) / steps}
-            return {"tokens": sum(len(output.token_ids) for output in outputs), "steps": steps, **told}
+            told = {
+                "device_ms_a_step": 1e3 * (stats.device_s - device_s) / steps,
+                "core_ms_a_step": 1e3 * (stats.core_s - core_s) / steps,
+            }
+            return {
+                "tokens": sum(len(output.token_ids) for output in outputs),
+                "steps": steps,
+                **told,
+            }
 
         yield generate
 
@@ -69,13 +86,24 @@ def vllm(plan: Plan) -> Iterator[Generate]:
     from vllm.sampling_params import StructuredOutputsParams
 
     backend = {"backend": "guidance" if plan.grammar == "llguidance" else plan.grammar}
-    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": plan.most}
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": plan.most,
+    }
     llm = LLM(str(plan.directory), structured_outputs_config=backend, **settings)
 
     def generate(prompts: list[list[int]], schema: dict[str, Any] | None) -> dict[str, float]:
-        ruled: dict[str, Any] = {"ignore_eos": True} if schema is None else {"structured_outputs": StructuredOutputsParams(json=schema)}
+        ruled: dict[str, Any] = (
+            {"ignore_eos": True}
+            if schema is None
+            else {"structured_outputs": StructuredOutputsParams(json=schema)}
+        )
         params = SamplingParams(temperature=0.6, max_tokens=OUTPUT, **ruled)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
         return {"tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
     yield generate
@@ -90,7 +118,12 @@ def run(engine: str, plan: Plan) -> list[dict[str, Any]]:
     with ENGINES[engine](plan) as generate:
         for requests in plan.requests:
             for name in plan.schemas:
-                row = {"engine": engine, "schema": name, "requests": requests, **_in_turns(plan, generate, requests, endless(SCHEMAS[name]))}
+                row = {
+                    "engine": engine,
+                    "schema": name,
+                    "requests": requests,
+                    **_in_turns(plan, generate, requests, endless(SCHEMAS[name])),
+                }
                 rows.append(row)
                 print(_line(row), flush=True)
                 if plan.json:
@@ -98,8 +131,12 @@ def run(engine: str, plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_turns(plan: Plan, generate: Generate, requests: int, schema: dict[str, Any]) -> dict[str, Any]:
-    work = Workload("qwen3-0.6b", ((PROMPT, OUTPUT),) * requests, max_id=1000 if plan.demo else 10_000)
+def _in_turns(
+    plan: Plan, generate: Generate, requests: int, schema: dict[str, Any]
+) -> dict[str, Any]:
+    work = Workload(
+        "qwen3-0.6b", ((PROMPT, OUTPUT),) * requests, max_id=1000 if plan.demo else 10_000
+    )
     rates: dict[str, list[float]] = {"plain": [], "ruled": []}
     told: dict[str, Any] = {}
     try:
@@ -114,7 +151,13 @@ def _in_turns(plan: Plan, generate: Generate, requests: int, schema: dict[str, A
     except Exception as error:  # what an engine can't do is a result
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     plain, ruled = (statistics.median(rates[way][1:]) for way in ("plain", "ruled"))
-    return {"plain_tok_s": plain, "tok_s": ruled, "share": ruled / plain, "rates": rates, "last": told}
+    return {
+        "plain_tok_s": plain,
+        "tok_s": ruled,
+        "share": ruled / plain,
+        "rates": rates,
+        "last": told,
+    }
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -12,11 +12,21 @@ def text(most: int | None = None, **keywords: Any) -> Schema:
 
 
 def many(items: Schema, least: int, most: int | None = None) -> Schema:
-    return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
+    return {
+        "type": "array",
+        "items": items,
+        "minItems": least,
+        **({} if most is None else {"maxItems": most}),
+    }
 
 
 def record(**properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def either(*schemas: Schema) -> Schema:
@@ -33,8 +43,15 @@ LINE = record(
 )
 
 SCHEMAS: dict[str, Schema] = {
-    "tags": record(name=text(40), tags=many(text(20), 30, 90), street=text(60), zip=text(pattern="^[0-9]{5}$")),
-    "contact": record(name=text(50, minLength=1), email=text(format="email"), phone=text(pattern="^\\+[0-9]{7,14}$"), address=ADDRESS),
+    "tags": record(
+        name=text(40), tags=many(text(20), 30, 90), street=text(60), zip=text(pattern="^[0-9]{5}$")
+    ),
+    "contact": record(
+        name=text(50, minLength=1),
+        email=text(format="email"),
+        phone=text(pattern="^\\+[0-9]{7,14}$"),
+        address=ADDRESS,
+    ),
     "invoice": record(
         number=text(pattern="^INV-[0-9]{6}$"),
         date=text(format="date"),
@@ -59,7 +76,14 @@ SCHEMAS: dict[str, Schema] = {
     "product": {  # as pydantic writes it
         "$defs": {
             "Size": {"enum": ["S", "M", "L", "XL"], "title": "Size", "type": "string"},
-            "Variant": {**record(size={"$ref": "#/$defs/Size"}, color=text(12), stock={"type": "integer", "minimum": 0}), "title": "Variant"},
+            "Variant": {
+                **record(
+                    size={"$ref": "#/$defs/Size"},
+                    color=text(12),
+                    stock={"type": "integer", "minimum": 0},
+                ),
+                "title": "Variant",
+            },
         },
         **record(
             title=text(60, title="Title"),
@@ -76,14 +100,26 @@ SCHEMAS: dict[str, Schema] = {
         public={"type": "boolean"},
     ),
     "call": either(
-        record(tool={"const": "search"}, arguments=record(query=text(64), limit={"type": "integer", "minimum": 1, "maximum": 50})),
-        record(tool={"const": "mail"}, arguments=record(to=text(format="email"), subject=text(78), body=text())),
-        record(tool={"const": "calendar"}, arguments=record(day=text(format="date"), title=text(40))),
+        record(
+            tool={"const": "search"},
+            arguments=record(
+                query=text(64), limit={"type": "integer", "minimum": 1, "maximum": 50}
+            ),
+        ),
+        record(
+            tool={"const": "mail"},
+            arguments=record(to=text(format="email"), subject=text(78), body=text()),
+        ),
+        record(
+            tool={"const": "calendar"}, arguments=record(day=text(format="date"), title=text(40))
+        ),
     ),
     "entities": many(
         record(
             text=text(60),
-            kind={"enum": ["person", "place", "company", "product", "date", "amount", "event", "law"]},
+            kind={
+                "enum": ["person", "place", "company", "product", "date", "amount", "event", "law"]
+            },
             begin={"type": "integer", "minimum": 0},
             end={"type": "integer", "minimum": 0},
         ),
@@ -102,4 +138,7 @@ SCHEMAS: dict[str, Schema] = {
 def endless(schema: Schema) -> Schema:
     """Return an array schema with so many items that no answer ends before its token limit."""
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return {**definitions, **many({key: value for key, value in schema.items() if key != "$defs"}, 300)}
+    return {
+        **definitions,
+        **many({key: value for key, value in schema.items() if key != "$defs"}, 300),
+    }

@@ -48,7 +48,9 @@ def run(plan: Plan) -> list[Record]:
     """Run a plan's processes, and return their results."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(plan.processes)
-    with ProcessPoolExecutor(plan.processes, context, initializer=_set_barrier, initargs=(barrier,)) as pool:
+    with ProcessPoolExecutor(
+        plan.processes, context, initializer=_set_barrier, initargs=(barrier,)
+    ) as pool:
         return list(pool.map(_run_process, [plan] * plan.processes, range(plan.processes)))
 
 
@@ -90,7 +92,10 @@ class Quantiles:
         values = 1e3 * np.fromiter(seconds, float)
         if not len(values):
             return None
-        return cls(float(values.mean()), *(float(np.percentile(values, share)) for share in (50, 90, 99, 100)))
+        return cls(
+            float(values.mean()),
+            *(float(np.percentile(values, share)) for share in (50, 90, 99, 100)),
+        )
 
 
 def metrics(records: list[Record], wanted_tokens: int | None = None) -> dict[str, Any]:
@@ -101,8 +106,14 @@ def metrics(records: list[Record], wanted_tokens: int | None = None) -> dict[str
     began = min(record.began for record in records)
     ended = max((outcome.last for outcome in done), default=began)
     duration = max(ended - began, 1e-9)
-    prompt_tokens, output_tokens = sum(o.prompt_tokens for o in done), sum(o.output_tokens for o in done)
-    events, cpu_s = sum(record.events for record in records), sum(record.cpu_s for record in records)
+    prompt_tokens, output_tokens = (
+        sum(o.prompt_tokens for o in done),
+        sum(o.output_tokens for o in done),
+    )
+    events, cpu_s = (
+        sum(record.events for record in records),
+        sum(record.cpu_s for record in records),
+    )
     return {
         "requests": len(outcomes),
         "completed": len(done),
@@ -117,7 +128,8 @@ def metrics(records: list[Record], wanted_tokens: int | None = None) -> dict[str
         "requests_per_s": len(done) / duration,
         "output_tok_s": output_tokens / duration,
         "total_tok_s": (prompt_tokens + output_tokens) / duration,
-        "tokens_per_event": output_tokens / max(1, sum(1 for _ in done) + sum(len(record.gaps) for record in records)),
+        "tokens_per_event": output_tokens
+        / max(1, sum(1 for _ in done) + sum(len(record.gaps) for record in records)),
         "ttft_ms": _plain(Quantiles.of(o.first - o.sent for o in done)),
         "tpot_ms": _plain(Quantiles.of(map(tpot, (o for o in done if o.output_tokens > 1)))),
         "itl_ms": _plain(Quantiles.of(gap for record in records for gap in record.gaps)),
@@ -133,23 +145,37 @@ def tpot(outcome: Outcome) -> float:
 
 
 def _plain(quantiles: Quantiles | None) -> dict[str, float] | None:
-    return None if quantiles is None else {name: getattr(quantiles, name) for name in Quantiles.__slots__}
+    return (
+        None
+        if quantiles is None
+        else {name: getattr(quantiles, name) for name in Quantiles.__slots__}
+    )
 
 
 def show(row: dict[str, Any]) -> None:
     """Print a run's metrics."""
     hung_up = f", {row['hung_up']} hung up by the client" if row["hung_up"] else ""
-    print(f"{row['load']}: {row['completed']} of {row['requests']} requests completed{hung_up} in {row['duration_s']:.2f} s")
+    print(
+        f"{row['load']}: {row['completed']} of {row['requests']} requests completed{hung_up} in {row['duration_s']:.2f} s"
+    )
     for kind, number in row["failures"].items():
-        print(f"  failed: {number} x {kind}: {' '.join(row['examples'].get(kind, '').split())[:300]}")
+        print(
+            f"  failed: {number} x {kind}: {' '.join(row['examples'].get(kind, '').split())[:300]}"
+        )
     if row["missing_tokens"]:
         print(f"  answers are {row['missing_tokens']} tokens shorter than asked for")
-    print(f"  output {row['output_tok_s']:,.0f} tok/s, total {row['total_tok_s']:,.0f} tok/s, {row['requests_per_s']:.2f} requests/s")
-    print(f"  prompt tokens {row['prompt_tokens']:,} ({row['cached_tokens']:,} cached), output {row['output_tokens']:,}")
+    print(
+        f"  output {row['output_tok_s']:,.0f} tok/s, total {row['total_tok_s']:,.0f} tok/s, {row['requests_per_s']:.2f} requests/s"
+    )
+    print(
+        f"  prompt tokens {row['prompt_tokens']:,} ({row['cached_tokens']:,} cached), output {row['output_tokens']:,}"
+    )
     print(f"  {'':8}" + "".join(f"{name:>11}" for name in Quantiles.__slots__))
     for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "late_ms"):
         if (told := row[key]) is not None and (key != "late_ms" or told["max"]):
-            print(f"  {key[:-3].upper():4} ms " + "".join(f"{value:11.2f}" for value in told.values()))
+            print(
+                f"  {key[:-3].upper():4} ms " + "".join(f"{value:11.2f}" for value in told.values())
+            )
     print(
         f"  clients: {row['client_cpu_us_per_event']:.1f} us of CPU an event, {row['tokens_per_event']:.2f} tokens an event, "
         f"{100 * row['client_cpu_share']:.0f} % of a core each",
@@ -159,7 +185,10 @@ def show(row: dict[str, Any]) -> None:
 
 def model_of(url: str, api_key: str | None) -> str:
     """Return the name of the first model that the server serves."""
-    request = Request(f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    request = Request(
+        f"{url.rstrip('/')}/v1/models",
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+    )
     with urlopen(request, timeout=30) as answer:
         name: str = json.load(answer)["data"][0]["id"]
     return name
@@ -177,7 +206,10 @@ def drawn_workload(prompt: int, output: int, requests: int, seed: int, max_id: i
     """Return requests of about this many tokens: uniform from half to one and a half times that, as in `bench/latency.py`."""
     rng = random.Random(seed)
     means = (prompt, output)
-    lens = tuple(tuple(max(1, rng.randint(mean // 2, 3 * mean // 2)) for mean in means) for _ in range(requests))
+    lens = tuple(
+        tuple(max(1, rng.randint(mean // 2, 3 * mean // 2)) for mean in means)
+        for _ in range(requests)
+    )
     return Workload("any", lens, max_id=max_id)  # type: ignore[arg-type]
 
 
@@ -199,21 +231,34 @@ def plans_of(args: argparse.Namespace) -> list[tuple[str, Plan]]:
     if args.trace:
         trace = load_trace(args.trace).requests[: args.requests]
         arrivals = tuple((one.arrival_time - trace[0].arrival_time) / args.speed for one in trace)
-        return [(f"trace {Path(args.trace).name}", replace(base, trace=trace, arrivals=arrivals, requests=len(trace)))]
+        return [
+            (
+                f"trace {Path(args.trace).name}",
+                replace(base, trace=trace, arrivals=arrivals, requests=len(trace)),
+            )
+        ]
     if args.workload is None:
-        work = drawn_workload(args.prompt, args.output, args.requests or 10_000, args.seed, args.max_id)
+        work = drawn_workload(
+            args.prompt, args.output, args.requests or 10_000, args.seed, args.max_id
+        )
     else:
         work = WORKLOADS[args.workload]
         work = replace(work, max_id=min(work.max_id, args.max_id))
     name = args.workload or f"{args.prompt} + {args.output} tokens"
     plans = []
     for rate in args.rate:
-        requests = args.requests or (len(work.lens) if args.workload else max(1, int(rate * args.seconds)))
-        plan = replace(base, work=work, requests=requests, arrivals=poisson(rate, requests, args.seed))
+        requests = args.requests or (
+            len(work.lens) if args.workload else max(1, int(rate * args.seconds))
+        )
+        plan = replace(
+            base, work=work, requests=requests, arrivals=poisson(rate, requests, args.seed)
+        )
         plans.append((f"{name}, {rate:g} requests a second", plan))
     for concurrency in args.concurrency:
         requests = args.requests or (len(work.lens) if args.workload and not args.seconds else None)
-        plan = replace(base, work=work, requests=requests, concurrency=concurrency, seconds=args.seconds)
+        plan = replace(
+            base, work=work, requests=requests, concurrency=concurrency, seconds=args.seconds
+        )
         plans.append((f"{name}, {concurrency} streams", plan))
     return plans
 
@@ -242,39 +287,101 @@ def warm_up(plan: Plan, requests: int) -> None:
     """Send some requests one after the other, so that one-time work of the server is done. Exits if one fails."""
     if not requests:
         return
-    warm = replace(plan, requests=requests, arrivals=(), concurrency=1, processes=1, disconnects=0.0, seed=plan.seed + 1)
-    (record,) = run_here(warm if warm.work is not None else replace(warm, requests=min(requests, len(warm.trace))))
+    warm = replace(
+        plan,
+        requests=requests,
+        arrivals=(),
+        concurrency=1,
+        processes=1,
+        disconnects=0.0,
+        seed=plan.seed + 1,
+    )
+    (record,) = run_here(
+        warm if warm.work is not None else replace(warm, requests=min(requests, len(warm.trace)))
+    )
     if record.failures:
         kind, text = next(iter(record.examples.items()))
         raise SystemExit(f"{plan.url}: a request before the run failed: {kind}: {text}")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server, without /v1")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="URL of the server, without /v1"
+    )
     parser.add_argument("--model", help="name of the model; default: the server's first")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"))
     what = parser.add_argument_group("requests")
     what.add_argument("--workload", choices=WORKLOADS)
-    what.add_argument("--trace", metavar="FILE", help="a trace in any format that `dovetail lab` reads")
-    what.add_argument("--speed", type=float, default=1.0, help="speed of a trace: 2 sends it in half the time")
-    what.add_argument("--prompt", type=int, default=512, help="tokens on average, without a workload")
-    what.add_argument("--output", type=int, default=128, help="tokens on average, without a workload")
-    what.add_argument("--requests", type=int, help="number of requests; default: those of the workload, or of --seconds")
+    what.add_argument(
+        "--trace", metavar="FILE", help="a trace in any format that `dovetail lab` reads"
+    )
+    what.add_argument(
+        "--speed", type=float, default=1.0, help="speed of a trace: 2 sends it in half the time"
+    )
+    what.add_argument(
+        "--prompt", type=int, default=512, help="tokens on average, without a workload"
+    )
+    what.add_argument(
+        "--output", type=int, default=128, help="tokens on average, without a workload"
+    )
+    what.add_argument(
+        "--requests",
+        type=int,
+        help="number of requests; default: those of the workload, or of --seconds",
+    )
     what.add_argument("--max-id", type=int, default=10_000, help="largest token id of a prompt")
-    what.add_argument("--chat", action="store_true", help="/v1/chat/completions, with messages of about one letter per prompt token")
+    what.add_argument(
+        "--chat",
+        action="store_true",
+        help="/v1/chat/completions, with messages of about one letter per prompt token",
+    )
     what.add_argument("--temperature", type=float, default=0.6)
-    what.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="a further field of each request")
+    what.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further field of each request",
+    )
     how = parser.add_argument_group("load")
-    how.add_argument("--concurrency", nargs="+", type=int, default=[], help="closed loop: number of concurrent streams, a run each")
-    how.add_argument("--rate", nargs="+", type=float, default=[], help="Poisson arrivals: requests per second, a run each")
-    how.add_argument("--seconds", type=float, default=0.0, help="duration of arrivals, unless their number is given")
+    how.add_argument(
+        "--concurrency",
+        nargs="+",
+        type=int,
+        default=[],
+        help="closed loop: number of concurrent streams, a run each",
+    )
+    how.add_argument(
+        "--rate",
+        nargs="+",
+        type=float,
+        default=[],
+        help="Poisson arrivals: requests per second, a run each",
+    )
+    how.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        help="duration of arrivals, unless their number is given",
+    )
     how.add_argument("--processes", type=int, default=1, help="of clients")
-    how.add_argument("--disconnects", type=float, default=0.0, help="share of requests whose client disconnects early")
+    how.add_argument(
+        "--disconnects",
+        type=float,
+        default=0.0,
+        help="share of requests whose client disconnects early",
+    )
     how.add_argument("--timeout", type=float, default=600.0, help="timeout per request in seconds")
     how.add_argument("--warm-up", type=int, default=1, help="requests before the run")
     how.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check-toy", action="store_true", help="the server runs `bench/toy.py`: find lost and duplicated tokens")
+    parser.add_argument(
+        "--check-toy",
+        action="store_true",
+        help="the server runs `bench/toy.py`: find lost and duplicated tokens",
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if not (args.trace or args.rate or args.concurrency):
@@ -291,7 +398,12 @@ def main() -> None:
     rows = []
     for name, plan in plans_of(args):
         warm_up(plan, args.warm_up)
-        row = {"load": name, "url": args.url, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "processes": plan.processes}
+        row = {
+            "load": name,
+            "url": args.url,
+            "at": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "processes": plan.processes,
+        }
         rows.append({**row, **metrics(run(plan), wanted_tokens(plan))})
         show(rows[-1])
         if args.json:

@@ -26,7 +26,18 @@ from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail_server.app import create_app
 from dovetail_server.engine import EngineInfo, Load
-from dovetail_server.frames import Add, Finished, First, Hello, StepFrame, ToEngine, Welcome, decode_to_front_end, encode, pack_numbers
+from dovetail_server.frames import (
+    Add,
+    Finished,
+    First,
+    Hello,
+    StepFrame,
+    ToEngine,
+    Welcome,
+    decode_to_front_end,
+    encode,
+    pack_numbers,
+)
 from dovetail_server.links import Take
 from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
@@ -61,22 +72,37 @@ class FakeLine:
         tokens = array("i", [_FIRST_TOKEN + self._steps % _TOKENS] * len(numbers)).tobytes()
         first = tuple(First(number, 0, now, now) for number in numbers) if not self._steps else ()
         finished = tuple(Finished(number, "length", None, 0) for number in numbers) if last else ()
-        frame = encode(StepFrame(self._steps, now, pack_numbers(numbers), tokens, Load(len(numbers)), first, finished))
+        frame = encode(
+            StepFrame(
+                self._steps, now, pack_numbers(numbers), tokens, Load(len(numbers)), first, finished
+            )
+        )
         self._steps += 1
         self._take(decode_to_front_end(frame))
 
 
 def _welcome() -> Welcome:
-    intake = IntakeFacts(Limits(), 4096, 1024, GenerationDefaults(), "none", "none", has_logprobs=False)
+    intake = IntakeFacts(
+        Limits(), 4096, 1024, GenerationDefaults(), "none", "none", has_logprobs=False
+    )
     info = EngineInfo("demo", intake, block_size=16, num_blocks=65_536)
-    return Welcome(info, str(Path(dovetail_models.__file__).parent / "demo"), seed=0, wall_clock=True)
+    return Welcome(
+        info, str(Path(dovetail_models.__file__).parent / "demo"), seed=0, wall_clock=True
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--step-ms", type=float, default=5.0, help="time between two steps, if the front end keeps up")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=5.0,
+        help="time between two steps, if the front end keeps up",
+    )
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=_uvloop) as runner:
         runner.run(_measure(args.streams, args.tokens, args.step_ms / 1000))
@@ -95,10 +121,20 @@ async def _measure(streams: int, tokens: int, step_s: float) -> None:
     settings = ServerSettings(max_queued_requests=None, log_requests=False)
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, settings), http=DirectProtocol, log_level="warning", access_log=False, lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(engine, settings),
+            http=DirectProtocol,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+        )
+    )
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     ours, theirs = multiprocessing.Pipe()
-    client = multiprocessing.get_context("spawn").Process(target=_client, args=(port, streams, theirs))
+    client = multiprocessing.get_context("spawn").Process(
+        target=_client, args=(port, streams, theirs)
+    )
     client.start()
     while len(line.numbers) < streams:
         await asyncio.sleep(0.01)
@@ -136,8 +172,13 @@ def _client(port: int, streams: int, done: multiprocessing.connection.Connection
 
 async def _read_all(port: int, streams: int) -> int:
     """Number of events with text that all streams had."""
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True, "chat_template": _TEMPLATE}).encode()
-    ask = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "x"}], "stream": True, "chat_template": _TEMPLATE}
+    ).encode()
+    ask = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
 
     async def one() -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -12,7 +12,17 @@ from __future__ import annotations
 from bench.everything import FIGURES, Part, run_parts
 
 TWO = ("executor.name=tensor", "executor.size=2")
-START = ("--shape", "qwen3-8b", "--runs", "1", "--json", FIGURES, "--verbose", "--set", "load_format=dummy")
+START = (
+    "--shape",
+    "qwen3-8b",
+    "--runs",
+    "1",
+    "--json",
+    FIGURES,
+    "--verbose",
+    "--set",
+    "load_format=dummy",
+)
 
 
 def throughput(name: str, workloads: tuple[str, ...], limit_s: float, *settings: str) -> Part:

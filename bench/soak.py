@@ -52,12 +52,29 @@ def free_port() -> int:
 class ServerProcess:
     """`dovetail serve` in separate processes. Its log goes to a file."""
 
-    def __init__(self, directory: Path, source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        source: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """`directory`: for the log. `source`: a model or a config file."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"
-        command = [sys.executable, "-m", "dovetail", "serve", source, "--host", "127.0.0.1", "--port", str(port), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "dovetail",
+            "serve",
+            source,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *arguments,
+        ]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
@@ -68,7 +85,9 @@ class ServerProcess:
             with suppress(OSError), urlopen(f"{self.url}/ready", timeout=5):
                 return
             time.sleep(0.1)
-        raise SystemExit(f"the server isn't ready, status {self.process.poll()}:\n{self.log.read_text(errors='replace')[-3000:]}")
+        raise SystemExit(
+            f"the server isn't ready, status {self.process.poll()}:\n{self.log.read_text(errors='replace')[-3000:]}"
+        )
 
     def gauges(self) -> dict[str, float] | None:
         """Return `GAUGES` from /metrics, or None without /metrics."""
@@ -77,7 +96,10 @@ class ServerProcess:
                 text = answer.read().decode()
         except HTTPError:
             return None
-        found = ((name, re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)) for name in GAUGES)
+        found = (
+            (name, re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+            for name in GAUGES
+        )
         return {name: float(line[1]) for name, line in found if line}
 
     def idle(self) -> dict[str, float] | None:
@@ -139,7 +161,9 @@ def name_of(pid: int) -> str:
     """Return the module that a process runs, and its id."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        return f"{next((word for word in words[1:] if word.startswith('dovetail')), words[0])} {pid}"
+        return (
+            f"{next((word for word in words[1:] if word.startswith('dovetail')), words[0])} {pid}"
+        )
     return str(pid)
 
 
@@ -168,11 +192,17 @@ class MemoryWatch(threading.Thread):
         seconds = self.samples[-1][0]
         settled = next(sizes for at, sizes in self.samples if at >= min(60.0, seconds / 3))
         last = self.samples[-1][1]
-        return [pid for pid, size in settled.items() if last.get(pid, 0) > max(GROWTH * size, size + GROWTH_BYTES)]
+        return [
+            pid
+            for pid, size in settled.items()
+            if last.get(pid, 0) > max(GROWTH * size, size + GROWTH_BYTES)
+        ]
 
 
 @contextmanager
-def serving(source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+def serving(
+    source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
     """Yield a ready server, and terminate it afterwards."""
     with tempfile.TemporaryDirectory() as directory:
         server = ServerProcess(Path(directory), source, arguments, environment)
@@ -185,7 +215,9 @@ def serving(source: str, arguments: Sequence[str] = (), environment: Mapping[str
 
 
 @contextmanager
-def serving_toy(config: Mapping[str, Any], arguments: Sequence[str] = ()) -> Iterator[ServerProcess]:
+def serving_toy(
+    config: Mapping[str, Any], arguments: Sequence[str] = ()
+) -> Iterator[ServerProcess]:
     """Yield a server with the demo model's tokenizer and the executor `toy`. `config`: keys of `engine.yaml`."""
     with tempfile.TemporaryDirectory() as directory:
         settings = Path(directory) / "engine.yaml"
@@ -197,11 +229,15 @@ def serving_toy(config: Mapping[str, Any], arguments: Sequence[str] = ()) -> Ite
 def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Run it, and return the results. `wrong` is empty on success."""
     executor = {"name": "toy", "step_s": 1e-3 * args.step_ms, "num_blocks": args.streams * 16}
-    with serving_toy({"executor": executor, "max_num_seqs": args.streams}, shlex.split(args.serve)) as server:
+    with serving_toy(
+        {"executor": executor, "max_num_seqs": args.streams}, shlex.split(args.serve)
+    ) as server:
         plan = Plan(
             url=server.url,
             model=serve.model_of(server.url, None),
-            work=serve.drawn_workload(args.prompt, args.output, 10_000, seed=args.seed, max_id=1000),
+            work=serve.drawn_workload(
+                args.prompt, args.output, 10_000, seed=args.seed, max_id=1000
+            ),
             concurrency=args.streams,
             seconds=args.seconds,
             processes=args.processes,
@@ -210,7 +246,9 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             chat=args.chat,
             seed=args.seed,
         )
-        names = {pid: name_of(pid) for pid in (server.process.pid, *processes_of(server.process.pid))}
+        names = {
+            pid: name_of(pid) for pid in (server.process.pid, *processes_of(server.process.pid))
+        }
         spent = {pid: cpu_seconds(pid) for pid in names}
         watch = MemoryWatch(server.process.pid, min(60.0, args.seconds / 6))
         watch.start()
@@ -218,9 +256,15 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         watch.end()
         row = {"load": f"{args.streams} streams", "url": server.url, **serve.metrics(records)}
         events = max(1, sum(record.events for record in records))
-        row["cpu_us_per_event"] = {names[pid]: 1e6 * (cpu_seconds(pid) - before) / events for pid, before in spent.items()}
+        row["cpu_us_per_event"] = {
+            names[pid]: 1e6 * (cpu_seconds(pid) - before) / events for pid, before in spent.items()
+        }
         row["memory_mib"] = [
-            {"s": round(at), **{names.get(pid, str(pid)): round(size / 2**20, 1) for pid, size in sizes.items()}} for at, sizes in watch.samples
+            {
+                "s": round(at),
+                **{names.get(pid, str(pid)): round(size / 2**20, 1) for pid, size in sizes.items()},
+            }
+            for at, sizes in watch.samples
         ]
         row["growing"] = [names.get(pid, str(pid)) for pid in watch.growing()]
         row["left"] = server.idle()
@@ -242,20 +286,36 @@ def _wrong(row: dict[str, Any]) -> Iterator[str]:
     elif any(row["left"].values()):
         yield f"left behind: {row['left']}"
     if row["status"] != 0:
-        yield "the server didn't end when it was asked to" if row["status"] is None else f"the server ended with status {row['status']}"
+        yield (
+            "the server didn't end when it was asked to"
+            if row["status"] is None
+            else f"the server ended with status {row['status']}"
+        )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=1000, help="at once")
     parser.add_argument("--seconds", type=float, default=200.0)
-    parser.add_argument("--disconnects", type=float, default=0.0, help="share of requests whose client disconnects early")
+    parser.add_argument(
+        "--disconnects",
+        type=float,
+        default=0.0,
+        help="share of requests whose client disconnects early",
+    )
     parser.add_argument("--prompt", type=int, default=32, help="tokens, on average")
     parser.add_argument("--output", type=int, default=128, help="tokens, on average")
     parser.add_argument("--chat", action="store_true", help="over /v1/chat/completions")
     parser.add_argument("--step-ms", type=float, default=100.0, help="milliseconds of a step")
     parser.add_argument("--processes", type=int, default=1, help="of clients")
-    parser.add_argument("--serve", default="", metavar="OPTIONS", help="further options of `dovetail serve`, in one word")
+    parser.add_argument(
+        "--serve",
+        default="",
+        metavar="OPTIONS",
+        help="further options of `dovetail serve`, in one word",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
@@ -266,8 +326,14 @@ def main() -> None:
     row = soak(args)
     serve.show({**row, "missing_tokens": None})
     for sample in row["memory_mib"]:
-        print(f"  after {sample['s']:4} s, MiB: " + "; ".join(f"{name}: {size}" for name, size in sample.items() if name != "s"))
-    print("  CPU, us an event: " + "; ".join(f"{name}: {spent:.1f}" for name, spent in row["cpu_us_per_event"].items()))
+        print(
+            f"  after {sample['s']:4} s, MiB: "
+            + "; ".join(f"{name}: {size}" for name, size in sample.items() if name != "s")
+        )
+    print(
+        "  CPU, us an event: "
+        + "; ".join(f"{name}: {spent:.1f}" for name, spent in row["cpu_us_per_event"].items())
+    )
     print(f"  left behind: {row['left']}; the server's exit status: {row['status']}")
     if args.json:
         Path(args.json).write_text(json.dumps(row, indent=2))

@@ -39,11 +39,17 @@ from dovetail_samplers.default import DefaultSampler
 MAX_ID = 10_000
 REPLACED, LEFT_OUT = 23, 64
 RUNS = 3
-DRAFTERS = {"none": None, "oracle": "dovetail-bench-speculation:oracle", "adversary": "dovetail-bench-speculation:adversary"}
+DRAFTERS = {
+    "none": None,
+    "oracle": "dovetail-bench-speculation:oracle",
+    "adversary": "dovetail-bench-speculation:adversary",
+}
 EDITS = True  # set by `--work`
 ACCEPTANCE = 1.0  # share of positions at which a draft of a head is right
 DRAFT_VOCAB = 32_000
-NOT_DRAFTED = 1  # an id that no head of random weights drafts: its ids are apart by vocab // DRAFT_VOCAB
+NOT_DRAFTED = (
+    1  # an id that no head of random weights drafts: its ids are apart by vocab // DRAFT_VOCAB
+)
 
 
 def answer_id(prompt: Any, prompt_len: Any, position: Any, edits: bool) -> Any:
@@ -62,7 +68,9 @@ class ForcedSampler(DefaultSampler):
         sampled = super().sample(logits, lines, host_rows)
         return SampledTokens(self._forced(lines, sampled.token_ids, is_draft), sampled.logprobs)
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         is_draft = logits[:, NOT_DRAFTED].isneginf()
         sampled = super().sample_captured(logits, lines, capture)
         return SampledTokens(self._forced(lines, sampled.token_ids, is_draft), sampled.logprobs)
@@ -72,7 +80,12 @@ class ForcedSampler(DefaultSampler):
         prompt_lens = history.prompt_lens[lines.rows].long().clamp(min=1)
         positions = history.lengths(lines).long() - prompt_lens
         ids = history.token_ids
-        right = answer_id(lambda i: ids[lines.rows, i.clamp(min=0)].long(), prompt_lens, positions, EDITS) + 0 * drawn
+        right = (
+            answer_id(
+                lambda i: ids[lines.rows, i.clamp(min=0)].long(), prompt_lens, positions, EDITS
+            )
+            + 0 * drawn
+        )
         if ACCEPTANCE == 1:
             return right
         chance = ((positions * 2_654_435_761 + lines.rows * 40_503) >> 8) % 1000
@@ -89,7 +102,12 @@ class Oracle(Drafter):
         for request, count in zip(requests, most, strict=True):
             prompt = request.prompt_token_ids
             at = range(request.generated, request.generated + count)
-            drafts.append([(answer_id(prompt.__getitem__, len(prompt), i, EDITS) + self.off) % MAX_ID for i in at])
+            drafts.append(
+                [
+                    (answer_id(prompt.__getitem__, len(prompt), i, EDITS) + self.off) % MAX_ID
+                    for i in at
+                ]
+            )
         return drafts
 
 
@@ -103,9 +121,27 @@ class Adversary(Oracle):
 def dovetail_components() -> list[ComponentSpec]:
     here = "bench.speculation"
     return [
-        ComponentSpec(kind="sampler", name="forced", target=f"{here}:ForcedSampler", api="0.4", summary="Answers of a rule"),
-        ComponentSpec(kind="drafter", name="oracle", target=f"{here}:Oracle", api="0.2", summary="Always right"),
-        ComponentSpec(kind="drafter", name="adversary", target=f"{here}:Adversary", api="0.2", summary="Always wrong"),
+        ComponentSpec(
+            kind="sampler",
+            name="forced",
+            target=f"{here}:ForcedSampler",
+            api="0.4",
+            summary="Answers of a rule",
+        ),
+        ComponentSpec(
+            kind="drafter",
+            name="oracle",
+            target=f"{here}:Oracle",
+            api="0.2",
+            summary="Always right",
+        ),
+        ComponentSpec(
+            kind="drafter",
+            name="adversary",
+            target=f"{here}:Adversary",
+            api="0.2",
+            summary="Always wrong",
+        ),
     ]
 
 
@@ -113,7 +149,9 @@ def install(directory: Path) -> None:
     """Let this process, and those that it starts, find the components above."""
     info = directory / "dovetail_bench_speculation-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-bench-speculation\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: dovetail-bench-speculation\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text("[dovetail.plugins]\nmain = bench.speculation\n")
     sys.path.insert(0, str(directory))
 
@@ -134,13 +172,25 @@ def write_head(shape: Shape, directory: Path) -> None:
         "rope_theta": shape.rope_theta,
         "max_position_embeddings": shape.max_len,
     }
-    config = {"speculators_model_type": "eagle3", "draft_vocab_size": DRAFT_VOCAB, "norm_before_residual": True, "transformer_layer_config": layer}
+    config = {
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": DRAFT_VOCAB,
+        "norm_before_residual": True,
+        "transformer_layer_config": layer,
+    }
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
 
 
 def run(
-    directory: str, drafter: Any, rows: int, lens: tuple[int, int], max_drafts: int, temperature: float, edits: bool, acceptance: float
+    directory: str,
+    drafter: Any,
+    rows: int,
+    lens: tuple[int, int],
+    max_drafts: int,
+    temperature: float,
+    edits: bool,
+    acceptance: float,
 ) -> dict[str, Any]:
     """Measure one engine. Its answers are checked against the rule. `drafter`: its name, or what `speculation.drafter` is."""
     import bench.speculation as home  # components are made from this module, not from `__main__`
@@ -155,9 +205,14 @@ def run(
         "sampler": "dovetail-bench-speculation:forced",
     }
     if drafter != "none":
-        settings["speculation"] = {"drafter": drafter if isinstance(drafter, dict) else DRAFTERS.get(drafter, drafter), "max_drafts": max_drafts}
+        settings["speculation"] = {
+            "drafter": drafter if isinstance(drafter, dict) else DRAFTERS.get(drafter, drafter),
+            "max_drafts": max_drafts,
+        }
     with LLM(directory, **settings) as llm:
-        params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=lens[1], detokenize=False)
+        params = SamplingParams(
+            temperature=temperature, ignore_eos=True, max_tokens=lens[1], detokenize=False
+        )
         times, wrong = [], 0
         steps = device = 0.0
         for index in range(1 + RUNS):
@@ -173,7 +228,9 @@ def run(
                 times.append(seconds)
                 steps, device = after.steps - before_steps, after.device_s - before_device
             for prompt, output in zip(prompts, outputs, strict=True):
-                expected = [answer_id(prompt.__getitem__, len(prompt), i, edits) for i in range(lens[1])]
+                expected = [
+                    answer_id(prompt.__getitem__, len(prompt), i, edits) for i in range(lens[1])
+                ]
                 wrong += list(output.outputs[0].token_ids) != expected
     if wrong:
         raise SystemExit(f"{drafter}, {rows} rows: {wrong} answers are wrong")
@@ -192,15 +249,29 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1])
-    parser.add_argument("--lens", nargs=2, type=int, default=(500, 256), metavar=("PROMPT", "OUTPUT"))
-    parser.add_argument("--drafter", nargs="+", default=["none", "oracle"], help="oracle, adversary, eagle3, or another installed one")
+    parser.add_argument(
+        "--lens", nargs=2, type=int, default=(500, 256), metavar=("PROMPT", "OUTPUT")
+    )
+    parser.add_argument(
+        "--drafter",
+        nargs="+",
+        default=["none", "oracle"],
+        help="oracle, adversary, eagle3, or another installed one",
+    )
     parser.add_argument("--max-drafts", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--work", choices=("fixed", "edit"), default="fixed")
-    parser.add_argument("--acceptance", type=float, default=1.0, help="share of positions at which the drafts of eagle3 are right")
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        default=1.0,
+        help="share of positions at which the drafts of eagle3 are right",
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
@@ -216,7 +287,13 @@ def main() -> None:
             plain = 0.0
             for drafter in args.drafter:
                 chosen = eagle3 if drafter == "eagle3" else drafter
-                settings = tuple(args.lens), args.max_drafts, args.temperature, args.work == "edit", args.acceptance
+                settings = (
+                    tuple(args.lens),
+                    args.max_drafts,
+                    args.temperature,
+                    args.work == "edit",
+                    args.acceptance,
+                )
                 row = apart(run, str(checkpoint), chosen, rows, *settings)
                 plain = row["tok_s"] if drafter == "none" else plain
                 row["times_plain"] = row["tok_s"] / plain if plain else None

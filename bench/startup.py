@@ -45,27 +45,47 @@ with LLMEngine.from_config({"model": settings.pop("model")}, progress=progress, 
 """
 
 
-def first_token(directory: Path, settings: dict[str, Any], kernels: Path, *, verbose: bool = False) -> dict[str, float]:
+def first_token(
+    directory: Path, settings: dict[str, Any], kernels: Path, *, verbose: bool = False
+) -> dict[str, float]:
     """Return the end of each stage, in seconds since the start of the process."""
     config = json.dumps({"model": str(directory), **settings})
     command = [sys.executable, "-c", CHILD, config, *(["verbose"] if verbose else [])]
     begun = time.monotonic()  # one clock for all processes of a machine
-    child = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": str(kernels)}, stdout=subprocess.PIPE, text=True, check=True)
+    child = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_CACHE_DIR": str(kernels)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return {stage: at - begun for stage, at in json.loads(child.stdout.splitlines()[-1]).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--runs", type=int, default=3, help="after the first")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of engine.yaml")
-    parser.add_argument("--verbose", action="store_true", help="show the engine's log, including the stages of each rank")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of engine.yaml"
+    )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show the engine's log, including the stages of each rank",
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as kernels:
         write_checkpoint(SHAPES[args.shape], Path(name))
         settings = settings_of(args.set)
-        weights = "none" if settings.get("load_format") == "dummy" else f"{write_weights(Path(name)):.2f} GB, in the page cache"
+        weights = (
+            "none"
+            if settings.get("load_format") == "dummy"
+            else f"{write_weights(Path(name)):.2f} GB, in the page cache"
+        )
         print(f"weights on disk: {weights}; {host.told()}", flush=True)
         runs = []
         for run in range(1 + args.runs):
@@ -77,9 +97,16 @@ def main() -> None:
                 flush=True,
             )
     median = statistics.median(stages["first token"] for stages in runs[1:]) if args.runs else None
-    print(f"first token after {runs[0]['first token']:.1f} s, later {median:.1f} s" if median else "")
+    print(
+        f"first token after {runs[0]['first token']:.1f} s, later {median:.1f} s" if median else ""
+    )
     if args.json:
-        Path(args.json).write_text(json.dumps({"shape": args.shape, "first": runs[0], "later": runs[1:], "median_s": median}, indent=2))
+        Path(args.json).write_text(
+            json.dumps(
+                {"shape": args.shape, "first": runs[0], "later": runs[1:], "median_s": median},
+                indent=2,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ class Model:
     @property
     def channels(self) -> int:
         """Number of channels of the layer's output."""
-        return self.heads * (self.shape.v_size if isinstance(self.shape, DeltaShape) else self.shape.head_size)
+        return self.heads * (
+            self.shape.v_size if isinstance(self.shape, DeltaShape) else self.shape.head_size
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -91,16 +93,33 @@ class Bench:
         decodes = max(lengths) == 1
         count = max(1, min(64, -(-ROTATED_BYTES // (rows * model.state_bytes)))) if decodes else 1
         self.layers = [self._layer(index, lengths, state_dtype) for index in range(count)]
-        self.x = torch.randn(tokens, shape.conv_channels + model.channels, dtype=DTYPE, device=DEVICE)
+        self.x = torch.randn(
+            tokens, shape.conv_channels + model.channels, dtype=DTYPE, device=DEVICE
+        )
         self.qkv, self.z = torch.split(self.x, [shape.conv_channels, model.channels], dim=-1)
-        self.a, self.b = (torch.randn(tokens, model.heads, dtype=DTYPE, device=DEVICE) for _ in range(2))
+        self.a, self.b = (
+            torch.randn(tokens, model.heads, dtype=DTYPE, device=DEVICE) for _ in range(2)
+        )
         self.weight = torch.randn(shape.conv_channels, shape.kernel, dtype=DTYPE, device=DEVICE) / 2
         self.gates = [torch.randn(model.heads, device=DEVICE) for _ in range(3)]
-        self.norm = torch.ones(model.norm_group if isinstance(shape, DeltaShape) else model.channels, dtype=DTYPE, device=DEVICE)
+        self.norm = torch.ones(
+            model.norm_group if isinstance(shape, DeltaShape) else model.channels,
+            dtype=DTYPE,
+            device=DEVICE,
+        )
 
     def _layer(self, index: int, lengths: Sequence[int], state_dtype: torch.dtype) -> BoundStates:
         spec = self.model.shape.spec(INDEX)
-        bound = bind_states([spec], len(lengths), DTYPE, state_dtype, slot_bytes=SLOT_BYTES, slots=12, device=DEVICE, seed=index)
+        bound = bind_states(
+            [spec],
+            len(lengths),
+            DTYPE,
+            state_dtype,
+            slot_bytes=SLOT_BYTES,
+            slots=12,
+            device=DEVICE,
+            seed=index,
+        )
         rows = list(range(len(lengths)))
         for tensor, shape in enumerate(spec.tensors):
             dtype = bound.layers[INDEX].memory[tensor].dtype
@@ -116,11 +135,30 @@ class Bench:
     def recur(self, layer: BoundStates, x: torch.Tensor) -> torch.Tensor:
         shape, state = self.model.shape, layer.layers[INDEX]
         if isinstance(shape, DeltaShape):
-            return delta_rule.gated_delta_rule(x, self.a, self.b, self.gates[0], self.gates[1], shape, state, 1)
-        return mamba2.mamba2(x, self.a, self.gates[0], self.gates[2], self.gates[1], (0.0, float("inf")), shape, state, 1)
+            return delta_rule.gated_delta_rule(
+                x, self.a, self.b, self.gates[0], self.gates[1], shape, state, 1
+            )
+        return mamba2.mamba2(
+            x,
+            self.a,
+            self.gates[0],
+            self.gates[2],
+            self.gates[1],
+            (0.0, float("inf")),
+            shape,
+            state,
+            1,
+        )
 
     def norm_of(self, y: torch.Tensor) -> torch.Tensor:
-        return gated_norm(y.flatten(1), self.z, self.norm, 1e-6, self.model.norm_group, norm_before_gate=isinstance(self.model.shape, DeltaShape))
+        return gated_norm(
+            y.flatten(1),
+            self.z,
+            self.norm,
+            1e-6,
+            self.model.norm_group,
+            norm_before_gate=isinstance(self.model.shape, DeltaShape),
+        )
 
     def run(self) -> None:
         for layer in self.layers:
@@ -148,7 +186,11 @@ class Bench:
             for _ in self.layers:
                 self.norm_of(y)
 
-        return {"conv": self.seconds(convs), "recurrence": self.recurrence_seconds(), "norm": self.seconds(norms)}
+        return {
+            "conv": self.seconds(convs),
+            "recurrence": self.recurrence_seconds(),
+            "norm": self.seconds(norms),
+        }
 
     def recurrence_seconds(self) -> float:
         """Return the time of the recurrence alone. Raises `KernelUnavailable` if a kernel doesn't compile."""
@@ -178,37 +220,64 @@ def decode_table(names: Sequence[str], state_dtype: torch.dtype, with_parts: boo
     for name, rows in itertools.product(names, DECODES):
         bench = Bench(MODELS[name], [1] * rows, state_dtype)
         seconds = bench.seconds()
-        share = 2 * rows * bench.model.state_bytes * (1 if state_dtype == torch.float32 else 0.5) / bandwidth / seconds
-        print(f"{name:20} {rows:5} {seconds * 1e6:8.1f} {share:8.0%}  {describe(bench.parts()) if with_parts else ''}", flush=True)
+        share = (
+            2
+            * rows
+            * bench.model.state_bytes
+            * (1 if state_dtype == torch.float32 else 0.5)
+            / bandwidth
+            / seconds
+        )
+        print(
+            f"{name:20} {rows:5} {seconds * 1e6:8.1f} {share:8.0%}  {describe(bench.parts()) if with_parts else ''}",
+            flush=True,
+        )
 
 
 def prefill_table(names: Sequence[str], state_dtype: torch.dtype, with_parts: bool) -> None:
     rate = product_rate()
     print(f"\nprefill (matrix product: {rate / 1e12:.0f} TFLOP/s)")
-    print(f"{'layer':20} {'step':>10} {'ms':>8} {'TFLOP/s':>8} {'projections ms':>14} {'of them':>8}  parts, us")
+    print(
+        f"{'layer':20} {'step':>10} {'ms':>8} {'TFLOP/s':>8} {'projections ms':>14} {'of them':>8}  parts, us"
+    )
     for name, (rows, length) in itertools.product(names, PREFILLS):
         bench = Bench(MODELS[name], [length] * rows, state_dtype)
         seconds, tokens = bench.seconds(), rows * length
         projections = tokens * bench.model.projection_flop / rate
         numbers = f"{seconds * 1e3:8.3f} {tokens * bench.model.flop() / seconds / 1e12:8.0f} {projections * 1e3:14.3f} {seconds / projections:8.0%}"
-        print(f"{name:20} {f'{rows} x {length}':>10} {numbers}  {describe(bench.parts()) if with_parts else ''}", flush=True)
+        print(
+            f"{name:20} {f'{rows} x {length}':>10} {numbers}  {describe(bench.parts()) if with_parts else ''}",
+            flush=True,
+        )
 
 
 def candidates(decode: bool) -> Iterator[Tiling]:
     if decode:
-        yield from (Tiling(rows, warps) for rows, warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8)))
+        yield from (
+            Tiling(rows, warps)
+            for rows, warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8))
+        )
     else:
-        yield from (Tiling(*choice) for choice in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3)))
+        yield from (
+            Tiling(*choice) for choice in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3))
+        )
 
 
 def tuning_table(names: Sequence[str], decode: bool, state_dtype: torch.dtype) -> None:
     for name in names:
         module: Any = delta_rule if isinstance(MODELS[name].shape, DeltaShape) else mamba2
-        for lengths in [[1] * rows for rows in DECODES] if decode else [[length] * rows for rows, length in PREFILLS[:2]]:
+        for lengths in (
+            [[1] * rows for rows in DECODES]
+            if decode
+            else [[length] * rows for rows, length in PREFILLS[:2]]
+        ):
             bench, results = Bench(MODELS[name], lengths, state_dtype), list[tuple[float, Tiling]]()
             for tiling in candidates(decode):
                 name_of = "recur_tiling" if decode else "carry_tiling"
-                with patch.object(module, name_of, lambda *of, tiling=tiling: tiling), patch.object(launch, "_unavailable", {}):
+                with (
+                    patch.object(module, name_of, lambda *of, tiling=tiling: tiling),
+                    patch.object(launch, "_unavailable", {}),
+                ):
                     try:
                         results.append((bench.recurrence_seconds(), tiling))
                     except KernelUnavailable as error:  # too much shared memory, or registers
@@ -219,11 +288,17 @@ def tuning_table(names: Sequence[str], decode: bool, state_dtype: torch.dtype) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["decode", "prefill"])
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--parts", action="store_true", help="the convolution, the recurrence and the norm by themselves, too")
+    parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="the convolution, the recurrence and the norm by themselves, too",
+    )
     parser.add_argument("--tune", action="store_true", help="every tiling of the recurrence")
     args = parser.parse_args()
     require_gpu()

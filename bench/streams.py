@@ -41,7 +41,9 @@ class Plan:
 
     url: str  # of the server: http://host:port
     model: str
-    work: Workload | None  # lengths of prompts and answers; more requests than it has go through it again, with other tokens
+    work: (
+        Workload | None
+    )  # lengths of prompts and answers; more requests than it has go through it again, with other tokens
     trace: tuple[TraceRequest, ...] = ()  # instead of `work`
     arrivals: tuple[float, ...] = ()  # seconds since the start; empty: a closed loop
     requests: int | None = None  # None: for `seconds`
@@ -65,13 +67,24 @@ class Plan:
         else:
             work = self.work
             prompt_tokens, output_tokens = work.lens[index % len(work.lens)]
-            shared = np.random.default_rng(self.seed).integers(1, work.max_id + 1, work.shared_prefix).tolist()
-            prompt = shared + rng.integers(1, work.max_id + 1, prompt_tokens - work.shared_prefix).tolist()
+            shared = (
+                np.random.default_rng(self.seed)
+                .integers(1, work.max_id + 1, work.shared_prefix)
+                .tolist()
+            )
+            prompt = (
+                shared
+                + rng.integers(1, work.max_id + 1, prompt_tokens - work.shared_prefix).tolist()
+            )
         seed = int(rng.integers(MAX_SEED))
         hangs_up = rng.random() < self.disconnects
         body = {
             "model": self.model,
-            **({"messages": [{"role": "user", "content": letters(prompt)}]} if self.chat else {"prompt": prompt}),
+            **(
+                {"messages": [{"role": "user", "content": letters(prompt)}]}
+                if self.chat
+                else {"prompt": prompt}
+            ),
             "max_tokens": output_tokens,
             "ignore_eos": True,
             "stream": True,
@@ -134,14 +147,20 @@ class Record:
 
     began: float
     outcomes: list[Outcome] = field(default_factory=list)
-    gaps: array[float] = field(default_factory=lambda: array("d"))  # seconds between events of one answer, of those completed
-    examples: dict[str, str] = field(default_factory=dict)  # kind of failure -> the first one in words
+    gaps: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # seconds between events of one answer, of those completed
+    examples: dict[str, str] = field(
+        default_factory=dict
+    )  # kind of failure -> the first one in words
     cpu_s: float = 0.0  # of this process, while requests ran
     events: int = 0
 
     @property
     def failures(self) -> Counter[str]:
-        return Counter(outcome.kind for outcome in self.outcomes if outcome.kind not in (COMPLETED, HUNG_UP))
+        return Counter(
+            outcome.kind for outcome in self.outcomes if outcome.kind not in (COMPLETED, HUNG_UP)
+        )
 
 
 class _Delta(msgspec.Struct):
@@ -195,7 +214,9 @@ class Connection(asyncio.Protocol):
         self._events = 0
         self._done = self._loop.create_future()
         self._outcome = Outcome("", sent=time.perf_counter(), late=late)
-        self.transport.write(b"%sContent-Length: %d\r\n\r\n%s" % (self._headers, len(job.body), job.body))
+        self.transport.write(
+            b"%sContent-Length: %d\r\n\r\n%s" % (self._headers, len(job.body), job.body)
+        )
         timeout = self._loop.call_later(self._timeout_s, self._end, "timed out")
         if job.hangs_up_after == 0:
             self._hang_up()
@@ -218,7 +239,10 @@ class Connection(asyncio.Protocol):
             self._end("not HTTP", str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end("cut off", f"the connection ended after {self._events if self._done else 0} events: {error or 'closed'}")
+        self._end(
+            "cut off",
+            f"the connection ended after {self._events if self._done else 0} events: {error or 'closed'}",
+        )
 
     # What the parser calls.
 
@@ -231,7 +255,9 @@ class Connection(asyncio.Protocol):
         if self._status != 200:
             self._buffer = (self._buffer + body)[:ERROR_BYTES]
             return
-        *events, self._buffer = (self._buffer + body if self._buffer else body).replace(b"\r\n", b"\n").split(b"\n\n")
+        *events, self._buffer = (
+            (self._buffer + body if self._buffer else body).replace(b"\r\n", b"\n").split(b"\n\n")
+        )
         for event in events:
             if event.startswith(b"data: "):
                 self._on_event(event[6:])
@@ -269,12 +295,19 @@ class Connection(asyncio.Protocol):
             self._record.events += 1
             if self._texts is not None:
                 choice = event.choices[0]
-                self._texts.append((choice.text if choice.delta is None else choice.delta.content) or "")
+                self._texts.append(
+                    (choice.text if choice.delta is None else choice.delta.content) or ""
+                )
             if self._events == self._job.hangs_up_after:
                 self._hang_up()
         if event.usage is not None:
-            outcome.prompt_tokens, outcome.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
-            outcome.cached_tokens = (event.usage.prompt_tokens_details or _Details()).cached_tokens or 0
+            outcome.prompt_tokens, outcome.output_tokens = (
+                event.usage.prompt_tokens,
+                event.usage.completion_tokens,
+            )
+            outcome.cached_tokens = (
+                event.usage.prompt_tokens_details or _Details()
+            ).cached_tokens or 0
 
     def _verdict(self) -> tuple[str, str]:
         """Return the kind of a finished answer, and an example if it is wrong."""
@@ -287,12 +320,22 @@ class Connection(asyncio.Protocol):
         if self._texts is None or self._job.text is None:
             return None
         text, whole = "".join(self._texts), self._job.text
-        right = whole.startswith(text) if self._job.hangs_up_after is not None and not self._over else text == whole
+        right = (
+            whole.startswith(text)
+            if self._job.hangs_up_after is not None and not self._over
+            else text == whole
+        )
         if right and (not self._over or self._outcome.output_tokens == self._job.output_tokens):
             return None
-        at = next((i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), min(len(text), len(whole)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b),
+            min(len(text), len(whole)),
+        )
         told = f"request {self._job.index}: {len(text)} of {len(whole)} tokens, usage says {self._outcome.output_tokens}"
-        return "lost or doubled tokens", f"{told}; from {at} on {text[at : at + 20]!r} instead of {whole[at : at + 20]!r}"
+        return (
+            "lost or doubled tokens",
+            f"{told}; from {at} on {text[at : at + 20]!r} instead of {whole[at : at + 20]!r}",
+        )
 
     def _hang_up(self) -> None:
         self._end(*(self._compared() or (HUNG_UP, "")))
@@ -336,7 +379,9 @@ class Client:
         if self.plan.requests is not None:
             jobs = iter(deque(jobs))  # made before the clock starts
         if not self.plan.arrivals:
-            self._idle = [one for one in [await self._connect() for _ in range(streams)] if one is not None]
+            self._idle = [
+                one for one in [await self._connect() for _ in range(streams)] if one is not None
+            ]
             self.record.outcomes.clear()
         gc.collect()
         gc.freeze()

@@ -59,19 +59,32 @@ def run(directory: Path, grammar: str, settings: dict[str, Any]) -> dict[str, An
 
     work = Workload("qwen3-0.6b", ((PROMPT, OUTPUT),) * REQUESTS)
     ways = {"none": 0, "one": 1, "all": REQUESTS}
-    common: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": REQUESTS, "max_model_len": 1024}
+    common: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_num_seqs": REQUESTS,
+        "max_model_len": 1024,
+    }
     row: dict[str, Any] = {"grammar": grammar}
     with LLM(directory, grammar=grammar, **{**common, **settings}) as llm:
         free = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=OUTPUT)
-        ruled = SamplingParams(temperature=0.6, max_tokens=OUTPUT, structured=Structured(json_schema=schema()))
+        ruled = SamplingParams(
+            temperature=0.6, max_tokens=OUTPUT, structured=Structured(json_schema=schema())
+        )
         for name, count in ways.items():
             params = [ruled] * count + [free] * (REQUESTS - count)
 
             def generate(prompts: list[list[int]], params: list[SamplingParams] = params) -> int:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                wrong = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason != "length"]
+                wrong = [
+                    output.outputs[0]
+                    for output in outputs
+                    if output.outputs[0].finish_reason != "length"
+                ]
                 if wrong:
-                    raise SystemExit(f"an answer ended by {wrong[0].finish_reason}: {wrong[0].stop_reason}: {wrong[0].text[:200]}")
+                    raise SystemExit(
+                        f"an answer ended by {wrong[0].finish_reason}: {wrong[0].stop_reason}: {wrong[0].text[:200]}"
+                    )
                 return sum(len(output.outputs[0].token_ids) for output in outputs)
 
             warm_up(work, generate)
@@ -105,30 +118,75 @@ def first_tokens(llm: Any) -> dict[str, float]:
         first(None)
     free = [first(None) for _ in range(100)]
     new = [first(1 + index) for index in range(100)]
-    return {"free_p50": float(np.percentile(free, 50)), **{f"new_p{share}": float(np.percentile(new, share)) for share in (50, 99)}}
+    return {
+        "free_p50": float(np.percentile(free, 50)),
+        **{f"new_p{share}": float(np.percentile(new, share)) for share in (50, 99)},
+    }
 
 
 def run_schemas(args: argparse.Namespace, directory: Path) -> None:
     for engine in args.engine:
         file = None if args.json is None else f"{args.json.removesuffix('.json')}-{engine}.json"
-        plan = Plan(directory, args.schemas or list(SCHEMAS), args.requests, args.grammar[0], settings_of(args.set), file, args.runs, args.demo)
+        plan = Plan(
+            directory,
+            args.schemas or list(SCHEMAS),
+            args.requests,
+            args.grammar[0],
+            settings_of(args.set),
+            file,
+            args.runs,
+            args.demo,
+        )
         rows = [row for row in apart(run_apart, engine, plan) if "error" not in row]
         for requests in args.requests:
-            worst = min((row for row in rows if row["requests"] == requests), key=lambda row: row["share"], default=None)
+            worst = min(
+                (row for row in rows if row["requests"] == requests),
+                key=lambda row: row["share"],
+                default=None,
+            )
             if worst is not None:
-                print(f"{engine}: {requests} requests: the worst is {worst['schema']} with {100 * worst['share']:.1f} %", flush=True)
+                print(
+                    f"{engine}: {requests} requests: the worst is {worst['schema']} with {100 * worst['share']:.1f} %",
+                    flush=True,
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, metavar="DIRECTORY", help="tokenizer of a model with at most 151,936 token ids")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIRECTORY",
+        help="tokenizer of a model with at most 151,936 token ids",
+    )
     parser.add_argument("--grammar", nargs="+", default=["llguidance"])
     parser.add_argument("--schemas", nargs="*", choices=SCHEMAS, help="all, if none is named")
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 64, 256], help="numbers of concurrent requests, with --schemas")
-    parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES, help="with --schemas")
-    parser.add_argument("--runs", type=int, default=2, help="runs per schema, with --schemas, after an uncounted one")
-    parser.add_argument("--demo", action="store_true", help="use the demo model, with --schemas, to test the program")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
+    parser.add_argument(
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[1, 64, 256],
+        help="numbers of concurrent requests, with --schemas",
+    )
+    parser.add_argument(
+        "--engine", nargs="+", default=["dovetail"], choices=ENGINES, help="with --schemas"
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=2,
+        help="runs per schema, with --schemas, after an uncounted one",
+    )
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        help="use the demo model, with --schemas, to test the program",
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if args.demo and args.schemas is not None:
@@ -142,7 +200,9 @@ def main() -> None:
         write_checkpoint(SHAPES["qwen3-0.6b"], Path(directory))
         for name in TOKENIZER_FILES:
             shutil.copy(args.tokenizer / name, directory)
-        end = {"eos_token_id": Tokenizer.load(args.tokenizer).eos_token_id}  # as real models have one
+        end = {
+            "eos_token_id": Tokenizer.load(args.tokenizer).eos_token_id
+        }  # as real models have one
         (Path(directory) / "generation_config.json").write_text(json.dumps(end))
         if args.schemas is not None:
             run_schemas(args, Path(directory))
@@ -153,8 +213,13 @@ def main() -> None:
             for way in ("none", "one", "all"):
                 told = row[way]
                 share = 100 * told["tok_s"] / row["none"]["tok_s"]
-                steps = ", ".join(f"{key}={told[key]:.3g}" for key in ("device_ms_a_step", "core_ms_a_step", "wall_ms_a_step"))
-                print(f"{grammar}: {way:4} with a grammar {told['tok_s']:10,.0f} tok/s ({share:.1f} %)  {steps}")
+                steps = ", ".join(
+                    f"{key}={told[key]:.3g}"
+                    for key in ("device_ms_a_step", "core_ms_a_step", "wall_ms_a_step")
+                )
+                print(
+                    f"{grammar}: {way:4} with a grammar {told['tok_s']:10,.0f} tok/s ({share:.1f} %)  {steps}"
+                )
             print(f"{grammar}: first token, ms: {row['first_token_ms']}", flush=True)
             if args.json:
                 Path(args.json).write_text(json.dumps(rows, indent=2))

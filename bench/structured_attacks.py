@@ -56,7 +56,9 @@ async def stream(engine: Any, name: str, gaps: list[float], begun: asyncio.Event
     from dovetail import SamplingParams
 
     last = None
-    async for _ in engine.generate(name, "ROMEO:", SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.8)):
+    async for _ in engine.generate(
+        name, "ROMEO:", SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.8)
+    ):
         now = time.perf_counter()
         if last is not None:
             gaps.append(1e3 * (now - last))
@@ -69,7 +71,12 @@ async def attack(engine: Any, name: str, rule: dict[str, Any]) -> str:
     from dovetail.errors import DovetailError
 
     try:
-        outputs = [output async for output in engine.generate(name, "ROMEO:", SamplingParams(max_tokens=16, structured=Structured(**rule)))]
+        outputs = [
+            output
+            async for output in engine.generate(
+                name, "ROMEO:", SamplingParams(max_tokens=16, structured=Structured(**rule))
+            )
+        ]
     except DovetailError as error:
         return f"refused: {str(error)[:140]}"
     sample = outputs[-1].outputs[0]
@@ -86,21 +93,33 @@ async def run(grammar: str, rounds: int) -> None:
             said: dict[str, str] = {}
             for number in range(rounds):
                 begun = asyncio.Event()
-                streams = [asyncio.create_task(stream(engine, f"{way} {number} {n}", gaps, begun)) for n in range(STREAMS)]
+                streams = [
+                    asyncio.create_task(stream(engine, f"{way} {number} {n}", gaps, begun))
+                    for n in range(STREAMS)
+                ]
                 await begun.wait()
                 if way == "attacked":
                     rules = attacks(number)
-                    answers = await asyncio.gather(*(attack(engine, f"attack {number} {name}", rule) for name, rule in rules.items()))
+                    answers = await asyncio.gather(
+                        *(
+                            attack(engine, f"attack {number} {name}", rule)
+                            for name, rule in rules.items()
+                        )
+                    )
                     said = dict(zip(rules, answers, strict=True))
                 await asyncio.gather(*streams)
             p50, p99, worst = np.percentile(gaps, [50, 99, 100])
-            print(f"{grammar}, {way}: ITL p50 {p50:.2f} ms, p99 {p99:.2f} ms, at most {worst:.1f} ms")
+            print(
+                f"{grammar}, {way}: ITL p50 {p50:.2f} ms, p99 {p99:.2f} ms, at most {worst:.1f} ms"
+            )
             for name, answer in said.items():
                 print(f"    {name:24} {json.dumps(answer)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--grammar", default="llguidance")
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()

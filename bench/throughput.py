@@ -31,9 +31,19 @@ from bench.shapes import EXPERT_BYTES, QUANTIZED, SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 
 
-def report(name: str, engine: str, work: Workload, measured: Measured, limits: Limits, expert_bytes: float = BYTES) -> dict[str, Any]:
+def report(
+    name: str,
+    engine: str,
+    work: Workload,
+    measured: Measured,
+    limits: Limits,
+    expert_bytes: float = BYTES,
+) -> dict[str, Any]:
     ranks = int(measured.details.get("ranks", 1))  # each moves and computes a share
-    floor = floor_seconds(SHAPES[work.shape], work.lens, limits, work.shared_prefix, expert_bytes) / ranks
+    floor = (
+        floor_seconds(SHAPES[work.shape], work.lens, limits, work.shared_prefix, expert_bytes)
+        / ranks
+    )
     median = statistics.median(measured.seconds)
     row = {
         "workload": name,
@@ -54,7 +64,11 @@ def report(name: str, engine: str, work: Workload, measured: Measured, limits: L
     print(
         f"{name:>10} {engine:>10} {row['tok_s']:>9,.0f} tok/s {median:8.3f} s  floor {floor:6.3f} s ({100 * row['share_of_floor']:.0f} %)  "
         f"start {measured.start_s:.1f} s  "
-        + " ".join(f"{k}={_short(v)}" for k, v in {**work.params, **measured.details}.items() if isinstance(v, int | float)),
+        + " ".join(
+            f"{k}={_short(v)}"
+            for k, v in {**work.params, **measured.details}.items()
+            if isinstance(v, int | float)
+        ),
         flush=True,
     )
     return row
@@ -65,16 +79,28 @@ def _short(value: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", nargs="+", default=["nano"], choices=WORKLOADS)
-    parser.add_argument("--shape", choices=SHAPES, help="shape of the model, instead of the workload's")
-    parser.add_argument("--checkpoint", choices=QUANTIZED, help="format of weights, instead of bfloat16")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="shape of the model, instead of the workload's"
+    )
+    parser.add_argument(
+        "--checkpoint", choices=QUANTIZED, help="format of weights, instead of bfloat16"
+    )
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES)
     parser.add_argument("--attention", default="auto")
     parser.add_argument(
-        "--param", action="append", default=[], metavar="KEY=VALUE", help="a sampling parameter; each workload runs without them, too"
+        "--param",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a sampling parameter; each workload runs without them, too",
     )
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
@@ -90,7 +116,16 @@ def main() -> None:
             for engine, way in product(args.engine, ways):
                 measured = apart(run_engine, engine, way, Path(directory), overrides)
                 if measured is not None:
-                    rows.append(report(name, engine, way, measured, limits[work.shape], EXPERT_BYTES.get(args.checkpoint, BYTES)))
+                    rows.append(
+                        report(
+                            name,
+                            engine,
+                            way,
+                            measured,
+                            limits[work.shape],
+                            EXPERT_BYTES.get(args.checkpoint, BYTES),
+                        )
+                    )
         if args.json:
             Path(args.json).write_text(json.dumps(rows, indent=2))
 

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.component import ComponentSpec, hookimpl
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Result
+from dovetail.api.executor import (
+    Batch,
+    Capacity,
+    Executor,
+    ExecutorCapabilities,
+    ExecutorContext,
+    Result,
+)
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler
 from dovetail.errors import DovetailError
@@ -41,7 +48,12 @@ def answer_ids(seed: int | NDArray[np.uint64], positions: NDArray[np.int64]) -> 
 
 def answer(seed: int, tokens: int) -> str:
     """Return the text of a request's first tokens, as decoded by the demo model's tokenizer."""
-    return (answer_ids(seed, np.arange(tokens)) + FIRST_LETTER - 1).astype(np.uint8).tobytes().decode("ascii")
+    return (
+        (answer_ids(seed, np.arange(tokens)) + FIRST_LETTER - 1)
+        .astype(np.uint8)
+        .tobytes()
+        .decode("ascii")
+    )
 
 
 class ToyOptions(BaseModel):
@@ -52,9 +64,15 @@ class ToyOptions(BaseModel):
     step_s: float = Field(0.0, ge=0, le=3600, description="Seconds that a step takes.")
     num_blocks: int = Field(65_536, ge=1, description="Blocks in the KV pool.")
     vocab_size: int = Field(1024, ge=LETTERS + 1, description="Token ids of prompts are below it.")
-    max_model_len: int = Field(1024, ge=2, description="Tokens of the longest sequence, unless the config says how many.")
-    max_in_flight: int = Field(2, ge=1, le=8, description="Steps submitted before the oldest is collected.")
-    fails_at_step: int | None = Field(None, ge=0, description="The step at which the device is lost.")
+    max_model_len: int = Field(
+        1024, ge=2, description="Tokens of the longest sequence, unless the config says how many."
+    )
+    max_in_flight: int = Field(
+        2, ge=1, le=8, description="Steps submitted before the oldest is collected."
+    )
+    fails_at_step: int | None = Field(
+        None, ge=0, description="The step at which the device is lost."
+    )
     hangs_at_step: int | None = Field(None, ge=0, description="The step that never ends.")
 
 
@@ -84,15 +102,23 @@ class ToyExecutor(Executor):
 
     def submit(self, batch: Batch) -> int:
         if batch.step == self.options.fails_at_step:
-            raise DovetailError(f"executor toy: the device was lost at step {batch.step}, as its options ask for")
+            raise DovetailError(
+                f"executor toy: the device was lost at step {batch.step}, as its options ask for"
+            )
         for new in batch.added:
             self._seeds[new.row] = new.sampling.seed
             self._answered[new.row] = len(new.token_ids) - new.prompt_len
         rows = batch.rows
-        token_ids = np.where(batch.yields_token, answer_ids(self._seeds[rows], self._answered[rows]), -1)
+        token_ids = np.where(
+            batch.yields_token, answer_ids(self._seeds[rows], self._answered[rows]), -1
+        )
         self._answered[rows] += batch.yields_token
-        started = max(self.context.clock.now(), self._last_ended)  # as on a device, which begins a step when the one before has ended
-        self._last_ended = math.inf if batch.step == self.options.hangs_at_step else started + self.options.step_s
+        started = max(
+            self.context.clock.now(), self._last_ended
+        )  # as on a device, which begins a step when the one before has ended
+        self._last_ended = (
+            math.inf if batch.step == self.options.hangs_at_step else started + self.options.step_s
+        )
         self._pending.append(Result(batch.step, token_ids, started, self._last_ended))
         return batch.step
 
@@ -129,7 +155,13 @@ def dovetail_components() -> list[ComponentSpec]:
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         ),
-        ComponentSpec(kind="sampler", name="toy", target="bench.toy:ToySampler", api="0.4", summary="Samples nothing, and needs no torch"),
+        ComponentSpec(
+            kind="sampler",
+            name="toy",
+            target="bench.toy:ToySampler",
+            api="0.4",
+            summary="Samples nothing, and needs no torch",
+        ),
     ]
 
 

@@ -14,13 +14,18 @@ class Workload:
     shared_prefix: int = 0
     max_id: int = 10_000
     temperature: float = 0.6
-    params: dict[str, Any] = field(default_factory=dict)  # further sampling parameters, as Dovetail and vLLM call them
+    params: dict[str, Any] = field(
+        default_factory=dict
+    )  # further sampling parameters, as Dovetail and vLLM call them
     max_num_seqs: int | None = None  # None: as many as there are requests
 
     def prompts(self, seed: int) -> list[list[int]]:
         rng = random.Random(seed)
         shared = [rng.randint(0, self.max_id) for _ in range(self.shared_prefix)]
-        return [shared + [rng.randint(0, self.max_id) for _ in range(prompt - self.shared_prefix)] for prompt, _ in self.lens]
+        return [
+            shared + [rng.randint(0, self.max_id) for _ in range(prompt - self.shared_prefix)]
+            for prompt, _ in self.lens
+        ]
 
     @property
     def output_tokens(self) -> int:
@@ -44,7 +49,9 @@ class Workload:
 def _nano() -> tuple[tuple[int, int], ...]:
     """nano-vllm's benchmark: 256 requests of 100 to 1,024 tokens in and out, drawn as it draws them."""
     rng = random.Random(0)
-    prompts = [len([rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))]) for _ in range(256)]
+    prompts = [
+        len([rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))]) for _ in range(256)
+    ]
     return tuple((prompt, rng.randint(100, 1024)) for prompt in prompts)
 
 

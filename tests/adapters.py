@@ -43,22 +43,41 @@ def config_of(**changes: Any) -> dict[str, Any]:
 
 
 def weights_of(
-    modules: Mapping[str, tuple[int, int]] = ADAPTED, rank: int = 4, seed: int = 0, prefix: str = "base_model.model.", dtype: Any = np.float32
+    modules: Mapping[str, tuple[int, int]] = ADAPTED,
+    rank: int = 4,
+    seed: int = 0,
+    prefix: str = "base_model.model.",
+    dtype: Any = np.float32,
 ) -> dict[str, NDArray[Any]]:
     """Return random A and B for modules of (in, out) features, by PEFT's names."""
     random = np.random.default_rng(seed)
     tensors = {}
     for name, (size_in, size_out) in modules.items():
-        tensors[f"{prefix}{name}.lora_A.weight"] = random.standard_normal((rank, size_in)).astype(dtype)
-        tensors[f"{prefix}{name}.lora_B.weight"] = random.standard_normal((size_out, rank)).astype(dtype)
+        tensors[f"{prefix}{name}.lora_A.weight"] = random.standard_normal((rank, size_in)).astype(
+            dtype
+        )
+        tensors[f"{prefix}{name}.lora_B.weight"] = random.standard_normal((size_out, rank)).astype(
+            dtype
+        )
     return tensors
 
 
-def write_adapter(folder: Path, config: Mapping[str, Any] | None = None, weights: Mapping[str, NDArray[Any]] | None = None, *, seed: int = 0) -> Path:
+def write_adapter(
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
+    weights: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    seed: int = 0,
+) -> Path:
     """Write an adapter for the fake executor's model, with other files if they are given; in place of one that is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config_of() if config is None else config))
-    save_file(dict(weights_of(seed=seed) if weights is None else weights), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config_of() if config is None else config)
+    )
+    save_file(
+        dict(weights_of(seed=seed) if weights is None else weights),
+        folder / "adapter_model.safetensors",
+    )
     return folder
 
 

@@ -27,7 +27,11 @@ from tests.support import FULL, PROFILE
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-LONG = ("test_interpreter.py", "server/test_processes.py", "structured/test_same_tokens.py")  # half a minute and more, and late in the alphabet
+LONG = (
+    "test_interpreter.py",
+    "server/test_processes.py",
+    "structured/test_same_tokens.py",
+)  # half a minute and more, and late in the alphabet
 
 
 # `tests/without_torch.sh` writes names of tests that have passed to this file; then CI doesn't run them again, with torch, which they don't use.
@@ -36,7 +40,12 @@ PASSED = os.environ.get("DOVETAIL_TEST_PASSED")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if PASSED_TO and report.when == "call" and report.passed and not os.environ.get("PYTEST_XDIST_WORKER"):
+    if (
+        PASSED_TO
+        and report.when == "call"
+        and report.passed
+        and not os.environ.get("PYTEST_XDIST_WORKER")
+    ):
         with open(PASSED_TO, "a", encoding="utf-8") as passed:
             passed.write(f"{report.nodeid}\n")
 
@@ -64,7 +73,9 @@ def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))  # with `-n`, nobody is left alone with one at the end
+    items.sort(
+        key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG)
+    )  # with `-n`, nobody is left alone with one at the end
     kept = []
     other = []
     for item in items:
@@ -120,7 +131,9 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
     from dovetail import LLM, SamplingParams, Structured
 
     with LLM("demo", max_model_len=64) as llm:
-        llm.generate("R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False)
+        llm.generate(
+            "R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,7 +17,15 @@ class FilesToWorkers(LoadFileScheduling):
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Return the test that was running, if a worker with tests left has gone, and deal out the others again."""
-        running = next(((unit, test) for unit in self.assigned_work[node].values() for test, done in unit.items() if not done), None)
+        running = next(
+            (
+                (unit, test)
+                for unit in self.assigned_work[node].values()
+                for test, done in unit.items()
+                if not done
+            ),
+            None,
+        )
         if running is None:
             super().remove_node(node)
             return None
@@ -28,5 +36,9 @@ class FilesToWorkers(LoadFileScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker more to do, or send it home: it begins its last test only once it knows which of the two comes next."""
-        while node in self.registered_collections and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+        while (
+            node in self.registered_collections
+            and not node.shutting_down
+            and self._pending_of(self.assigned_work[node]) < 2
+        ):
             super()._reschedule(node)

@@ -19,12 +19,16 @@ def count_once() -> Iterator[None]:
     def freeze_and_count() -> None:
         nonlocal known
         freeze()
-        known = max(known + 1, count())  # more than before, also if things have died since that were counted
+        known = max(
+            known + 1, count()
+        )  # more than before, also if things have died since that were counted
 
     def unfreeze_all() -> None:
         nonlocal known
         unfreeze()
         known = 0
 
-    with patch.multiple(gc, freeze=freeze_and_count, unfreeze=unfreeze_all, get_freeze_count=lambda: known):
+    with patch.multiple(
+        gc, freeze=freeze_and_count, unfreeze=unfreeze_all, get_freeze_count=lambda: known
+    ):
         yield

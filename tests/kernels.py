@@ -11,14 +11,19 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]  # the interpreter rounds bfloat16 wrongly
+DTYPES = (
+    [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]
+)  # the interpreter rounds bfloat16 wrongly
 
 if INTERPRETED:
     from tests.attention import interpreter
 
     interpreter.mend()
 
-runs_kernels = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or Triton's interpreter: tests/test_interpreter.py starts it")
+runs_kernels = pytest.mark.skipif(
+    not INTERPRETED and not ON_GPU,
+    reason="needs a GPU or Triton's interpreter: tests/test_interpreter.py starts it",
+)
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
@@ -30,6 +35,10 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
 
 def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:
     """Within a rounding or two of `exact` (float64), relative to its largest number: they accumulate in float32 or better."""
-    tolerance = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}[ours.dtype] * torch.finfo(ours.dtype).eps
+    tolerance = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}[ours.dtype] * torch.finfo(
+        ours.dtype
+    ).eps
     scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
-    torch.testing.assert_close(ours.double(), exact.double(), atol=tolerance * scale, rtol=tolerance)
+    torch.testing.assert_close(
+        ours.double(), exact.double(), atol=tolerance * scale, rtol=tolerance
+    )

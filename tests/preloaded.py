@@ -56,7 +56,11 @@ MODULES = (
     "transformers.tokenization_utils_tokenizers",
     "triton",
 )
-FIXED = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # read as libraries are imported
+FIXED = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}  # read as libraries are imported
 
 File = IO[Any] | int | None  # None: no input, or output to nowhere
 
@@ -134,7 +138,9 @@ class Preloaded:
         for name in sorted({*environ, *os.environ}):
             fixed = name in FIXED or name.startswith(("LD_", "PYTHON"))
             if fixed and name != "PYTHONPATH" and environ.get(name) != os.environ.get(name):
-                raise PreloadError(f"{name} is read as a process starts: start this program with subprocess")
+                raise PreloadError(
+                    f"{name} is read as a process starts: start this program with subprocess"
+                )
         message = json.dumps([list(map(str, args)), str(cwd or Path.cwd()), environ]).encode()
         with open(os.devnull, "r+b") as nothing:
             given = [nothing if file is None else file for file in files]
@@ -164,7 +170,9 @@ class Preloaded:
     def _answer(self) -> dict[str, Any]:
         message = self._link.recv(MAX_MESSAGE)
         if not message:
-            raise PreloadError(f"the preloaded process has ended, with exit code {self._process.wait()}")
+            raise PreloadError(
+                f"the preloaded process has ended, with exit code {self._process.wait()}"
+            )
         answer: dict[str, Any] = json.loads(message)
         return answer
 
@@ -188,17 +196,25 @@ class Program:
         for number, fd in enumerate(self.fds):
             os.dup2(fd, number)
             os.close(fd)
-        for number, name in enumerate(("stdin", "stdout", "stderr")):  # they note what kind of file they are for
+        for number, name in enumerate(
+            ("stdin", "stdout", "stderr")
+        ):  # they note what kind of file they are for
             old = getattr(sys, name)
             by_line = 1 if name == "stderr" else -1
-            new = open(number, old.mode, by_line, encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+            new = open(  # noqa: SIM115
+                number, old.mode, by_line, encoding=old.encoding, errors=old.errors, closefd=False
+            )
             setattr(sys, name, new)
             setattr(sys, f"__{name}__", new)
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.environ | FIXED)
         added = filter(None, self.environ.get("PYTHONPATH", "").split(os.pathsep))
-        own = [entry for entry in sys.path[1:] if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        own = [
+            entry
+            for entry in sys.path[1:]
+            if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        ]
         sys.path[1:] = [*added, *own]
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed()  # otherwise each child has the same random numbers
@@ -234,7 +250,9 @@ class Operations:
         names = self.names
 
         class Noting(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 names.append(str(func))
                 return func(*args, **(kwargs or {}))
 
@@ -262,7 +280,9 @@ def why_not_fork(operations: Operations) -> str | None:
         return f"the preloaded process has run torch operations: {', '.join(operations.names[:5])}"
     open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     torch = sys.modules.get("torch")
-    if any(path.startswith("/dev/nvidia") for path in open_files) or (torch and torch.cuda.is_initialized()):
+    if any(path.startswith("/dev/nvidia") for path in open_files) or (
+        torch and torch.cuda.is_initialized()
+    ):
         return "the preloaded process has used CUDA"
     return None
 

@@ -32,7 +32,9 @@ def allowed(roundings: int, size: float = 1.0, dtype: torch.dtype = torch.float3
     return SURE * math.sqrt(roundings) * torch.finfo(dtype).eps * size
 
 
-def assert_rounded(ours: Any, theirs: Any, roundings: int, dtype: torch.dtype | None = None) -> None:
+def assert_rounded(
+    ours: Any, theirs: Any, roundings: int, dtype: torch.dtype | None = None
+) -> None:
     """Check that arrays, tensors or lists are equal but for rounding in `dtype`, by default that of `ours`, or else float32."""
     if dtype is None:
         dtype = ours.dtype if isinstance(ours, torch.Tensor) else torch.float32

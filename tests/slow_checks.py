@@ -17,7 +17,10 @@ OF_MUTANTS = "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_ch
 OF_GARBAGE = "tests/e2e/test_garbage.py::test_a_token_more_is_nothing_more_to_look_through"
 WHICH_BLOCKS = "test_which_physical_blocks_a_row_has_changes_nothing"
 
-SLOW_OF_BUILTINS = {"test_spawn": PROCESS, "test_replay": PROCESS}  # one process for all of them, which the first waits for
+SLOW_OF_BUILTINS = {
+    "test_spawn": PROCESS,
+    "test_replay": PROCESS,
+}  # one process for all of them, which the first waits for
 SLOW_CHECKS = {
     f"{OF_FLASH}2::test_spawn": PROCESS,
     f"{OF_FLASH}2::{WHICH_BLOCKS}": MANY_CASES,

@@ -18,5 +18,11 @@ def examples(quick: int, full: int) -> settings:
     """
     few = -(-quick // 4)
     count = {"full": full, "quick": few, "slow": few, "brief": max(1, quick // 10)}[PROFILE]
-    slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=count, deadline=None, suppress_health_check=slow_is_fine, derandomize=not FULL)
+    slow_is_fine = [
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ]
+    return settings(
+        max_examples=count, deadline=None, suppress_health_check=slow_is_fine, derandomize=not FULL
+    )

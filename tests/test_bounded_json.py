@@ -14,7 +14,9 @@ from dovetail.bounded_json import JsonBounds, JsonTexts, WrongJsonError, excess_
 from tests.support import examples
 
 ANY = JsonBounds(10**9, 10**6)
-TEXTS = st.text(st.sampled_from('[]{}:,"\\/ a\u00e9\u5b22\U0001f600'))  # what looks like structure; U+5B22 has the bytes of `["` in UTF-16
+TEXTS = st.text(
+    st.sampled_from('[]{}:,"\\/ a\u00e9\u5b22\U0001f600')
+)  # what looks like structure; U+5B22 has the bytes of `["` in UTF-16
 VALUES = st.recursive(
     st.none() | st.integers() | TEXTS,
     lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
@@ -29,13 +31,17 @@ def parts_of(value: Any) -> int:
 
 
 def depth_of(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    inner = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
     return 0 if inner is None else 1 + max(map(depth_of, inner), default=0)
 
 
 @examples(200, 5_000)
 @given(VALUES, st.booleans(), st.sampled_from([0, 65_530, 65_535]))
-def test_a_text_is_read_just_if_it_keeps_within_the_bounds(value: Any, ascii_only: bool, shift: int) -> None:
+def test_a_text_is_read_just_if_it_keeps_within_the_bounds(
+    value: Any, ascii_only: bool, shift: int
+) -> None:
     """`shift`: spaces before it, so that it lies across a boundary of pieces."""
     text = (" " * shift + json.dumps(value, ensure_ascii=ascii_only)).encode()
     parts, depth = parts_of(value), depth_of(value)
@@ -68,7 +74,9 @@ def test_what_is_no_json_is_refused(text: bytes | str) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 65_400, 65_530])
-@pytest.mark.parametrize("number", ["9" * 200, "-" + "9" * 5_000, "0." + "1" * 300, "1e" + "1" * 250])
+@pytest.mark.parametrize(
+    "number", ["9" * 200, "-" + "9" * 5_000, "0." + "1" * 300, "1e" + "1" * 250]
+)
 def test_long_numbers_are_refused_and_digits_in_strings_are_not(number: str, shift: int) -> None:
     """`shift`: spaces before it, so that it lies across a boundary of pieces."""
     spaces = " " * shift

@@ -19,16 +19,37 @@ from tests.kernels import INTERPRETED, ON_GPU
 from tests.support import FULL
 
 TESTS = Path(__file__).parent
-pytestmark = pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the tests of kernels run by themselves")
+pytestmark = pytest.mark.skipif(
+    INTERPRETED or ON_GPU, reason="the tests of kernels run by themselves"
+)
 
 
 @pytest.mark.slow("runs kernels in the interpreter")
 def test_the_kernels_hold_in_tritons_interpreter() -> None:
-    files = sorted(str(path) for path in TESTS.glob("*/test_*.py") if "\nfrom tests.kernels import" in path.read_text(encoding="utf-8"))
+    files = sorted(
+        str(path)
+        for path in TESTS.glob("*/test_*.py")
+        if "\nfrom tests.kernels import" in path.read_text(encoding="utf-8")
+    )
     assert files
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", *files],
-        env={**os.environ, "TRITON_INTERPRET": "1", "DOVETAIL_TEST_PROFILE": "full" if FULL else "quick", "DOVETAIL_TEST_BUDGET": "off"},
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:schemathesis",
+            *files,
+        ],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "DOVETAIL_TEST_PROFILE": "full" if FULL else "quick",
+            "DOVETAIL_TEST_BUDGET": "off",
+        },
         cwd=TESTS.parent,
         capture_output=True,
         text=True,

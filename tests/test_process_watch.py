@@ -54,15 +54,21 @@ def go_on(process: subprocess.Popen[bytes]) -> None:
     os.waitpid(process.pid, os.WCONTINUED)
 
 
-def test_a_process_counts_as_stopped_once_it_has_been_for_long(process: subprocess.Popen[bytes], clock: Time) -> None:
+def test_a_process_counts_as_stopped_once_it_has_been_for_long(
+    process: subprocess.Popen[bytes], clock: Time
+) -> None:
     watch = ProcessWatch()
-    assert not clock.pass_in_turns(2 * STOPPED_S, watch, process.pid)  # it waits for input, which is no fault
+    assert not clock.pass_in_turns(
+        2 * STOPPED_S, watch, process.pid
+    )  # it waits for input, which is no fault
     stop(process)
     assert not clock.pass_in_turns(STOPPED_S, watch, process.pid)
     assert clock.pass_in_turns(1, watch, process.pid)
 
 
-def test_a_process_that_continues_in_time_starts_over(process: subprocess.Popen[bytes], clock: Time) -> None:
+def test_a_process_that_continues_in_time_starts_over(
+    process: subprocess.Popen[bytes], clock: Time
+) -> None:
     watch = ProcessWatch()
     for _ in range(3):
         stop(process)
@@ -71,7 +77,9 @@ def test_a_process_that_continues_in_time_starts_over(process: subprocess.Popen[
         assert not clock.pass_in_turns(1, watch, process.pid)
 
 
-def test_time_in_which_the_watcher_was_held_up_counts_for_nothing(process: subprocess.Popen[bytes], clock: Time) -> None:
+def test_time_in_which_the_watcher_was_held_up_counts_for_nothing(
+    process: subprocess.Popen[bytes], clock: Time
+) -> None:
     watch = ProcessWatch()
     stop(process)
     clock.pass_in_turns(1, watch, process.pid)
@@ -82,12 +90,23 @@ def test_time_in_which_the_watcher_was_held_up_counts_for_nothing(process: subpr
     assert clock.pass_in_turns(STOPPED_S, watch, process.pid)
 
 
-def test_a_process_that_is_gone_is_not_stopped(process: subprocess.Popen[bytes], clock: Time) -> None:
+def test_a_process_that_is_gone_is_not_stopped(
+    process: subprocess.Popen[bytes], clock: Time
+) -> None:
     process.kill()
     process.wait()
     assert not clock.pass_in_turns(2 * STOPPED_S, ProcessWatch(), process.pid)
 
 
-@pytest.mark.parametrize(("code", "said"), [(3, "ended with exit code 3"), (-9, "was killed by SIGKILL"), (-35, "was killed by signal 35")])
-def test_the_end_of_a_process_is_reported_also_for_signals_without_a_name(code: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-35, "was killed by signal 35"),
+    ],
+)
+def test_the_end_of_a_process_is_reported_also_for_signals_without_a_name(
+    code: int, said: str
+) -> None:
     assert how_ended(code) == said

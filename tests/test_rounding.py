@@ -18,7 +18,9 @@ def test_sums_in_any_order_are_within_the_bound(dtype: torch.dtype, terms: int) 
     for column, other in zip(range(terms), torch.randperm(terms).tolist(), strict=True):
         sums[0] = sums[0] + numbers[:, column]
         sums[1] = sums[1] + numbers[:, other]
-    largest = float(torch.stack([numbers.double().cumsum(1).abs().max(), numbers.abs().max().double()]).max())
+    largest = float(
+        torch.stack([numbers.double().cumsum(1).abs().max(), numbers.abs().max().double()]).max()
+    )
     differences = (sums[0].double() - sums[1].double()).abs()
     assert float(differences.max()) <= allowed(terms, max(1.0, largest), dtype)
 

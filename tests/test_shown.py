@@ -12,10 +12,22 @@ from hypothesis import strategies as st
 from dovetail.checks import shown
 from tests.support import examples
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30) | st.binary(max_size=30)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=30)
+    | st.binary(max_size=30)
+)
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner) | st.lists(inner).map(tuple) | st.frozensets(LEAVES),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text(max_size=9), inner)
+        | st.lists(inner).map(tuple)
+        | st.frozensets(LEAVES)
+    ),
 )
 
 

@@ -20,14 +20,30 @@ assert component.distribution == f"dovetail-{name}", component
 
 prompts = {"one": [5, 6, 7, 8] * 10, "other": [5, 6, 7, 8] * 9 + [1]}
 finished = {}
-with LLMEngine.from_config(config_file, **({"model": model[0], "load_format": "dummy"} if model else {})) as engine:
+with LLMEngine.from_config(
+    config_file, **({"model": model[0], "load_format": "dummy"} if model else {})
+) as engine:
     for id, tokens in prompts.items():
-        engine.add_request(id, {"prompt_token_ids": tokens}, SamplingParams(max_tokens=5, temperature=1.0, seed=1, ignore_eos=True, detokenize=False))
+        engine.add_request(
+            id,
+            {"prompt_token_ids": tokens},
+            SamplingParams(
+                max_tokens=5, temperature=1.0, seed=1, ignore_eos=True, detokenize=False
+            ),
+        )
     while engine.has_unfinished_requests():
-        finished |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step() if output.finished}
+        finished |= {
+            output.request_id: len(output.outputs[0].token_ids)
+            for output in engine.step()
+            if output.finished
+        }
 assert finished == dict.fromkeys(prompts, 5), finished
 
-ours = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0].startswith("dovetail") and module.__file__}
+ours = {
+    name: module.__file__
+    for name, module in sys.modules.items()
+    if name.split(".")[0].startswith("dovetail") and module.__file__
+}
 strangers = {name: file for name, file in ours.items() if not Path(file).is_relative_to(folder)}
 assert len(ours) > 20
 assert not strangers, strangers

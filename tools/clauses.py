@@ -33,10 +33,27 @@ def page() -> str:
     every = [clause for some in clauses.values() for clause in some]
     asked = [clause for clause in every if clause.checks or clause.why]
     held = [clause for clause in asked if clause.checks]
-    counts = {"all": len(every), "told": len(every) - len(asked), "asked": len(asked), "held": len(held)}
-    lines = [HEAD.format(**counts, partly=sum(bool(clause.why) for clause in held), unchecked=len(asked) - len(held))]
+    counts = {
+        "all": len(every),
+        "told": len(every) - len(asked),
+        "asked": len(asked),
+        "held": len(held),
+    }
+    lines = [
+        HEAD.format(
+            **counts,
+            partly=sum(bool(clause.why) for clause in held),
+            unchecked=len(asked) - len(held),
+        )
+    ]
     for kind in KINDS:
-        lines += [f"## {KIND_TITLES[kind]}\n", *_clauses(clauses[kind]), "", *_checks(kind, checks_of(suite_for(kind)).values(), every), ""]
+        lines += [
+            f"## {KIND_TITLES[kind]}\n",
+            *_clauses(clauses[kind]),
+            "",
+            *_checks(kind, checks_of(suite_for(kind)).values(), every),
+            "",
+        ]
     lines += ["## Components of all kinds\n", *_clauses(clauses["component"]), ""]
     lines += _checks("hygiene", checks_of(suite_for("scheduler")).values(), every)
     return "\n".join(lines) + "\n"
@@ -47,7 +64,11 @@ def _clauses(clauses: Iterable[Clause]) -> Iterator[str]:
     for clause in clauses:
         if clause.checks or clause.why:
             by = ", ".join(f"`{check}`" for check in clause.checks)
-            told = f"{by}; not checked: {clause.why}" if by and clause.why else by or f"**not checked**: {clause.why}"
+            told = (
+                f"{by}; not checked: {clause.why}"
+                if by and clause.why
+                else by or f"**not checked**: {clause.why}"
+            )
             yield f"| {_place(clause.place)} | {_cell(clause.text)} | {told} |"
 
 
@@ -55,7 +76,9 @@ def _checks(group: str, checks: Iterable[Check], clauses: Iterable[Clause]) -> I
     yield from ("| check | level | verifies a clause of | a failure means |", "|---|---|---|---|")
     for check in checks:
         if check.id.startswith(f"{group}."):
-            places = dict.fromkeys(_place(clause.place) for clause in clauses if check.id in clause.checks)
+            places = dict.fromkeys(
+                _place(clause.place) for clause in clauses if check.id in clause.checks
+            )
             yield f"| `{check.id}` | {check.level} | {', '.join(places)} | {_cell(check.help)} |"
 
 
@@ -64,7 +87,11 @@ def _place(place: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
+    return (
+        text.replace("|", "\\|").replace("<", "&lt;")
+        if "`" not in text
+        else text.replace("|", "\\|")
+    )
 
 
 if __name__ == "__main__":

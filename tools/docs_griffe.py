@@ -29,14 +29,30 @@ class FieldTables(griffe.Extension):
     """Moves the fields of each class to a section of its docstring. They stay in the tree, but templates skip non-public members."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        hidden = [member for member in cls.members.values() if member.name.startswith("_") or _is_field(member)]
-        fields = [member for member in hidden if isinstance(member, griffe.Attribute) and _is_told_of(member)]
-        meanings = {field.name: meaning for field in fields if (meaning := _meaning(field)) is not None}
-        rows = [f"    {name}: {meaning}" for name, meaning in meanings.items() if meaning or not _has_signature(cls)]
+        hidden = [
+            member
+            for member in cls.members.values()
+            if member.name.startswith("_") or _is_field(member)
+        ]
+        fields = [
+            member
+            for member in hidden
+            if isinstance(member, griffe.Attribute) and _is_told_of(member)
+        ]
+        meanings = {
+            field.name: meaning for field in fields if (meaning := _meaning(field)) is not None
+        }
+        rows = [
+            f"    {name}: {meaning}"
+            for name, meaning in meanings.items()
+            if meaning or not _has_signature(cls)
+        ]
         if rows:
             above = [cls.docstring.value, ""] if cls.docstring else []
             line = cls.docstring.lineno if cls.docstring else cls.lineno
-            cls.docstring = griffe.Docstring("\n".join([*above, "Attributes:", *rows]), parent=cls, lineno=line, parser="google")
+            cls.docstring = griffe.Docstring(
+                "\n".join([*above, "Attributes:", *rows]), parent=cls, lineno=line, parser="google"
+            )
         for member in hidden:
             member.public = False
 
@@ -62,20 +78,32 @@ def _meaning(field: griffe.Attribute) -> str | None:
         return " ".join(field.docstring.value.split())
     if (described := _description(field)) or typed:
         return described
-    return f"`{field.value}`" if "class-attribute" in field.labels and field.value is not None else None
+    return (
+        f"`{field.value}`"
+        if "class-attribute" in field.labels and field.value is not None
+        else None
+    )
 
 
 def _description(field: griffe.Attribute) -> str:
     """Return the description of a pydantic `Field(…, description="…")`."""
     arguments = field.value.arguments if isinstance(field.value, griffe.ExprCall) else ()
-    given = [one.value for one in arguments if isinstance(one, griffe.ExprKeyword) and one.name == "description"]
+    given = [
+        one.value
+        for one in arguments
+        if isinstance(one, griffe.ExprKeyword) and one.name == "description"
+    ]
     return str(ast.literal_eval(str(given[0]))) if given else ""
 
 
 def _take_type_of_parameter(field: griffe.Attribute) -> bool:
     """Give `self.client = client` the type of the argument."""
     init = field.parent.members.get("__init__") if field.parent else None
-    if not isinstance(init, griffe.Function) or str(field.value) != field.name or field.name not in init.parameters:
+    if (
+        not isinstance(init, griffe.Function)
+        or str(field.value) != field.name
+        or field.name not in init.parameters
+    ):
         return False
     field.annotation = init.parameters[field.name].annotation
     return True

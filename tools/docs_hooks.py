@@ -84,9 +84,14 @@ def code(path: str, name: str | None = None) -> str:
 
 def definitions(text: str) -> dict[str, str]:
     """Return the source of each top-level class and function of a Python file, in order."""
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    nodes = [
+        node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    ]
     lines = text.splitlines()
-    starts = {node.name: min([node.lineno, *(one.lineno for one in node.decorator_list)]) for node in nodes}
+    starts = {
+        node.name: min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        for node in nodes
+    }
     return {node.name: "\n".join(lines[starts[node.name] - 1 : node.end_lineno]) for node in nodes}
 
 
@@ -102,7 +107,9 @@ def drawing(name: str) -> str:
 def config_keys() -> str:
     """Return a table of all keys of `engine.yaml`."""
     properties = json_schema(built_ins())["properties"]
-    types = {key: _choice_type(key) for key in COMPONENT_KEYS} | dict.fromkeys(("plugins", "limits"), "mapping, see below")
+    types = {key: _choice_type(key) for key in COMPONENT_KEYS} | dict.fromkeys(
+        ("plugins", "limits"), "mapping, see below"
+    )
     types["speculation"] = "`null` or mapping, see below"
     types["model"] = "string or mapping"
     return _table(EngineConfig, properties, "key", types=types)
@@ -110,13 +117,21 @@ def config_keys() -> str:
 
 def plugins_keys() -> str:
     """Return a table of the keys below `plugins`."""
-    return _table(PluginSelection, PluginSelection.model_json_schema()["properties"], "key", prefix="plugins.")
+    return _table(
+        PluginSelection, PluginSelection.model_json_schema()["properties"], "key", prefix="plugins."
+    )
 
 
 def speculation_keys() -> str:
     """Return a table of the keys below `speculation`."""
     properties = json_schema(built_ins())["$defs"]["Speculation"]["properties"]
-    return _table(Speculation, properties, "key", prefix="speculation.", types={"drafter": _choice_type("speculation.drafter")})
+    return _table(
+        Speculation,
+        properties,
+        "key",
+        prefix="speculation.",
+        types={"drafter": _choice_type("speculation.drafter")},
+    )
 
 
 def pooling_keys() -> str:
@@ -140,10 +155,31 @@ def job_keys() -> str:
     """Return a table of the keys of a job file of `dovetail batch`."""
     from dovetail_batch.job import Input, JobSettings, Output
 
-    types = {"engine": "text, mapping or a list of these", "input": "path or mapping, see below", "output": "path or mapping, see below"}
-    tables = [_table(JobSettings, JobSettings.model_json_schema()["properties"], "key", types=types, anchor="job.")]
+    types = {
+        "engine": "text, mapping or a list of these",
+        "input": "path or mapping, see below",
+        "output": "path or mapping, see below",
+    }
+    tables = [
+        _table(
+            JobSettings,
+            JobSettings.model_json_schema()["properties"],
+            "key",
+            types=types,
+            anchor="job.",
+        )
+    ]
     for name, model, kinds in (("input", Input, {"columns": "mapping"}), ("output", Output, {})):
-        tables.append(_table(model, model.model_json_schema()["properties"], "key", prefix=f"{name}.", anchor="job.", types=kinds))
+        tables.append(
+            _table(
+                model,
+                model.model_json_schema()["properties"],
+                "key",
+                prefix=f"{name}.",
+                anchor="job.",
+                types=kinds,
+            )
+        )
     return "\n\n".join(tables)
 
 
@@ -156,7 +192,9 @@ def request_fields() -> str:
         if operation.request in ONLY and operation.streams:
             for index, (name, values, reason) in enumerate(ONLY[operation.request]):
                 accepted = _code(*(json.dumps(value) for value in values)) or "none"
-                lines.append(f"| {'' if index else f'`{operation.path}`'} | `{name}` | {accepted} | {reason.replace('|', chr(92) + '|')} |")
+                lines.append(
+                    f"| {'' if index else f'`{operation.path}`'} | `{name}` | {accepted} | {reason.replace('|', chr(92) + '|')} |"
+                )
     return "\n".join(lines)
 
 
@@ -167,18 +205,26 @@ def advisory_fields() -> str:
 
     found: dict[Any, list[str]] = {}
     for operation in OPERATIONS:
-        if operation.streams and operation.request is not None and issubclass(operation.request, GenerationFields):
+        if (
+            operation.streams
+            and operation.request is not None
+            and issubclass(operation.request, GenerationFields)
+        ):
             for field in operation.request.ADVISORY:
                 found.setdefault(field, []).append(operation.path.removeprefix("/v1/"))
     rows = ["| field | of | without effect, since | with `refuse` |", "|---|---|---|---|"]
     for field, paths in found.items():
-        rows.append(f"| `{field.path}` | {_code(*paths)} | {field.reason} | {'refused' if field.hint else 'accepted'} |")
+        rows.append(
+            f"| `{field.path}` | {_code(*paths)} | {field.reason} | {'refused' if field.hint else 'accepted'} |"
+        )
     return "\n".join(rows)
 
 
 def malformed_calls() -> str:
     """Return a table of the mistakes in calls that parsers recover from."""
-    parsers = [(component.spec.name, component.load()) for component in built_ins().components("parser")]
+    parsers = [
+        (component.spec.name, component.load()) for component in built_ins().components("parser")
+    ]
     rows = ["| format | malformed | recovery | for example |", "|---|---|---|---|"]
     for name, parser in parsers:
         for one in getattr(parser, "malformed", ()):
@@ -202,7 +248,9 @@ def vllm_arguments() -> str:
         here = f"`{row.key}`" if row.key else "left out"
         examples = _code(*map(repr, row.taken)) if row.refused else "any"
         values = row.says if row.key else f"{examples}: {row.says}"
-        rows.append(f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as for the key' if row.key else 'nothing')} |")
+        rows.append(
+            f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as for the key' if row.key else 'nothing')} |"
+        )
     return "\n".join(rows)
 
 
@@ -217,11 +265,17 @@ def vllm_groups() -> str:
 
 def vllm_examples() -> str:
     """Return a table of vLLM's offline examples: which run, which are refused, and which need a package that isn't installed."""
-    known = json.loads((Path(__file__).parents[1] / "docs" / "assets" / "vllm_examples.json").read_text(encoding="utf-8"))
+    known = json.loads(
+        (Path(__file__).parents[1] / "docs" / "assets" / "vllm_examples.json").read_text(
+            encoding="utf-8"
+        )
+    )
     rows = [f"| example of vLLM {known['version']} | | |", "|---|---|---|"]
     for name, row in known["examples"].items():
         why = row["why"].replace("|", "\\|").replace("<", "&lt;")
-        rows.append(f"| `{name.removesuffix('_offline')}` | {row['verdict']} | {f'`{why}`' if row['verdict'] == 'needs' else why} |")
+        rows.append(
+            f"| `{name.removesuffix('_offline')}` | {row['verdict']} | {f'`{why}`' if row['verdict'] == 'needs' else why} |"
+        )
     return "\n".join(rows)
 
 
@@ -230,7 +284,11 @@ def vllm_flags() -> str:
     from dovetail_server.vllm_flags import GROUPS as FLAG_GROUPS
     from dovetail_server.vllm_flags import RENAMED
 
-    rows = ["| vLLM | here |", "|---|---|", *(f"| `{flag}` | `{ours}` |" for flag, ours in RENAMED.items())]
+    rows = [
+        "| vLLM | here |",
+        "|---|---|",
+        *(f"| `{flag}` | `{ours}` |" for flag, ours in RENAMED.items()),
+    ]
     for group in FLAG_GROUPS:
         what = "left out" if group.advisory else "refused, but for vLLM's default"
         rows.append(f"| {_code(*group.defaults)} | {what}: {group.reason} |")
@@ -239,15 +297,21 @@ def vllm_flags() -> str:
 
 def api_versions() -> str:
     """Return the interface version of each kind."""
-    return "\n".join(["| kind | api |", "|---|---|", *(f"| `{kind}` | {API_VERSIONS[kind]} |" for kind in KINDS)])
+    return "\n".join(
+        ["| kind | api |", "|---|---|", *(f"| `{kind}` | {API_VERSIONS[kind]} |" for kind in KINDS)]
+    )
 
 
 def api_changes() -> str:
     """Return the table of deprecations: what changed between versions, and whether an older component runs."""
     rows = ["| kind | written for | now | still runs | to upgrade |", "|---|---|---|---|---|"]
     for change in CHANGES:
-        runs = "no" if change.refused else "as it is" if change.bridge is None else "through a bridge"
-        rows.append(f"| `{change.kind}` | {change.before} | {change.after} | {runs} | {change.upgrade.replace('|', chr(92) + '|')} |")
+        runs = (
+            "no" if change.refused else "as it is" if change.bridge is None else "through a bridge"
+        )
+        rows.append(
+            f"| `{change.kind}` | {change.before} | {change.after} | {runs} | {change.upgrade.replace('|', chr(92) + '|')} |"
+        )
     return "\n".join(rows)
 
 
@@ -260,7 +324,9 @@ def check_table(group: str) -> str:
     rows = ["| check | level | since | a failure means |", "|---|---|---|---|"]
     for check in checks_of(suite).values():
         if check.id.startswith(f"{group}."):
-            rows.append(f"| `{check.id}`{{ #{check.id} }} | {check.level} | {check.since} | {check.help.replace('|', chr(92) + '|')} |")
+            rows.append(
+                f"| `{check.id}`{{ #{check.id} }} | {check.level} | {check.since} | {check.help.replace('|', chr(92) + '|')} |"
+            )
     return "\n".join(rows)
 
 
@@ -273,7 +339,11 @@ def built_ins() -> Registry:
 def _components_of(kind: Kind) -> Iterator[str]:
     key = next((key for key, of in COMPONENT_KEYS.items() if of == kind), None)
     yield f"### {KIND_TITLES[kind]}\n"
-    elsewhere = "the server's options `--tool-parser` and `--reasoning-parser`" if kind == "parser" else "the model's own `config.json`"
+    elsewhere = (
+        "the server's options `--tool-parser` and `--reasoning-parser`"
+        if kind == "parser"
+        else "the model's own `config.json`"
+    )
     yield f"Chosen by {f'the key `{key}`' if key else elsewhere}.\n"
     if not built_ins().components(kind):
         yield "None is built in.\n"
@@ -282,7 +352,11 @@ def _components_of(kind: Kind) -> Iterator[str]:
         yield f"{component.spec.summary[:1].upper()}{component.spec.summary[1:].rstrip('.')}.{_facts(component)}\n"
         model = component.options_model()
         properties = model.model_json_schema().get("properties", {})
-        yield _table(model, properties, "option", anchor=f"{kind}-{component.spec.name}-") + "\n" if properties else "No options.\n"
+        yield (
+            _table(model, properties, "option", anchor=f"{kind}-{component.spec.name}-") + "\n"
+            if properties
+            else "No options.\n"
+        )
 
 
 def _facts(component: ResolvedComponent) -> str:
@@ -299,7 +373,13 @@ def _choice_type(key: str) -> str:
 
 
 def _table(
-    model: type[BaseModel], properties: Mapping[str, Any], noun: str, *, prefix: str = "", anchor: str = "", types: Mapping[str, str] | None = None
+    model: type[BaseModel],
+    properties: Mapping[str, Any],
+    noun: str,
+    *,
+    prefix: str = "",
+    anchor: str = "",
+    types: Mapping[str, str] | None = None,
 ) -> str:
     """Return a row for each field; its type in words is from `types`, otherwise from its JSON Schema in `properties`.
 
@@ -309,9 +389,15 @@ def _table(
     for name, field in model.model_fields.items():
         if not field.description:
             raise ValueError(f"{model.__name__}.{name} has no description")
-        default = "required" if field.is_required() else _code(as_yaml(field.get_default(call_default_factory=True, validated_data={})))
+        default = (
+            "required"
+            if field.is_required()
+            else _code(as_yaml(field.get_default(call_default_factory=True, validated_data={})))
+        )
         meaning = " ".join(field.description.split()).replace("|", "\\|")
-        rows.append(f"| `{prefix}{name}`{{ #{anchor}{prefix}{name} }} | {types.get(name) or _type(properties[name])} | {default} | {meaning} |")
+        rows.append(
+            f"| `{prefix}{name}`{{ #{anchor}{prefix}{name} }} | {types.get(name) or _type(properties[name])} | {default} | {meaning} |"
+        )
     return "\n".join(rows)
 
 
@@ -408,7 +494,12 @@ def commands() -> dict[tuple[str, ...], str]:
 
 def help_text(*command: str) -> str:
     """Return the output of `dovetail COMMAND --help`."""
-    result = CliRunner().invoke(app, [*command, "--help"], prog_name="dovetail", env={"COLUMNS": HELP_WIDTH, "TERMINAL_WIDTH": HELP_WIDTH})
+    result = CliRunner().invoke(
+        app,
+        [*command, "--help"],
+        prog_name="dovetail",
+        env={"COLUMNS": HELP_WIDTH, "TERMINAL_WIDTH": HELP_WIDTH},
+    )
     if result.exit_code:
         raise ValueError(f"dovetail {' '.join(command)} --help failed: {result.output}")
     return f"```text\n{result.stdout.strip()}\n```"
@@ -423,7 +514,10 @@ def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 PIECES: dict[str, Callable[[], str]] = {
-    **{f"drawing of the {name}": partial(drawing, name) for name in ("loop", "house", "request", "processes")},
+    **{
+        f"drawing of the {name}": partial(drawing, name)
+        for name in ("loop", "house", "request", "processes")
+    },
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,

@@ -21,7 +21,12 @@ DRAWING = Path(__file__).parents[1] / "docs" / "assets" / "house.svg"
 ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
     "cli": ("dovetail.cli", "dovetail.__main__"),
     "front": ("dovetail.front", "dovetail.compat"),
-    "config": ("dovetail.config", "dovetail.config_schema", "dovetail.parts", "dovetail.yaml_source"),
+    "config": (
+        "dovetail.config",
+        "dovetail.config_schema",
+        "dovetail.parts",
+        "dovetail.yaml_source",
+    ),
     "registry": ("dovetail.registry",),
     "engine": ("dovetail.engine",),
     "runtime": ("dovetail.runtime",),
@@ -53,7 +58,17 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.logs",
     ),
 }
-PLUGINS = ("schedulers", "kv_cache", "attention", "models", "samplers", "grammars", "executors", "observers", "lab")
+PLUGINS = (
+    "schedulers",
+    "kv_cache",
+    "attention",
+    "models",
+    "samplers",
+    "grammars",
+    "executors",
+    "observers",
+    "lab",
+)
 SAYS: Mapping[str, str] = {
     "cli": "the command dovetail",
     "front": "requests in, text out",
@@ -67,7 +82,13 @@ SAYS: Mapping[str, str] = {
     "request": "requests, limits, errors",
     "plugins": ", ".join(PLUGINS),
 }
-WIDTH, BOX, HEIGHT, GAP, RISE = 720, 172, 68, 16, 40  # pixels: the drawing, a box, and the space between boxes and between rows
+WIDTH, BOX, HEIGHT, GAP, RISE = (
+    720,
+    172,
+    68,
+    16,
+    40,
+)  # pixels: the drawing, a box, and the space between boxes and between rows
 
 
 def imports() -> dict[str, set[str]]:
@@ -101,12 +122,17 @@ def reduced(edges: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
         if room in above:
             raise ValueError(f"a circle: {' -> '.join((*above, room))}")
         if room not in below:
-            below[room] = set(edges[room]).union(*(all_below(other, (*above, room)) for other in edges[room]))
+            below[room] = set(edges[room]).union(
+                *(all_below(other, (*above, room)) for other in edges[room])
+            )
         return below[room]
 
     for room in edges:
         all_below(room, ())
-    return {room: {other for other in others if not any(other in below[between] for between in others)} for room, others in edges.items()}
+    return {
+        room: {other for other in others if not any(other in below[between] for between in others)}
+        for room, others in edges.items()
+    }
 
 
 def floors(edges: Mapping[str, set[str]]) -> list[list[str]]:
@@ -132,7 +158,9 @@ def drawing() -> str:
         for index, room in enumerate(rooms):
             places[room] = left + index * (BOX + 2 * GAP), 14 + floor * (HEIGHT + RISE)
     height = max(y for _, y in places.values()) + HEIGHT + 14
-    lines = [line for room, others in edges.items() for line in _arrows(places, room, sorted(others))]
+    lines = [
+        line for room, others in edges.items() for line in _arrows(places, room, sorted(others))
+    ]
     boxes = [line for room, (x, y) in places.items() for line in _box(room, x, y)]
     return "\n".join([_head(height), *lines, *boxes, "</svg>", ""])
 
@@ -156,7 +184,9 @@ font-family: system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; font-s
 <path d="M0 0 8 4 0 8z"/></marker></defs>"""
 
 
-def _arrows(places: Mapping[str, tuple[float, float]], room: str, others: list[str]) -> Iterable[str]:
+def _arrows(
+    places: Mapping[str, tuple[float, float]], room: str, others: list[str]
+) -> Iterable[str]:
     """Draw arrows from the lower edge of a box to the upper edges of what it imports, with their ends spread along the edges."""
     x, y = places[room]
     for other in others:

@@ -121,12 +121,20 @@ def _changes(node: ast.AST) -> Iterator[tuple[int, int, int, str, str]]:
         yield (node.lineno, node.col_offset, _end(node), "constant", str(value))
     elif isinstance(node, ast.If) and node.test.lineno == node.test.end_lineno:
         yield (node.test.lineno, node.test.col_offset, node.test.col_offset, "branch", "not ")
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await) and node.lineno == node.end_lineno:
+    elif (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call | ast.Await)
+        and node.lineno == node.end_lineno
+    ):
         yield (node.lineno, node.col_offset, _end(node), "call", "pass")
 
 
 def _between(left: ast.expr, right: ast.expr, new: str) -> Iterator[tuple[int, int, int, str, str]]:
-    if left.end_lineno == right.lineno and left.end_lineno is not None and left.end_col_offset is not None:
+    if (
+        left.end_lineno == right.lineno
+        and left.end_lineno is not None
+        and left.end_col_offset is not None
+    ):
         yield (left.end_lineno, left.end_col_offset, right.col_offset, "operator", f" {new} ")
 
 
@@ -193,7 +201,9 @@ def finds(fault: Fault, profile: str) -> dict[str, object]:
             check=False,
         )
         status: int | None = done.returncode
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:1]
+        failed = [
+            line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+        ][:1]
     except subprocess.TimeoutExpired:
         status = None
         failed = ["timed out"]
@@ -208,12 +218,16 @@ def finds(fault: Fault, profile: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no fault after this time"
+    )
     args = parser.parse_args()
     faults = choose(args.count, args.seed)
     if args.list or args.out is None:
@@ -221,7 +235,9 @@ def main() -> None:
         return
     changed = subprocess.run(["git", "diff", "--quiet"], cwd=ROOT, check=False).returncode
     if changed:
-        raise SystemExit("the checkout has changes: commit them first, since files are changed and restored")
+        raise SystemExit(
+            "the checkout has changes: commit them first, since files are changed and restored"
+        )
     results = json.loads(args.out.read_text()) if args.out.exists() else []
     end = time.monotonic() + args.seconds
     for fault in faults[len(results) :]:
@@ -240,7 +256,9 @@ def main() -> None:
         )
     quick = sum(bool(result["runs"][0]["found"]) for result in results)
     either = sum(bool(result["runs"][-1]["found"]) for result in results)
-    print(f"of {len(results)} faults, the tests find {either}: quick ones {quick}, {100 * quick / max(1, either):.0f} % of them")
+    print(
+        f"of {len(results)} faults, the tests find {either}: quick ones {quick}, {100 * quick / max(1, either):.0f} % of them"
+    )
 
 
 if __name__ == "__main__":

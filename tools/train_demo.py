@@ -68,7 +68,9 @@ class Recipe:
     warmup_steps: int = option(100, "steps over which the learning rate rises from zero")
     peak_lr: float = option(1.5e-3, "highest learning rate")
     weight_decay: float = option(2.0, "AdamW's decay of every matrix")
-    dropout: float = option(0.15, "dropout on embeddings, attention weights and each block's output")
+    dropout: float = option(
+        0.15, "dropout on embeddings, attention weights and each block's output"
+    )
     token_noise: float = option(0.05, "share of input tokens replaced by random ones")
     ema_decay: float = option(0.99, "decay of the moving average of the weights, a step")
     eval_every_steps: int = option(50, "steps between two looks at the held-out text")
@@ -182,7 +184,9 @@ def held_out_loss(model: nn.Module, corpus: Corpus, recipe: Recipe, device: str)
     total = 0.0
     for x, y in zip(torch.split(inputs, 32), torch.split(targets, 32), strict=True):
         logits = model(input_ids=x.to(device), use_cache=False).logits  # [windows, length, vocab]
-        total += F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten(), ignore_index=IGNORED, reduction="sum").item()
+        total += F.cross_entropy(
+            logits.flatten(0, 1), y.to(device).flatten(), ignore_index=IGNORED, reduction="sum"
+        ).item()
     return total / (len(corpus.held_out_ids) - 1)
 
 
@@ -242,7 +246,9 @@ def learning_rate(step: int, progress: float, recipe: Recipe) -> float:
     return recipe.peak_lr * warmup * (0.02 + 0.98 * cosine)
 
 
-def train_step(model: nn.Module, inputs: Tensor, targets: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+def train_step(
+    model: nn.Module, inputs: Tensor, targets: Tensor, optimizer: torch.optim.Optimizer
+) -> Tensor:
     """One update of `model` in bfloat16 autocast; returns the loss before it, still on the device."""
     model.train()
     with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
@@ -344,7 +350,9 @@ def parse_arguments() -> tuple[argparse.Namespace, Recipe]:
     parser.add_argument("--data", type=Path, required=True, help="the training text, UTF-8")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--device", default="cuda", help="a torch device (default: cuda)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="longest training time (default: no limit)")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="longest training time (default: no limit)"
+    )
     for knob in fields(Recipe):
         parser.add_argument(
             "--" + knob.name.replace("_", "-"),
@@ -353,7 +361,9 @@ def parse_arguments() -> tuple[argparse.Namespace, Recipe]:
             help=f"{knob.metadata['help']} (default: {knob.default})",
         )
     arguments = parser.parse_args()
-    return arguments, Recipe(**{knob.name: getattr(arguments, knob.name) for knob in fields(Recipe)})
+    return arguments, Recipe(
+        **{knob.name: getattr(arguments, knob.name) for knob in fields(Recipe)}
+    )
 
 
 def main() -> None:
@@ -362,14 +372,19 @@ def main() -> None:
     train_text, held_out_text = split_text(arguments.data.read_text(encoding="utf-8"))
     tokenizer = train_tokenizer(train_text, recipe.vocab_size)
     corpus = encode_corpus(train_text, held_out_text, tokenizer)
-    print(f"{recipe}\n{len(corpus.train_ids)} training tokens, {len(corpus.held_out_ids)} held out", flush=True)
+    print(
+        f"{recipe}\n{len(corpus.train_ids)} training tokens, {len(corpus.held_out_ids)} held out",
+        flush=True,
+    )
 
     model = train(corpus, recipe, arguments.device, 60.0 * arguments.minutes)
     arguments.out.mkdir(parents=True, exist_ok=True)
     save_model(model, arguments.out)
     save_tokenizer(tokenizer, recipe, arguments.out)
 
-    saved = AutoModelForCausalLM.from_pretrained(arguments.out, dtype=torch.float32).to(arguments.device)
+    saved = AutoModelForCausalLM.from_pretrained(arguments.out, dtype=torch.float32).to(
+        arguments.device
+    )
     loss = held_out_loss(saved, corpus, recipe, arguments.device)
     print(sample(saved, tokenizer, "ROMEO:", max_tokens=200))
     print(f"saved model: {saved.num_parameters()} parameters")

@@ -14,7 +14,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from train_demo import Recipe, build_model, build_optimizer, encode_corpus, learning_rate, save_model, split_text
+from train_demo import (
+    Recipe,
+    build_model,
+    build_optimizer,
+    encode_corpus,
+    learning_rate,
+    save_model,
+    split_text,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 DEMO = Path(__file__).parents[1] / "plugins" / "models" / "dovetail_models" / "demo"
@@ -36,13 +44,20 @@ WINDOW = 256  # tokens
 @torch.no_grad()
 def targets(teacher: Qwen3ForCausalLM, windows: Tensor) -> Tensor:
     """Return the teacher's logits [num_windows, WINDOW, vocab] float16 for windows [num_windows, WINDOW]."""
-    return torch.cat([teacher(input_ids=some, use_cache=False).logits.half() for some in torch.split(windows, 8)])
+    return torch.cat(
+        [teacher(input_ids=some, use_cache=False).logits.half() for some in torch.split(windows, 8)]
+    )
 
 
 def divergence(student: Qwen3ForCausalLM, windows: Tensor, logits: Tensor) -> Tensor:
     """Return the mean KL divergence of the student from the teacher with these `logits`, in nats a token."""
     own = student(input_ids=windows, use_cache=False).logits.float()
-    return F.kl_div(own.log_softmax(-1).flatten(0, 1), logits.float().log_softmax(-1).flatten(0, 1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        own.log_softmax(-1).flatten(0, 1),
+        logits.float().log_softmax(-1).flatten(0, 1),
+        reduction="batchmean",
+        log_target=True,
+    )
 
 
 @torch.no_grad()
@@ -59,9 +74,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the training text, UTF-8")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     arguments = parser.parse_args()
-    corpus = encode_corpus(*split_text(arguments.data.read_text(encoding="utf-8")), AutoTokenizer.from_pretrained(DEMO).backend_tokenizer)
+    corpus = encode_corpus(
+        *split_text(arguments.data.read_text(encoding="utf-8")),
+        AutoTokenizer.from_pretrained(DEMO).backend_tokenizer,
+    )
     teacher = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
-    learned, held_out = (ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW) for ids in (corpus.train_ids, corpus.held_out_ids))
+    learned, held_out = (
+        ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+        for ids in (corpus.train_ids, corpus.held_out_ids)
+    )
     learned, held_out = learned[::2], held_out[::8]
     logits = targets(teacher, learned)
     held_out_logits = targets(teacher, held_out)
@@ -78,7 +99,10 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 99:
-            print(f"step {step + 1}  training {loss.item():.3f}  held-out agreement {agreement(student, held_out, held_out_logits):.3f}", flush=True)
+            print(
+                f"step {step + 1}  training {loss.item():.3f}  held-out agreement {agreement(student, held_out, held_out_logits):.3f}",
+                flush=True,
+            )
             arguments.out.mkdir(parents=True, exist_ok=True)
     save_model(student, arguments.out)
     print(f"{student.num_parameters()} parameters")

@@ -33,8 +33,14 @@ LONG = re.compile(r"_1m")  # part of a name, of examples that get the long one
 ENGINES = re.compile(r"\b(LLM|LLMEngine|AsyncLLM|AsyncLLMEngine|EngineArgs|AsyncEngineArgs)\b")
 SERVED = re.compile(r"online|client|server|subscriber|http")  # examples that talk to a server
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-OWNERS = re.compile(r"(application|image|video|audio|text|path|tmp|outputs?|data)/.*|.*\.(py|json|jinja|png|jpg|wav|csv)")
-LABELS = (("score/", 1), ("basic/.*/score", 1), ("reward/|classif", 2))  # part of a name -> labels of the classifier that it gets
+OWNERS = re.compile(
+    r"(application|image|video|audio|text|path|tmp|outputs?|data)/.*|.*\.(py|json|jinja|png|jpg|wav|csv)"
+)
+LABELS = (
+    ("score/", 1),
+    ("basic/.*/score", 1),
+    ("reward/|classif", 2),
+)  # part of a name -> labels of the classifier that it gets
 START = "import sys, tools.vllm_examples as tool; tool.start(*sys.argv[1:])"
 
 
@@ -49,7 +55,9 @@ def examples(source: Path) -> Iterator[Path]:
 
 def changed(text: str, model: Path) -> str:
     """Return a program with its imports changed, and names of the hub replaced by a local model."""
-    text = re.sub(r"^(\s*)(from|import) vllm\b", r"\1\2 dovetail.compat.vllm", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^(\s*)(from|import) vllm\b", r"\1\2 dovetail.compat.vllm", text, flags=re.MULTILINE
+    )
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_hub_id(node.value):
@@ -68,9 +76,16 @@ def make_models(folder: Path) -> dict[str, Path]:
 
     made = {}
     for name, kind, fields in (
-        *((name, "Qwen3ForCausalLM", {"max_position_embeddings": length}) for name, length in LENGTHS.items()),
         *(
-            (f"labels-{count}", "Qwen3ForSequenceClassification", {"num_labels": count, "max_position_embeddings": 4096})
+            (name, "Qwen3ForCausalLM", {"max_position_embeddings": length})
+            for name, length in LENGTHS.items()
+        ),
+        *(
+            (
+                f"labels-{count}",
+                "Qwen3ForSequenceClassification",
+                {"num_labels": count, "max_position_embeddings": 4096},
+            )
             for count in sorted({count for _, count in LABELS})
         ),
     ):
@@ -84,7 +99,9 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 def model_for(example: str) -> str:
     """Return the name of the model that an example gets."""
-    labels = next((f"labels-{count}" for pattern, count in LABELS if re.search(pattern, example)), None)
+    labels = next(
+        (f"labels-{count}" for pattern, count in LABELS if re.search(pattern, example)), None
+    )
     return labels or ("long" if LONG.search(example) else "generator")
 
 
@@ -98,7 +115,10 @@ def make_adapter(folder: Path) -> Path:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (path / "adapter_config.json").write_text(json.dumps(config))
     name = "base_model.model.model.layers.0.self_attn.q_proj"
-    weights = {f"{name}.lora_A.weight": torch.ones(4, 48), f"{name}.lora_B.weight": torch.ones(48, 4)}
+    weights = {
+        f"{name}.lora_A.weight": torch.ones(4, 48),
+        f"{name}.lora_B.weight": torch.ones(48, 4),
+    }
     save_file(weights, path / "adapter_model.safetensors")
     return path
 
@@ -113,7 +133,9 @@ def start(adapter: str, program: str, *given: str) -> None:
 
     huggingface_hub.snapshot_download = lambda *args, **named: adapter  # type: ignore[assignment]
     huggingface_hub.hf_hub_download = lambda *args, **named: adapter  # type: ignore[assignment]
-    urllib.request.urlopen = lambda *args, **named: io.BytesIO(b"A text that was on the network. " * 20)
+    urllib.request.urlopen = lambda *args, **named: io.BytesIO(
+        b"A text that was on the network. " * 20
+    )
     sys.argv = [program, *given]
     runpy.run_path(program, run_name="__main__")
 
@@ -148,7 +170,12 @@ def arguments(text: str, model: Path) -> list[str]:
 def run(path: Path, text: str, adapter: Path, folder: Path, *given: str) -> tuple[str, str]:
     """Run a program, and return its verdict."""
     path.write_text(text, encoding="utf-8")  # beside the files that it reads
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd(), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.getcwd(),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with tempfile.TemporaryDirectory(dir=folder) as work:
         try:
             done = subprocess.run(
@@ -175,7 +202,9 @@ def plain(text: str, folder: Path) -> str:
 
 def main() -> None:
     given, *parts = sys.argv[1:]
-    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"examples": {}}
+    known: dict[str, Any] = (
+        json.loads(RESULTS.read_text()) if RESULTS.exists() else {"examples": {}}
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = Path(given)
@@ -199,7 +228,9 @@ def main() -> None:
             rows[example] = {"verdict": verdict, "why": plain(why, folder)}
             print(f"{example}: {verdict} {rows[example]['why']}", flush=True)
     version = source.name.removeprefix("vllm-")
-    RESULTS.write_text(json.dumps({"version": version, "examples": dict(sorted(rows.items()))}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"version": version, "examples": dict(sorted(rows.items()))}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

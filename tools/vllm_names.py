@@ -23,7 +23,11 @@ FLAG_SOURCES = ("entrypoints/common/cli_args.py", "entrypoints/openai/cli_args.p
 def names_of(source: Path) -> dict[str, Any]:
     """Return version, fields and flags of vLLM's package below a folder `vllm-VERSION`."""
     package = source / "vllm"
-    configs = {name: fields for path in (package / "config").glob("*.py") for name, fields in classes_of(path).items()}
+    configs = {
+        name: fields
+        for path in (package / "config").glob("*.py")
+        for name, fields in classes_of(path).items()
+    }
     args = classes_of(package / "engine/arg_utils.py")
     fields = {**args["EngineArgs"], **args["AsyncEngineArgs"]}
     frontend: dict[str, ast.expr | None] = {}
@@ -34,7 +38,9 @@ def names_of(source: Path) -> dict[str, Any]:
                 frontend |= of_class if name.endswith("FrontendArgs") else {}
             flags |= set(flags_of(path))
     flags |= set(flags_of(package / "engine/arg_utils.py"))
-    flags |= {"--" + name.replace("_", "-") for name in (*fields, *frontend) if not name.startswith("_")}
+    flags |= {
+        "--" + name.replace("_", "-") for name in (*fields, *frontend) if not name.startswith("_")
+    }
     sampling = classes_of(package / "sampling_params.py")
     pooling = classes_of(package / "pooling_params.py")
     return {
@@ -51,7 +57,11 @@ def classes_of(path: Path) -> dict[str, dict[str, ast.expr | None]]:
     """Return class -> field -> the expression of its default, of a module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
-        node.name: {field.target.id: field.value for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)}
+        node.name: {
+            field.target.id: field.value
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        }
         for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
@@ -60,20 +70,38 @@ def classes_of(path: Path) -> dict[str, dict[str, ast.expr | None]]:
 def flags_of(path: Path) -> Iterator[str]:
     """Yield the spellings of flags in calls of `add_argument`, and in lists of short ones."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "add_argument"
+        ):
             for arg in node.args:
-                if isinstance(arg, ast.Constant) and isinstance(arg.value, str) and arg.value.startswith("-"):
+                if (
+                    isinstance(arg, ast.Constant)
+                    and isinstance(arg.value, str)
+                    and arg.value.startswith("-")
+                ):
                     yield arg.value
 
 
-def defaults_of(fields: dict[str, ast.expr | None], configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def defaults_of(
+    fields: dict[str, ast.expr | None], configs: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Return public field -> default."""
-    return {name: default_of(value, configs) for name, value in fields.items() if not name.startswith("_")}
+    return {
+        name: default_of(value, configs)
+        for name, value in fields.items()
+        if not name.startswith("_")
+    }
 
 
 def default_of(value: ast.expr | None, configs: dict[str, dict[str, Any]]) -> Any:
     """Return a default as JSON; `UNKNOWN` if it isn't plain, or there is none."""
-    if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.attr in configs.get(value.value.id, {}):
+    if (
+        isinstance(value, ast.Attribute)
+        and isinstance(value.value, ast.Name)
+        and value.attr in configs.get(value.value.id, {})
+    ):
         return default_of(configs[value.value.id][value.attr], configs)
     if isinstance(value, ast.Call):
         called = ast.unparse(value.func)
@@ -84,7 +112,9 @@ def default_of(value: ast.expr | None, configs: dict[str, dict[str, Any]]) -> An
         if "default" in keywords:
             return default_of(keywords["default"], configs)
         if isinstance(factory := keywords.get("default_factory"), ast.Name):
-            return {"dict": {}, "list": [], "set": []}.get(factory.id, {} if factory.id in configs else UNKNOWN)
+            return {"dict": {}, "list": [], "set": []}.get(
+                factory.id, {} if factory.id in configs else UNKNOWN
+            )
         return UNKNOWN
     try:
         plain = ast.literal_eval(value) if value is not None else UNKNOWN

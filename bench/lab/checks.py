@@ -9,8 +9,16 @@ from pathlib import Path
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """With `--traces`; a check adds its own."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="the folder of public traces and measurements")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the folder of public traces and measurements",
+    )
     return parser
 
 
@@ -38,5 +46,7 @@ def print_figures(title: str, figures: list[Figure]) -> bool:
     print(f"  {'':34}{'simulated':>12}{'measured':>12}{'off by':>9}")
     for figure in figures:
         verdict = "" if figure.holds else f"   more than {figure.within:.0%}"
-        print(f"  {figure.name:34}{figure.simulated:12.4g}{figure.measured:12.4g}{figure.difference:+9.1%}{verdict}")
+        print(
+            f"  {figure.name:34}{figure.simulated:12.4g}{figure.measured:12.4g}{figure.difference:+9.1%}{verdict}"
+        )
     return all(figure.holds for figure in figures)

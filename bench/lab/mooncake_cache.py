@@ -27,16 +27,25 @@ SHARE_OF_ENDLESS = {5_859: 0.377}  # blocks -> hits, of an endless cache's
 
 def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
     """Return the prompt tokens found in the cache, and their total."""
-    manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((CacheGroup((0,), BLOCK_SIZE),), 1, "none"), num_blocks))
+    manager = PrefixCache(
+        PrefixOptions(reuse=True),
+        KVContext(KVLayout((CacheGroup((0,), BLOCK_SIZE),), 1, "none"), num_blocks),
+    )
     params = SamplingParams(max_tokens=1)
     found = total = 0
     for one in trace:
-        request = LiveRequest(one.id, prompt_ids(one, VOCAB_SIZE).tolist(), params, max_tokens=one.output_tokens)
+        request = LiveRequest(
+            one.id, prompt_ids(one, VOCAB_SIZE).tolist(), params, max_tokens=one.output_tokens
+        )
         found += manager.lookup(request)
         total += one.prompt_tokens
-        computed = one.prompt_tokens + one.output_tokens - 1  # the last token's K and V are never needed
+        computed = (
+            one.prompt_tokens + one.output_tokens - 1
+        )  # the last token's K and V are never needed
         manager.allocate(request, computed)
-        request.output_token_ids.extend(output_ids(one, VOCAB_SIZE).tolist())  # what the engine's core does when ids arrive
+        request.output_token_ids.extend(
+            output_ids(one, VOCAB_SIZE).tolist()
+        )  # what the engine's core does when ids arrive
         manager.commit(request, computed)
         manager.free(request)
     return found, total
@@ -44,7 +53,9 @@ def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--blocks", type=int, nargs="+", default=list(SHARE_OF_ENDLESS), help="sizes of the cache")
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=list(SHARE_OF_ENDLESS), help="sizes of the cache"
+    )
     args = parser.parse_args()
     trace = load_trace(args.traces / "mooncake" / "conversation_trace.jsonl")
     endless, total = hits(trace, ENDLESS)
@@ -55,7 +66,9 @@ def main() -> None:
         if expected is None:
             print(f"{blocks} blocks: {share:.2%} of the hits of an endless cache")
         else:
-            figures.append(Figure(f"{blocks} blocks, of endless", share, expected, 0.005 / expected))
+            figures.append(
+                Figure(f"{blocks} blocks, of endless", share, expected, 0.005 / expected)
+            )
     raise SystemExit(not print_figures(f"{len(trace)} requests, {total} prompt tokens", figures))
 
 

@@ -43,7 +43,17 @@ CASES_SHAPE = "qwen3-0.6b"  # the shape that the cases run on
 SETTLING_S = 3.0  # of each run, not compared
 WITHIN = 0.05
 SEED = 1
-PAPERS = {"name", "kv_tokens", "cache_groups", "request_s", "machine", "model", "engine", "source", "notes"}  # of a profile: what isn't fitted
+PAPERS = {
+    "name",
+    "kv_tokens",
+    "cache_groups",
+    "request_s",
+    "machine",
+    "model",
+    "engine",
+    "source",
+    "notes",
+}  # of a profile: what isn't fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +75,31 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--shape", default=CASES_SHAPE, help="of bench/shapes.py; all: each of them, one after the other")
-    parser.add_argument("--cases", nargs="*", choices=CASES, help="default: the first two for qwen3-0.6b, none for others")
+    parser.add_argument(
+        "--shape",
+        default=CASES_SHAPE,
+        help="of bench/shapes.py; all: each of them, one after the other",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        choices=CASES,
+        help="default: the first two for qwen3-0.6b, none for others",
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each real run")
     parser.add_argument("--runs", type=int, default=3, help="of each case")
-    parser.add_argument("--time-limit", type=float, default=46.0, help="time limit of the calibration in seconds")
-    parser.add_argument("--again", action="store_true", help="measure nothing: fit and simulate what DIR/own.tgz holds")
+    parser.add_argument(
+        "--time-limit", type=float, default=46.0, help="time limit of the calibration in seconds"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="measure nothing: fit and simulate what DIR/own.tgz holds",
+    )
     args = parser.parse_args()
     shapes = known_shapes() if args.shape == "all" else [args.shape]
     held = [calibrated(shape, args) for shape in shapes]
@@ -87,14 +114,23 @@ def known_shapes() -> list[str]:
 
 def calibrated(shape: str, args: argparse.Namespace) -> bool:
     """Measure a shape, or refit earlier measurements, and compare the cases. Return True if all figures are within bounds."""
-    cases = args.cases if args.cases is not None else list(CASES)[:2] if shape == CASES_SHAPE else []
+    cases = (
+        args.cases if args.cases is not None else list(CASES)[:2] if shape == CASES_SHAPE else []
+    )
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
         archive = Archive(args.out / "own.tgz", Path(folder))
         profile = archive.folder / f"h200-{shape}.json"
         if args.again:
             fit_anew(archive, shape, profile)
         else:
-            measure_all(shape, Path(model), profile, [(name, turn) for turn in range(args.runs) for name in cases], args, archive)
+            measure_all(
+                shape,
+                Path(model),
+                profile,
+                [(name, turn) for turn in range(args.runs) for name in cases],
+                args,
+                archive,
+            )
         holds = not cases or compare(archive.folder, profile, cases, args.seconds)
         archive.pack()
     return holds
@@ -120,15 +156,34 @@ class Archive:
 
 
 def engine(model: str, scheduler: Any, pace: float | None = None) -> dict[str, Any]:
-    sizes = {"pace": pace, "max_model_len": 16_384, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
-    return {"model": model, "load_format": "dummy", "dtype": "bfloat16", "generation_config": "none", "scheduler": scheduler, **sizes}
+    sizes = {
+        "pace": pace,
+        "max_model_len": 16_384,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+    }
+    return {
+        "model": model,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "generation_config": "none",
+        "scheduler": scheduler,
+        **sizes,
+    }
 
 
 def trace_of(case: Case, seconds: float) -> Any:
     return load_workload(f"{case.workload} duration={seconds}", WorkloadOptions(seed=SEED))
 
 
-def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str, int]], args: argparse.Namespace, archive: Archive) -> None:
+def measure_all(
+    shape: str,
+    model: Path,
+    profile: Path,
+    runs: Sequence[tuple[str, int]],
+    args: argparse.Namespace,
+    archive: Archive,
+) -> None:
     """Run the part that needs the GPU: calibrate, then run each case on the real engine."""
     import torch
 
@@ -140,13 +195,23 @@ def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str
     torch.cuda.empty_cache()
     print(host.told(), flush=True)
     begun = time.perf_counter()
-    made = calibrate(engine(str(model), "fcfs", 2.0), name=profile.stem, time_limit_s=args.time_limit)
-    named = {"model": f"{shape}'s shape, random weights, bfloat16", "source": "bench/lab/own_gpu.py"}
+    made = calibrate(
+        engine(str(model), "fcfs", 2.0), name=profile.stem, time_limit_s=args.time_limit
+    )
+    named = {
+        "model": f"{shape}'s shape, random weights, bfloat16",
+        "source": "bench/lab/own_gpu.py",
+    }
     made.profile.model_copy(update=named).save(profile)
-    (archive.folder / f"sightings-{shape}.json").write_text(json.dumps([astuple(sighting) for sighting in made.sightings]))
+    (archive.folder / f"sightings-{shape}.json").write_text(
+        json.dumps([astuple(sighting) for sighting in made.sightings])
+    )
     archive.pack()
     took = time.perf_counter() - begun
-    print(f"calibrated in {took:.0f} s: off by {made.profile.error:.1%} ({made.profile.judged_on}); all of the grid: {made.complete}", flush=True)
+    print(
+        f"calibrated in {took:.0f} s: off by {made.profile.error:.1%} ({made.profile.judged_on}); all of the grid: {made.complete}",
+        flush=True,
+    )
     for name, _ in runs:
         for earlier in archive.folder.glob(f"{name}-real-*.json"):  # of another calibration
             earlier.unlink()
@@ -154,9 +219,12 @@ def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str
         gc.collect()
         torch.cuda.empty_cache()
         begun, case = time.perf_counter(), CASES[name]
-        replay(engine(str(model), case.scheduler, case.pace), trace_of(case, args.seconds), name=name, seed=SEED).save(
-            archive.folder / f"{name}-real-{turn}.json"
-        )
+        replay(
+            engine(str(model), case.scheduler, case.pace),
+            trace_of(case, args.seconds),
+            name=name,
+            seed=SEED,
+        ).save(archive.folder / f"{name}-real-{turn}.json")
         archive.pack()
         print(f"{name}: ran in {time.perf_counter() - begun:.0f} s; {host.told()}", flush=True)
 
@@ -169,7 +237,9 @@ def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
 
     rows = json.loads((archive.folder / f"sightings-{shape}.json").read_text())
     sightings = [Sighting(StepShape(*own), *times) for own, *times in rows]
-    made = profile_of(sightings, True, **StepTimeProfile.load(str(profile)).model_dump(include=PAPERS))
+    made = profile_of(
+        sightings, True, **StepTimeProfile.load(str(profile)).model_dump(include=PAPERS)
+    )
     made.save(profile)
     print(f"fitted anew: off by {made.error:.1%} ({made.judged_on})")
 
@@ -177,13 +247,19 @@ def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
 def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
     """Run the part that needs no GPU: simulate each case and compare it with the real run. Return True if all is within `WITHIN`. Ends the program
     if nothing was run."""
-    results: dict[str, Any] = {"profile": StepTimeProfile.load(str(profile)).model_dump(mode="json"), "cases": {}}
+    results: dict[str, Any] = {
+        "profile": StepTimeProfile.load(str(profile)).model_dump(mode="json"),
+        "cases": {},
+    }
     holds = True
     for name in cases:
         real = [RunResult.load(file) for file in sorted(out.glob(f"{name}-real-*.json"))]
         if not real:
             raise SystemExit(f"{name}: no real run of it is there to compare with")
-        simulated = [simulate(CASES[name], real[0], profile, name, seconds, seed) for seed in range(SEED, SEED + len(real))]
+        simulated = [
+            simulate(CASES[name], real[0], profile, name, seconds, seed)
+            for seed in range(SEED, SEED + len(real))
+        ]
         for turn, run in enumerate(simulated):
             run.save(out / f"{name}-simulated-{turn}.json")
         figures = figures_of(simulated, real)
@@ -191,7 +267,10 @@ def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
         for run in (*simulated, *real):
             print("   ", describe(run))
         results["cases"][name] = {
-            "figures": {figure.name: [figure.simulated, figure.measured, figure.difference] for figure in figures},
+            "figures": {
+                figure.name: [figure.simulated, figure.measured, figure.difference]
+                for figure in figures
+            },
             "simulated": [describe(run) for run in simulated],
             "measured": [describe(run) for run in real],
         }
@@ -199,10 +278,21 @@ def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
     return holds
 
 
-def simulate(case: Case, real: RunResult, profile: Path, name: str, seconds: float, seed: int) -> RunResult:
+def simulate(
+    case: Case, real: RunResult, profile: Path, name: str, seconds: float, seed: int
+) -> RunResult:
     blocks = {"num_blocks": real.settings["num_blocks"]}
-    config = {**engine("demo", case.scheduler, case.pace), "executor": {"name": "simulated", "step_time": str(profile), **blocks}}
-    return replay(config, trace_of(case, seconds), name=name, seed=seed, overrides={"block_size": real.settings["block_size"]})
+    config = {
+        **engine("demo", case.scheduler, case.pace),
+        "executor": {"name": "simulated", "step_time": str(profile), **blocks},
+    }
+    return replay(
+        config,
+        trace_of(case, seconds),
+        name=name,
+        seed=seed,
+        overrides={"block_size": real.settings["block_size"]},
+    )
 
 
 def figures_of(simulated: Sequence[RunResult], real: Sequence[RunResult]) -> list[Figure]:
@@ -210,7 +300,10 @@ def figures_of(simulated: Sequence[RunResult], real: Sequence[RunResult]) -> lis
     figures = []
     for metric in ("ttft", "tpot", "e2e"):
         for percentile in (50, 99):
-            pair = (float(np.median([settled_ms(run, metric, percentile) for run in runs])) for runs in (simulated, real))
+            pair = (
+                float(np.median([settled_ms(run, metric, percentile) for run in runs]))
+                for runs in (simulated, real)
+            )
             figures.append(Figure(f"{metric.upper()} p{percentile}, ms", *pair, WITHIN))
     return figures
 
@@ -231,7 +324,9 @@ def describe(run: RunResult) -> dict[str, float]:
         "decode_step_ms": float(device[settled & ~prefills].mean()),
         "prefill_steps": int((settled & prefills).sum()),
         "prefill_step_ms": float(device[settled & prefills].mean()),
-        "prefill_step_tokens": float((run.timeline.prefill_tokens + run.timeline.decode_tokens)[settled & prefills].mean()),
+        "prefill_step_tokens": float(
+            (run.timeline.prefill_tokens + run.timeline.decode_tokens)[settled & prefills].mean()
+        ),
         "rows": float(run.timeline.running[settled].mean()),
         "gap_ms": 1e3 * float(np.median(np.diff(run.timeline.time_s[settled]))),
     }

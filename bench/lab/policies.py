@@ -11,5 +11,17 @@ API = "0.4"  # of schedulers
 
 def registry_with(name: str, target: str, options: str | None = None) -> Registry:
     """Return the installed plugins, and beside them the scheduler `name`, a class and its options by "package.module:Class"."""
-    spec = ComponentSpec(kind="scheduler", name=name, target=target, api=API, options=options, summary="As another engine does it")
-    return Registry([*Registry.discover().plugins, LoadedPlugin(PluginOrigin("bench", "policies", "0"), (spec,))])
+    spec = ComponentSpec(
+        kind="scheduler",
+        name=name,
+        target=target,
+        api=API,
+        options=options,
+        summary="As another engine does it",
+    )
+    return Registry(
+        [
+            *Registry.discover().plugins,
+            LoadedPlugin(PluginOrigin("bench", "policies", "0"), (spec,)),
+        ]
+    )

@@ -23,7 +23,11 @@ from dovetail_lab.simulate import replay
 from dovetail_lab.workloads import WorkloadOptions, load_workload
 
 BLOCK_TOKENS = 512  # the trace's
-QUICK = {"kind": "linear", "base_s": 0.001, "per_token_s": 2.5e-6}  # some ten times as fast as one H200
+QUICK = {
+    "kind": "linear",
+    "base_s": 0.001,
+    "per_token_s": 2.5e-6,
+}  # some ten times as fast as one H200
 
 
 def engine(blocks: int, step_time: object) -> dict[str, object]:
@@ -40,7 +44,9 @@ def engine(blocks: int, step_time: object) -> dict[str, object]:
 def told(name: str, records: Iterable[RequestRecord]) -> str:
     done = [record for record in records if record.completed]
     ttft = np.array([record.token_times_s[0] - record.arrival_s for record in done])
-    share = sum(record.cached_tokens for record in done) / sum(record.prompt_tokens for record in done)
+    share = sum(record.cached_tokens for record in done) / sum(
+        record.prompt_tokens for record in done
+    )
     return f"{name:32} {share:8.1%} {ttft.mean():9.3f} {np.percentile(ttft, 99):9.2f}   {len(done):,} completed"
 
 
@@ -51,13 +57,31 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1500)
     parser.add_argument("--requests", type=int, default=12_031)
     args = parser.parse_args()
-    trace = load_workload(str(args.traces / "mooncake" / "conversation_trace.jsonl"), WorkloadOptions(slice=f"0:{args.requests}"))
-    print(f"{'router':32} {'cached':>8} {'mean TTFT':>9} {'p99 TTFT':>9}   of {len(trace):,} requests, {args.replicas} x {args.blocks} blocks")
+    trace = load_workload(
+        str(args.traces / "mooncake" / "conversation_trace.jsonl"),
+        WorkloadOptions(slice=f"0:{args.requests}"),
+    )
+    print(
+        f"{'router':32} {'cached':>8} {'mean TTFT':>9} {'p99 TTFT':>9}   of {len(trace):,} requests, {args.replicas} x {args.blocks} blocks"
+    )
     aware = f"prefix_aware(blocks={args.blocks}, block_tokens={BLOCK_TOKENS}"
     for router in ("round_robin", "least_tokens", "vllm", f"{aware})", f"{aware}, least_match=0)"):
-        found: RunResult = replay_replicas(engine(args.blocks, "h200-qwen3-8b"), trace, args.replicas, parse_router(router))
-        print(told(router.partition("(")[0] + (" of any match" if "least_match" in router else ""), found), flush=True)
-    print(told("one engine with all the memory", replay(engine(args.blocks * args.replicas, QUICK), trace)))
+        found: RunResult = replay_replicas(
+            engine(args.blocks, "h200-qwen3-8b"), trace, args.replicas, parse_router(router)
+        )
+        print(
+            told(
+                router.partition("(")[0] + (" of any match" if "least_match" in router else ""),
+                found,
+            ),
+            flush=True,
+        )
+    print(
+        told(
+            "one engine with all the memory",
+            replay(engine(args.blocks * args.replicas, QUICK), trace),
+        )
+    )
 
 
 if __name__ == "__main__":

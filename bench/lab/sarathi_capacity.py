@@ -25,7 +25,13 @@ from dovetail_lab.traces import Trace, scale_rate
 from dovetail_lab.workloads import WorkloadOptions, load_workload
 
 REQUESTS = 2048
-STEP_TIME = {"kind": "linear", "base_s": 8.5e-3, "per_token_s": 7.7e-5, "per_context_s": 7.7e-8, "per_pair_s": 2.8e-9}
+STEP_TIME = {
+    "kind": "linear",
+    "base_s": 8.5e-3,
+    "per_token_s": 7.7e-5,
+    "per_context_s": 7.7e-8,
+    "per_pair_s": 2.8e-9,
+}
 EXPECTED = (2.0, 3.0)  # times
 
 
@@ -34,7 +40,12 @@ def engine(scheduler: dict[str, Any]) -> dict[str, Any]:
         "scheduler": scheduler,
         "pace": None,  # the paper's systems have none
         "kv_cache": {"name": "prefix", "reuse": False},
-        "executor": {"name": "simulated", "num_blocks": 26_000, "core_s": 0.002, "step_time": STEP_TIME},
+        "executor": {
+            "name": "simulated",
+            "num_blocks": 26_000,
+            "core_s": 0.002,
+            "step_time": STEP_TIME,
+        },
         "overlap": False,
         "block_size": 16,
         "max_num_seqs": 128,
@@ -43,10 +54,14 @@ def engine(scheduler: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def runner(scheduler: dict[str, Any], trace: Trace, objectives: tuple[Objective, ...]) -> Callable[[float], list[RunResult]]:
+def runner(
+    scheduler: dict[str, Any], trace: Trace, objectives: tuple[Objective, ...]
+) -> Callable[[float], list[RunResult]]:
     def run(rate: float) -> list[RunResult]:
         result = replay(engine(scheduler), scale_rate(trace, rate))
-        values = ", ".join(f"{objective.name} {objective.judge([result]).value:.3g} s" for objective in objectives)
+        values = ", ".join(
+            f"{objective.name} {objective.judge([result]).value:.3g} s" for objective in objectives
+        )
         print(f"  {scheduler['name']:14} {rate:6.3f}/s: {values}", flush=True)
         return [result]
 
@@ -55,23 +70,36 @@ def runner(scheduler: dict[str, Any], trace: Trace, objectives: tuple[Objective,
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a step with chunked prefills")
+    parser.add_argument(
+        "--chunk", type=int, default=512, help="tokens of a step with chunked prefills"
+    )
     parser.add_argument("--tbt", type=float, default=0.1, help="seconds between tokens, P99")
     parser.add_argument("--tolerance", type=float, default=0.1, help="of a capacity, relative")
     parser.add_argument("--seed", type=int, default=0, help="of the arrivals")
     args = parser.parse_args()
     path = args.traces / "sharegpt" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
-    trace = load_workload(str(path), WorkloadOptions(arrivals="poisson(1)", slice=f"0:{REQUESTS}", seed=args.seed))
+    trace = load_workload(
+        str(path), WorkloadOptions(arrivals="poisson(1)", slice=f"0:{REQUESTS}", seed=args.seed)
+    )
     objectives = parse_slo(f"itl_p99<{args.tbt},queue_p50<2")
     found = {}
-    for name, scheduler in (("chunked", {"name": "sarathi", "chunk_tokens": args.chunk}), ("prefills first", {"name": "prefill_first"})):
-        capacity = find_capacity(runner(scheduler, trace, objectives), objectives, tolerance=args.tolerance, start=2.0)
+    for name, scheduler in (
+        ("chunked", {"name": "sarathi", "chunk_tokens": args.chunk}),
+        ("prefills first", {"name": "prefill_first"}),
+    ):
+        capacity = find_capacity(
+            runner(scheduler, trace, objectives), objectives, tolerance=args.tolerance, start=2.0
+        )
         if capacity.scale is None:
             raise SystemExit(f"{name}: no rate meets {', '.join(map(str, objectives))}")
         found[name] = capacity.scale
-        print(f"{name}: {capacity.scale:.3g} requests/s, to {args.tolerance:.0%}{'' if capacity.monotone else '; a higher rate passed, too'}")
+        print(
+            f"{name}: {capacity.scale:.3g} requests/s, to {args.tolerance:.0%}{'' if capacity.monotone else '; a higher rate passed, too'}"
+        )
     ratio = found["chunked"] / found["prefills first"]
-    print(f"\nchunked over prefills first: {ratio:.2f} times; the paper: {EXPECTED[0]:g} to {EXPECTED[1]:g}")
+    print(
+        f"\nchunked over prefills first: {ratio:.2f} times; the paper: {EXPECTED[0]:g} to {EXPECTED[1]:g}"
+    )
     raise SystemExit(not EXPECTED[0] <= ratio <= EXPECTED[1])
 
 

@@ -54,7 +54,9 @@ def run_seconds(path: Path, requests: int | None) -> tuple[float, str]:
         seconds = time.perf_counter() - begun
         digest = hashlib.sha256((Path(folder) / "run.json").read_bytes()).hexdigest()
     tokens = sum(record.output_tokens for record in result)
-    print(f"{len(result)} requests, {tokens} tokens, {len(result.timeline)} steps: {seconds:.1f} s, sha256 {digest[:16]}")
+    print(
+        f"{len(result)} requests, {tokens} tokens, {len(result.timeline)} steps: {seconds:.1f} s, sha256 {digest[:16]}"
+    )
     return seconds, digest
 
 
@@ -62,7 +64,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--requests", type=int, help="number of requests to simulate")
     parser.add_argument("--twice", action="store_true", help="run twice and compare the bytes")
-    parser.add_argument("--trace-calls", action="store_true", help="profile it, which takes three times as long")
+    parser.add_argument(
+        "--trace-calls", action="store_true", help="profile it, which takes three times as long"
+    )
     args = parser.parse_args()
     path = args.traces / "azure" / "AzureLLMInferenceTrace_conv.csv"
     if args.trace_calls:

@@ -55,12 +55,18 @@ def times(arrival: Floats, first: Floats, last: Floats, tokens: Floats) -> dict[
 
 
 def simulated_times(records: Iterable[RequestRecord]) -> dict[str, Floats]:
-    rows = [(r.arrival_s, r.token_times_s[0], r.token_times_s[-1], r.output_tokens) for r in records]
+    rows = [
+        (r.arrival_s, r.token_times_s[0], r.token_times_s[-1], r.output_tokens) for r in records
+    ]
     return times(*np.array(rows, np.float64).T)
 
 
 def measured_times(trace: Trace) -> dict[str, Floats]:
-    rows = [(r.arrival_time, r.measured.first_token_time, r.measured.last_token_time, r.output_tokens) for r in trace if r.measured]
+    rows = [
+        (r.arrival_time, r.measured.first_token_time, r.measured.last_token_time, r.output_tokens)
+        for r in trace
+        if r.measured
+    ]
     return times(*np.array(rows, np.float64).T)
 
 
@@ -80,7 +86,12 @@ def engine(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Any]:
         "scheduler": {"name": NAME},
         "pace": None,  # vLLM has none
         "kv_cache": {"name": "prefix", "reuse": run.reuse},
-        "executor": {"name": "simulated", "plans_late": False, "num_blocks": run.num_blocks, "step_time": step_time},
+        "executor": {
+            "name": "simulated",
+            "plans_late": False,
+            "num_blocks": run.num_blocks,
+            "step_time": step_time,
+        },
         "overlap": True,
         "block_size": run.block_size,
         "max_num_seqs": run.seats,
@@ -91,7 +102,11 @@ def engine(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Any]:
 
 def simulated(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Floats]:
     config, router = engine(run, step_time), LeastLoaded()
-    return simulated_times(replay_replicas(config, run.trace, run.replicas, router, in_step=run.in_step, registry=registry()))
+    return simulated_times(
+        replay_replicas(
+            config, run.trace, run.replicas, router, in_step=run.in_step, registry=registry()
+        )
+    )
 
 
 def by_data_sheet(run: VLLMRun) -> dict[str, float]:
@@ -101,15 +116,24 @@ def by_data_sheet(run: VLLMRun) -> dict[str, float]:
     if sizes is None:
         return {}
     of_experts = sizes.experts * sizes.expert_weights
-    found = {"base_s": WEIGHT_BYTES * (sizes.parameters - of_experts) / per_s, "per_context_s": run.kv_bytes * sizes.kv_numbers / per_s}
-    return {**found, "experts_s": WEIGHT_BYTES * of_experts / per_s / run.replicas} if sizes.experts else found
+    found = {
+        "base_s": WEIGHT_BYTES * (sizes.parameters - of_experts) / per_s,
+        "per_context_s": run.kv_bytes * sizes.kv_numbers / per_s,
+    }
+    return (
+        {**found, "experts_s": WEIGHT_BYTES * of_experts / per_s / run.replicas}
+        if sizes.experts
+        else found
+    )
 
 
 def experts_chosen(run: VLLMRun) -> dict[str, float]:
     """Return the share of the experts that one token of each replica chooses: they choose together."""
     if run.sizes is None or not run.sizes.experts:
         return {}
-    return {"expert_share": share_touched(run.sizes.experts_per_token / run.sizes.experts, run.replicas)}
+    return {
+        "expert_share": share_touched(run.sizes.experts_per_token / run.sizes.experts, run.replicas)
+    }
 
 
 def first_guess(run: VLLMRun) -> dict[str, float]:
@@ -119,8 +143,16 @@ def first_guess(run: VLLMRun) -> dict[str, float]:
     base = 0.5 * float(measured["TPOT"][first_half].min())
     per_token = float(measured["TTFT"][0]) / run.trace.requests[0].prompt_tokens
     beyond = float(np.median(measured["TPOT"][first_half])) - base
-    context = run.seats * float(np.mean([one.prompt_tokens + one.output_tokens / 2 for one in run.trace]))
-    guess = dict(zip(TERMS, (base, per_token, 0.5 * beyond / context, 1e-5 * per_token, 0.25 * beyond / run.seats), strict=True))
+    context = run.seats * float(
+        np.mean([one.prompt_tokens + one.output_tokens / 2 for one in run.trace])
+    )
+    guess = dict(
+        zip(
+            TERMS,
+            (base, per_token, 0.5 * beyond / context, 1e-5 * per_token, 0.25 * beyond / run.seats),
+            strict=True,
+        )
+    )
     return guess | by_data_sheet(run)
 
 
@@ -133,14 +165,21 @@ def fit(run: VLLMRun, evaluations: int) -> LinearStepTime:
     known = [index for index, term in enumerate(guess) if term in held]
 
     def model(logarithms: Floats) -> LinearStepTime:
-        return LinearStepTime.model_validate(dict(zip(guess, np.exp(logarithms).tolist(), strict=True)) | experts_chosen(run))
+        return LinearStepTime.model_validate(
+            dict(zip(guess, np.exp(logarithms).tolist(), strict=True)) | experts_chosen(run)
+        )
 
     def cost(logarithms: Floats) -> float:
         away = float(((logarithms - start)[known] ** 2).sum())
         return misfit(simulated(run, model(logarithms).model_dump()), measured) + NEAR * away
 
     simplex = np.vstack([start, start - FIRST_STEP * np.eye(len(start))])
-    found = minimize(cost, start, method="Nelder-Mead", options={"initial_simplex": simplex, "maxfev": evaluations, "fatol": 1e-4, "xatol": 1e-3})
+    found = minimize(
+        cost,
+        start,
+        method="Nelder-Mead",
+        options={"initial_simplex": simplex, "maxfev": evaluations, "fatol": 1e-4, "xatol": 1e-3},
+    )
     return model(found.x)
 
 
@@ -149,7 +188,15 @@ def figures(simulated: dict[str, Floats], measured: dict[str, Floats], part: sli
     for name in measured:
         ours, theirs = simulated[name][part], measured[name][part]
         found.append(Figure(f"{name} mean, s", float(ours.mean()), float(theirs.mean()), WITHIN))
-        found += [Figure(f"{name} p{q}, s", float(np.percentile(ours, q)), float(np.percentile(theirs, q)), WITHIN) for q in (50, 90, 99)]
+        found += [
+            Figure(
+                f"{name} p{q}, s",
+                float(np.percentile(ours, q)),
+                float(np.percentile(theirs, q)),
+                WITHIN,
+            )
+            for q in (50, 90, 99)
+        ]
     return found
 
 
@@ -170,8 +217,13 @@ def profile_of(model: LinearStepTime, run: VLLMRun, held_out: list[Figure]) -> S
 def check(run: VLLMRun, model: LinearStepTime, fitted: bool) -> list[Figure]:
     """Print both halves, and return what wasn't fitted: the second if the first was."""
     found, measured = simulated(run, model.model_dump()), measured_times(run.trace)
-    print(f"\n{run}\n{', '.join(f'{term} {value:.4g}' for term, value in model if term != 'kind' and value)}", flush=True)
-    first, second = (figures(found, measured, part) for part in (slice(0, FIRST_HALF), slice(FIRST_HALF, None)))
+    print(
+        f"\n{run}\n{', '.join(f'{term} {value:.4g}' for term, value in model if term != 'kind' and value)}",
+        flush=True,
+    )
+    first, second = (
+        figures(found, measured, part) for part in (slice(0, FIRST_HALF), slice(FIRST_HALF, None))
+    )
     print_figures("first half, fitted on" if fitted else "first half, not fitted on", first)
     print_figures("second half, not fitted on", second)
     return second if fitted else first + second
@@ -179,18 +231,41 @@ def check(run: VLLMRun, model: LinearStepTime, fitted: bool) -> list[Figure]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="HARDWARE__MODEL", help="which measurements, by the names of their files")
-    parser.add_argument("--profiles", action="store_true", help="use the shipped profiles instead of fitting")
-    parser.add_argument("--step-time", metavar="PROFILE", help="use the linear step times of this file, or shipped profile, instead of fitting")
-    parser.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a model that isn't known here")
-    parser.add_argument("--evaluations", type=int, default=110, help="simulations that a fit may take")
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        default=list(RUNS),
+        metavar="HARDWARE__MODEL",
+        help="which measurements, by the names of their files",
+    )
+    parser.add_argument(
+        "--profiles", action="store_true", help="use the shipped profiles instead of fitting"
+    )
+    parser.add_argument(
+        "--step-time",
+        metavar="PROFILE",
+        help="use the linear step times of this file, or shipped profile, instead of fitting",
+    )
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of a model that isn't known here",
+    )
+    parser.add_argument(
+        "--evaluations", type=int, default=110, help="simulations that a fit may take"
+    )
     parser.add_argument("--out", type=Path, help="a folder to write the profiles to")
     args = parser.parse_args()
     held = True
     for name in args.runs:
         run = VLLMRun.load(args.traces / "vllm_measured", name, args.model_config)
         known = args.step_time or (RUNS[name] if args.profiles else None)
-        model = LinearStepTime.model_validate(StepTimeProfile.load(known).step_time) if known else fit(run, args.evaluations)
+        model = (
+            LinearStepTime.model_validate(StepTimeProfile.load(known).step_time)
+            if known
+            else fit(run, args.evaluations)
+        )
         unfitted = check(run, model, fitted=not args.step_time)
         held = held and all(figure.holds for figure in unfitted)
         if args.out:

@@ -115,17 +115,32 @@ class VLLMRun:
         Raises `ConfigError` that names each setting that isn't simulated, a model of unknown sizes where they are needed, and files that don't fit
         together.
         """
-        meta, config = (json.loads((folder / f"{name}__{what}.json").read_text()) for what in ("meta", "config"))
+        meta, config = (
+            json.loads((folder / f"{name}__{what}.json").read_text()) for what in ("meta", "config")
+        )
         settings = meta["engine_kwargs"]
         instances = [instance for node in config["nodes"] for instance in node["instances"]]
         if problems := [*_not_simulated(settings), *_unlike(instances, settings)]:
-            raise ConfigError(f"{name}: this run can't be simulated:\n" + "\n".join(f"  {problem}" for problem in problems))
+            raise ConfigError(
+                f"{name}: this run can't be simulated:\n"
+                + "\n".join(f"  {problem}" for problem in problems)
+            )
         trace = load_trace(folder / f"{name}__requests.jsonl")
         if len(trace) != meta.get("num_requests", len(trace)):
-            raise ConfigError(f"{name}: meta.json says {meta['num_requests']} requests, and {len(trace)} have times")
-        memory, gpus, kv_bytes = instances[0]["npu_mem"], settings["tensor_parallel_size"], KV_BYTES[settings.get("kv_cache_dtype") or "auto"]
+            raise ConfigError(
+                f"{name}: meta.json says {meta['num_requests']} requests, and {len(trace)} have times"
+            )
+        memory, gpus, kv_bytes = (
+            instances[0]["npu_mem"],
+            settings["tensor_parallel_size"],
+            KV_BYTES[settings.get("kv_cache_dtype") or "auto"],
+        )
         described = model_config if model_config is not None else MODELS.get(settings["model"])
-        sizes = None if described is None else ModelSizes.of(described if isinstance(described, Mapping) else str(described))
+        sizes = (
+            None
+            if described is None
+            else ModelSizes.of(described if isinstance(described, Mapping) else str(described))
+        )
         block_size = _recorded(meta, "block_size") or BLOCK_SIZE
         recorded = settings.get("num_gpu_blocks_override") or _recorded(meta, "num_gpu_blocks")
         if recorded is None and sizes is None:
@@ -144,7 +159,11 @@ class VLLMRun:
             budget=settings["max_num_batched_tokens"],
             longest=settings.get("max_model_len") or LONGEST,
             block_size=block_size,
-            num_blocks=recorded - 1 if recorded else _estimated_blocks(sizes, memory, settings, block_size * kv_bytes),  # block 0 is nobody's
+            num_blocks=recorded - 1
+            if recorded
+            else _estimated_blocks(
+                sizes, memory, settings, block_size * kv_bytes
+            ),  # block 0 is nobody's
             pool_is_recorded=recorded is not None,
             reuse=True if caching is None else caching,
             kv_bytes=kv_bytes,
@@ -186,28 +205,51 @@ def _unlike(instances: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     for instance in instances:
         if instance.get("pd_type") is not None:
             yield f"config.json: pd_type is {instance['pd_type']!r}: prefills and decodes run in one engine here"
-        if instance.get("tp_size", settings["tensor_parallel_size"]) != settings["tensor_parallel_size"]:
+        if (
+            instance.get("tp_size", settings["tensor_parallel_size"])
+            != settings["tensor_parallel_size"]
+        ):
             yield f"config.json: tp_size is {instance['tp_size']}, and tensor_parallel_size {settings['tensor_parallel_size']}"
 
 
 def _recorded(meta: Mapping[str, Any], key: str) -> Any:
     """Return what vLLM resolved, by the run's own record: newer files have it in a section of its own, or in a copy of the whole config."""
     resolved = meta.get("resolved_config") or {}
-    for section in (meta.get("kv_cache") or {}, resolved.get("cache_config") or {}, meta, meta["engine_kwargs"]):
+    for section in (
+        meta.get("kv_cache") or {},
+        resolved.get("cache_config") or {},
+        meta,
+        meta["engine_kwargs"],
+    ):
         if section.get(key) is not None:
             return section[key]
     return None
 
 
-def _estimated_blocks(sizes: ModelSizes | None, memory: Mapping[str, Any], settings: Mapping[str, Any], bytes_per_number: int) -> int:
+def _estimated_blocks(
+    sizes: ModelSizes | None,
+    memory: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    bytes_per_number: int,
+) -> int:
     """Return the blocks that fit beside weights and activations, or into what K and V were given; `bytes_per_number`: of a number of K or V, for all
     tokens of a block."""
     if sizes is None:
         raise ConfigError("the pool can't be estimated for a model of unknown sizes")
     gpus, given = settings["tensor_parallel_size"], settings.get("kv_cache_memory_bytes")
-    taken = (settings.get("gpu_memory_utilization") or memory.get("mem_util", MEMORY_SHARE)) * memory["mem_size"] * 2**30
-    left = gpus * given if given else gpus * (taken - ACTIVATIONS_BYTES) - WEIGHT_BYTES * sizes.parameters
+    taken = (
+        (settings.get("gpu_memory_utilization") or memory.get("mem_util", MEMORY_SHARE))
+        * memory["mem_size"]
+        * 2**30
+    )
+    left = (
+        gpus * given
+        if given
+        else gpus * (taken - ACTIVATIONS_BYTES) - WEIGHT_BYTES * sizes.parameters
+    )
     blocks = int(left / (bytes_per_number * sizes.kv_numbers))
     if blocks < 1:
-        raise ConfigError(f"{gpus} GPUs of {memory['mem_size']} GiB have no room for the model's weights")
+        raise ConfigError(
+            f"{gpus} GPUs of {memory['mem_size']} GiB have no room for the model's weights"
+        )
     return blocks

@@ -20,7 +20,11 @@ class VLLMScheduler(Scheduler):
     def schedule(self, step: Step) -> None:
         running = len(step.running)
         for request in step.grant_each(step.running):
-            if request in step.running and not step.grant(request, evict=reversed(step.running)) and step.tokens_left:
+            if (
+                request in step.running
+                and not step.grant(request, evict=reversed(step.running))
+                and step.tokens_left
+            ):
                 step.preempt(request)
         if len(step.running) < running:
             return

@@ -28,8 +28,23 @@ import numpy as np
 
 from bench.lab.checks import Figure, arguments, print_figures
 from bench.lab.vtc_scheduling import NAME, registry
-from bench.lab.vtc_served import BEGINNING, HOST, POOL_TOKENS, ServedRun, answers_off_by, fit_server, single_batches
-from dovetail_lab.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, Work, arena_centres, service_difference, service_over_time
+from bench.lab.vtc_served import (
+    BEGINNING,
+    HOST,
+    POOL_TOKENS,
+    ServedRun,
+    answers_off_by,
+    fit_server,
+    single_batches,
+)
+from dovetail_lab.fairness import (
+    INPUT_WEIGHT,
+    OUTPUT_WEIGHT,
+    Work,
+    arena_centres,
+    service_difference,
+    service_over_time,
+)
 from dovetail_lab.simulate import replay
 from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.traces import Trace
@@ -48,18 +63,30 @@ Figures = dict[str, float]
 def put_off(trace: Trace, seed: int) -> Trace:
     """Every request a little later."""
     rng = random.Random(seed)
-    late = [replace(request, arrival_time=request.arrival_time + rng.uniform(0.0, LATEST_S)) for request in trace]
+    late = [
+        replace(request, arrival_time=request.arrival_time + rng.uniform(0.0, LATEST_S))
+        for request in trace
+    ]
     return replace(trace, requests=tuple(sorted(late, key=lambda request: request.arrival_time)))
 
 
 def simulate(measured: ServedRun, profile: StepTimeProfile, seed: int) -> Figures:
     order = ORDERS[measured.name.partition("__")[0]]
-    admission = {"order": order, "every": 10, "batch_max_tokens": 3072, "client_tokens": ADAPTER_TOKENS}
+    admission = {
+        "order": order,
+        "every": 10,
+        "batch_max_tokens": 3072,
+        "client_tokens": ADAPTER_TOKENS,
+    }
     config: dict[str, Any] = {
         "scheduler": {"name": NAME, **admission},
         "pace": None,  # S-LoRA has none
         "kv_cache": {"name": "prefix", "reuse": False},
-        "executor": {"name": "simulated", "num_blocks": POOL_TOKENS, "step_time": profile.model_dump(mode="json")},
+        "executor": {
+            "name": "simulated",
+            "num_blocks": POOL_TOKENS,
+            "step_time": profile.model_dump(mode="json"),
+        },
         "overlap": False,
         "block_size": 1,
         "max_num_seqs": 1000,
@@ -69,7 +96,14 @@ def simulate(measured: ServedRun, profile: StepTimeProfile, seed: int) -> Figure
     sent = {request.id: request.arrival_time for request in measured.trace}
     result = replay(config, put_off(measured.trace, seed), registry=registry())
     works = [
-        work(one.client, sent[one.id], one.token_times_s[0], one.token_times_s[-1], one.prompt_tokens - BEGINNING, one.output_tokens)
+        work(
+            one.client,
+            sent[one.id],
+            one.token_times_s[0],
+            one.token_times_s[-1],
+            one.prompt_tokens - BEGINNING,
+            one.output_tokens,
+        )
         for one in result
     ]
     tokens = sum(one.prompt_tokens - BEGINNING + one.output_tokens for one in result)
@@ -77,16 +111,38 @@ def simulate(measured: ServedRun, profile: StepTimeProfile, seed: int) -> Figure
 
 
 def figures_of_measured(run: ServedRun) -> Figures:
-    works = [work(one.client, one.arrival_s, one.first_s, one.last_s, one.prompt_tokens, one.output_tokens) for one in run.requests]
-    return figures_of(works, sum(one.prompt_tokens + one.output_tokens for one in run.requests), run.total_s)
+    works = [
+        work(
+            one.client, one.arrival_s, one.first_s, one.last_s, one.prompt_tokens, one.output_tokens
+        )
+        for one in run.requests
+    ]
+    return figures_of(
+        works, sum(one.prompt_tokens + one.output_tokens for one in run.requests), run.total_s
+    )
 
 
-def work(client: str | None, sent_s: float, first_s: float, last_s: float, prompt_tokens: int, output_tokens: int) -> Work:
-    return Work(client, sent_s, float(first_s), float(last_s), INPUT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens)
+def work(
+    client: str | None,
+    sent_s: float,
+    first_s: float,
+    last_s: float,
+    prompt_tokens: int,
+    output_tokens: int,
+) -> Work:
+    return Work(
+        client,
+        sent_s,
+        float(first_s),
+        float(last_s),
+        INPUT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens,
+    )
 
 
 def figures_of(works: Sequence[Work], tokens: int, total_s: float) -> Figures:
-    unfairness = float(service_difference(service_over_time(works, arena_centres(), WINDOW_S)).mean())
+    unfairness = float(
+        service_difference(service_over_time(works, arena_centres(), WINDOW_S)).mean()
+    )
     ttft = float(np.mean([one.first_token_s - one.arrival_s for one in works]))
     e2e = float(np.mean([one.last_token_s - one.arrival_s for one in works]))
     return dict(zip(WITHIN, (unfairness, tokens / total_s, ttft, e2e), strict=True))
@@ -100,29 +156,47 @@ def host_factor(run: ServedRun, profile: StepTimeProfile) -> float:
     """Return the factor of the host's times with which `run` has its measured throughput: two steps of the secant method from 1 and 1.2."""
     target = figures_of_measured(run)["tokens/s"]
     low, high = 1.0, 1.2
-    at_low, at_high = (simulate(run, with_host(profile, factor), 0)["tokens/s"] for factor in (low, high))
+    at_low, at_high = (
+        simulate(run, with_host(profile, factor), 0)["tokens/s"] for factor in (low, high)
+    )
     for _ in range(2):
-        low, at_low, high = high, at_high, high + (target - at_high) * (high - low) / (at_high - at_low)
+        low, at_low, high = (
+            high,
+            at_high,
+            high + (target - at_high) * (high - low) / (at_high - at_low),
+        )
         at_high = simulate(run, with_host(profile, high), 0)["tokens/s"]
     return round(high, 3)
 
 
 def mean_of(name: str, runs: list[Figures]) -> Figures:
     """Return the mean of each figure, and print how far apart the runs are."""
-    spread = "; ".join(f"{what} {min(run[what] for run in runs):.4g} to {max(run[what] for run in runs):.4g}" for what in WITHIN)
+    spread = "; ".join(
+        f"{what} {min(run[what] for run in runs):.4g} to {max(run[what] for run in runs):.4g}"
+        for what in WITHIN
+    )
     print(f"{name}, {len(runs)} runs: {spread}", flush=True)
     return {what: float(np.mean([run[what] for run in runs])) for what in WITHIN}
 
 
 def by_fairness(figures: dict[str, Figures]) -> list[str]:
-    return sorted((name for name in figures if name.endswith("__real")), key=lambda name: figures[name]["service difference"])
+    return sorted(
+        (name for name in figures if name.endswith("__real")),
+        key=lambda name: figures[name]["service difference"],
+    )
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--factor", type=float, help="of the host's times, instead of finding it")
     parser.add_argument("--repeats", type=int, default=4, help="runs whose mean is taken")
-    parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="POLICY__WORKLOAD", help="which measured runs, by the names of their files")
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        default=list(RUNS),
+        metavar="POLICY__WORKLOAD",
+        help="which measured runs, by the names of their files",
+    )
     parser.add_argument(
         "--fit-on",
         nargs="+",
@@ -134,27 +208,42 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="where to write the step times")
     args = parser.parse_args()
     folder = args.traces / "vtc_arena"
-    fitted_on, runs = ([ServedRun.load(folder / "measured" / f"{name}.jsonl") for name in names] for names in (args.fit_on, args.runs))
+    fitted_on, runs = (
+        [ServedRun.load(folder / "measured" / f"{name}.jsonl") for name in names]
+        for names in (args.fit_on, args.runs)
+    )
     fitted = fit_server(single_batches(folder / "cost_profile_a10g_llama7b.json"), fitted_on)
     factor = args.factor if args.factor is not None else host_factor(fitted_on[0], fitted)
     profile = with_host(fitted, factor)
     host = ", ".join(f"{name} {1e3 * getattr(profile, name):.3f} ms" for name in HOST)
-    print(f"step times: {profile.step_time}, off by {profile.error:.1%} on {profile.judged_on}\nhost, times {factor:g}: {host}")
+    print(
+        f"step times: {profile.step_time}, off by {profile.error:.1%} on {profile.judged_on}\nhost, times {factor:g}: {host}"
+    )
     for run in runs:
-        print(f"  {run.name}: answers take {answers_off_by(fitted, run):.1%} more or less than fitted, on average")
+        print(
+            f"  {run.name}: answers take {answers_off_by(fitted, run):.1%} more or less than fitted, on average"
+        )
     if args.profile:
         profile.save(args.profile)
     measured = {run.name: figures_of_measured(run) for run in runs}
-    simulated = {run.name: mean_of(run.name, [simulate(run, profile, seed) for seed in range(args.repeats)]) for run in runs}
+    simulated = {
+        run.name: mean_of(run.name, [simulate(run, profile, seed) for seed in range(args.repeats)])
+        for run in runs
+    }
     held = [
         print_figures(
             f"{name}, {'which was fitted on' if name in args.fit_on else 'predicted'}",
-            [Figure(what, simulated[name][what], measured[name][what], within) for what, within in WITHIN.items()],
+            [
+                Figure(what, simulated[name][what], measured[name][what], within)
+                for what, within in WITHIN.items()
+            ],
         )
         for name in measured
     ]
     same_order = by_fairness(simulated) == by_fairness(measured)
-    print(f"\nfrom fair to unfair: simulated {' '.join(by_fairness(simulated))}, measured {' '.join(by_fairness(measured))}")
+    print(
+        f"\nfrom fair to unfair: simulated {' '.join(by_fairness(simulated))}, measured {' '.join(by_fairness(measured))}"
+    )
     raise SystemExit(not (all(held) and same_order))
 
 

@@ -18,7 +18,9 @@ class SLoRAScheduler(LightLLM):
     """LightLLM, which hears a step late of a request that arrives while others run: its event loop turns to its socket after the next step has
     begun. Where a request ends, the loop turns once more, and it hears in time."""
 
-    _heard_of: frozenset[str] = frozenset()  # ids of those that waited when the step before was planned
+    _heard_of: frozenset[str] = (
+        frozenset()
+    )  # ids of those that waited when the step before was planned
     _turned = False  # a request has ended since then
 
     def schedule(self, step: Step) -> None:
@@ -30,9 +32,20 @@ class SLoRAScheduler(LightLLM):
         self._turned = True
 
     def _admit(self, step: Step, waiting: Sequence[Request]) -> None:
-        super()._admit(step, [request for request in waiting if request.id in self._heard_of or self._turned or not step.running])
+        super()._admit(
+            step,
+            [
+                request
+                for request in waiting
+                if request.id in self._heard_of or self._turned or not step.running
+            ],
+        )
 
 
 def registry() -> Registry:
     """Return the installed plugins, and this policy among them."""
-    return registry_with(NAME, "bench.lab.vtc_scheduling:SLoRAScheduler", "dovetail_schedulers.lightllm:LightLLMOptions")
+    return registry_with(
+        NAME,
+        "bench.lab.vtc_scheduling:SLoRAScheduler",
+        "dovetail_schedulers.lightllm:LightLLMOptions",
+    )

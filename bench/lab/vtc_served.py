@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail_lab.fitting import Measurement, fit_piecewise, fitted_weights, knot_weights, relative_errors
+from dovetail_lab.fitting import (
+    Measurement,
+    fit_piecewise,
+    fitted_weights,
+    knot_weights,
+    relative_errors,
+)
 from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.step_time import PiecewiseStepTime, StepShape
 from dovetail_lab.traces import Trace
@@ -63,19 +69,33 @@ class ServedRun:
         """Read a file of the artifact. Raises `ValueError` if a request was aborted, which the simulation can't tell."""
         result = json.loads(path.read_text())["result"]
         if result["num_abort"]:
-            raise ValueError(f"{path}: {result['num_abort']} requests were aborted, which isn't simulated")
+            raise ValueError(
+                f"{path}: {result['num_abort']} requests were aborted, which isn't simulated"
+            )
         found = []
         for one in result["responses"]:
             arrival = one["req_time"]
             first, last = arrival + one["first_token_latency"], arrival + one["request_latency"]
-            found.append(Served(one["adapter_dir"], arrival, first, last, one["prompt_len"], one["output_len"]))
-        return cls(path.stem, tuple(sorted(found, key=lambda one: one.arrival_s)), result["total_time"])
+            found.append(
+                Served(
+                    one["adapter_dir"], arrival, first, last, one["prompt_len"], one["output_len"]
+                )
+            )
+        return cls(
+            path.stem, tuple(sorted(found, key=lambda one: one.arrival_s)), result["total_time"]
+        )
 
     @property
     def trace(self) -> Trace:
         """The same requests, to be simulated."""
         requests = [
-            TraceRequest(f"r{at}", one.arrival_s, one.prompt_tokens + BEGINNING, one.output_tokens, client=one.client)
+            TraceRequest(
+                f"r{at}",
+                one.arrival_s,
+                one.prompt_tokens + BEGINNING,
+                one.output_tokens,
+                client=one.client,
+            )
             for at, one in enumerate(self.requests)
         ]
         return Trace(self.name, "VTC-artifact", tuple(requests))
@@ -88,7 +108,9 @@ def single_batches(path: Path) -> list[Measurement]:
         for output, (batch, prefill_s, decode_s) in outputs.items():
             ones, had = np.ones(batch, np.int64), np.zeros(batch, np.int64)
             found.append(Measurement((StepShape.of(ones * int(prompt), had),), batch * prefill_s))
-            decodes = tuple(StepShape.of(ones, had + int(prompt) + done) for done in range(int(output)))
+            decodes = tuple(
+                StepShape.of(ones, had + int(prompt) + done) for done in range(int(output))
+            )
             found.append(Measurement(decodes, batch * decode_s))
     return found
 
@@ -96,8 +118,14 @@ def single_batches(path: Path) -> list[Measurement]:
 def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> StepTimeProfile:
     """Fit device and host together: non-negative least squares of relative errors, in which each run counts as much as all `batches`."""
     model = fit_piecewise(batches, KNOTS, terms=("per_context_s",))
-    alone = np.stack([np.concatenate([_device(one.shapes), np.zeros(len(HOST))]) for one in batches])
-    rows, seconds, shares = [alone], [np.array([one.seconds for one in batches])], [np.ones(len(batches))]
+    alone = np.stack(
+        [np.concatenate([_device(one.shapes), np.zeros(len(HOST))]) for one in batches]
+    )
+    rows, seconds, shares = (
+        [alone],
+        [np.array([one.seconds for one in batches])],
+        [np.ones(len(batches))],
+    )
     for run in runs:
         equations, took = _equations(run, model)
         rows.append(equations)
@@ -125,13 +153,20 @@ def answers_off_by(profile: StepTimeProfile, run: ServedRun) -> float:
     """Return the mean of |predicted - measured| / measured over the times from first to last token, by the equations that `fit_server` solves."""
     model = PiecewiseStepTime.model_validate(profile.step_time)
     equations, seconds = _equations(run, model)
-    weights = [knot_s for _, knot_s in model.points] + [model.per_context_s] + [getattr(profile, name) for name in HOST]
+    weights = (
+        [knot_s for _, knot_s in model.points]
+        + [model.per_context_s]
+        + [getattr(profile, name) for name in HOST]
+    )
     return float(np.abs(equations @ np.array(weights) / seconds - 1.0).mean())
 
 
 def _device(shapes: Sequence[StepShape]) -> Floats:
     """Return the factors of the device's coefficients [knots + 1], summed over the steps."""
-    return np.append(knot_weights([shape.tokens for shape in shapes], KNOTS).sum(axis=0), sum(shape.context_tokens for shape in shapes))
+    return np.append(
+        knot_weights([shape.tokens for shape in shapes], KNOTS).sum(axis=0),
+        sum(shape.context_tokens for shape in shapes),
+    )
 
 
 def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Floats]:
@@ -142,7 +177,9 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
     for one in run.requests:
         low, high = np.searchsorted(instants, (one.first_s, one.last_s))
         rows[low:high] += 1
-        context[low:high] += BEGINNING + one.prompt_tokens + np.linspace(0, one.output_tokens, high - low)
+        context[low:high] += (
+            BEGINNING + one.prompt_tokens + np.linspace(0, one.output_tokens, high - low)
+        )
     admitted_s, tokens, requests = _admissions(run)
     prompts = np.column_stack([knot_weights(tokens, KNOTS), tokens])
     weights = np.append([seconds for _, seconds in device.points], device.per_context_s)
@@ -150,7 +187,9 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
     share = 1.0 / (decodes @ weights)  # decode steps in a second [instants]
     for end, took in zip(admitted_s, prompts @ weights, strict=True):
         share[np.searchsorted(instants, end - took) : np.searchsorted(instants, end)] = 0.0
-    until = np.cumsum(np.column_stack([decodes, rows, np.ones(len(instants))]) * share[:, None], axis=0)
+    until = np.cumsum(
+        np.column_stack([decodes, rows, np.ones(len(instants))]) * share[:, None], axis=0
+    )
     factors, seconds = [], []
     for one in run.requests:
         low, high = np.searchsorted(instants, (one.first_s, one.last_s))
@@ -172,5 +211,7 @@ def _admissions(run: ServedRun) -> tuple[Floats, Floats, Floats]:
     admitted = sorted(run.requests, key=lambda one: one.first_s)
     first = np.array([one.first_s for one in admitted])
     starts = np.flatnonzero(np.diff(first, prepend=-np.inf) > TOGETHER_S)
-    tokens = np.add.reduceat(np.array([BEGINNING + one.prompt_tokens for one in admitted], np.float64), starts)
+    tokens = np.add.reduceat(
+        np.array([BEGINNING + one.prompt_tokens for one in admitted], np.float64), starts
+    )
     return first[starts], tokens, np.diff(starts, append=len(first)).astype(np.float64)

@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 _PIECE_BYTES = 1 << 16
 _MARKS = b'[]{}:"'
 _NO_MARKS = bytes(set(range(256)) - set(_MARKS))
-_DEEPER, _SHALLOWER, _PARTS = (bytes(value in group for value in range(256)) for group in (b"[{", b"]}", b"[{:"))
-_LONG_NUMBER = b"0" * 100  # translated by `_DIGITS`; reading and writing integers takes time quadratic in their digits
+_DEEPER, _SHALLOWER, _PARTS = (
+    bytes(value in group for value in range(256)) for group in (b"[{", b"]}", b"[{:")
+)
+_LONG_NUMBER = (
+    b"0" * 100
+)  # translated by `_DIGITS`; reading and writing integers takes time quadratic in their digits
 _DIGITS = bytes(ord("0") if value in b"0123456789" else ord(" ") for value in range(256))
 
 
@@ -25,7 +29,9 @@ class JsonBounds(NamedTuple):
     depth: int  # lists and objects in one another
 
 
-OF_TEXTS = JsonBounds(parts=200_000, depth=128)  # of JSON in a string of a request: schemas, arguments of calls
+OF_TEXTS = JsonBounds(
+    parts=200_000, depth=128
+)  # of JSON in a string of a request: schemas, arguments of calls
 
 
 class WrongJsonError(ValueError):
@@ -46,15 +52,21 @@ class JsonTexts:
             raise WrongJsonError(excess)
         self._left = self._left._replace(parts=self._left.parts - measured.parts)
         try:
-            return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"), **options)
+            return json.loads(
+                text if isinstance(text, str) else text.decode("utf-8-sig"), **options
+            )
         except RecursionError:
-            raise WrongJsonError("not valid JSON: lists and objects are nested too deeply") from None
+            raise WrongJsonError(
+                "not valid JSON: lists and objects are nested too deeply"
+            ) from None
         except (json.JSONDecodeError, UnicodeError) as error:
             raise WrongJsonError(f"not valid JSON: {error}") from None
         except ValueError as error:
             if type(error) is not ValueError:  # of an option
                 raise
-            raise WrongJsonError("not valid JSON: a number of too many digits") from None  # more than Python reads
+            raise WrongJsonError(
+                "not valid JSON: a number of too many digits"
+            ) from None  # more than Python reads
 
 
 def read_json(text: bytes | str, bounds: JsonBounds = OF_TEXTS, **options: Any) -> Any:
@@ -66,7 +78,11 @@ def excess_of(data: bytes, bounds: JsonBounds) -> str | None:
     """Return which bound a JSON text in UTF-8 exceeds, for an error; None if none, or if a parser would stop at an error before."""
     containers = data.count(b"[") + data.count(b"{")  # those within strings included
     parts = containers + data.count(b":")
-    if containers <= bounds.depth and parts <= bounds.parts and next(_long_numbers(data), None) is None:
+    if (
+        containers <= bounds.depth
+        and parts <= bounds.parts
+        and next(_long_numbers(data), None) is None
+    ):
         return None
     return _excess(_measured(data, bounds), bounds)
 
@@ -106,7 +122,9 @@ def _plain(text: bytes) -> bytes:
 def _measured(data: bytes, bounds: JsonBounds) -> _Measured:
     import numpy as np
 
-    is_part, deeper, shallower = (np.frombuffer(table, np.int8) for table in (_PARTS, _DEEPER, _SHALLOWER))
+    is_part, deeper, shallower = (
+        np.frombuffer(table, np.int8) for table in (_PARTS, _DEEPER, _SHALLOWER)
+    )
     steps = deeper - shallower
     parts = depth = deepest = start = 0
     in_string = False
@@ -117,7 +135,9 @@ def _measured(data: bytes, bounds: JsonBounds) -> _Measured:
             piece = piece[:-1]  # the last one escapes a byte of the next piece
         start += len(piece)
         read, quoted = 0, int(in_string)
-        for found in _long_numbers(piece):  # one that lies across pieces may have twice as many digits
+        for found in _long_numbers(
+            piece
+        ):  # one that lies across pieces may have twice as many digits
             quoted += _plain(piece[read:found]).count(b'"')
             read = found
             if quoted % 2 == 0:

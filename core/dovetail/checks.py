@@ -16,7 +16,9 @@ _SURE_DIGITS = 17  # as many tell any double
 _ZERO = re.compile(r"-?0(?:\.0+)?(?:[eE].*)?")
 _NO_DIGITS = re.compile(r"[eE].*|[^0-9]")  # of a number's significand
 MAX_NAME = 200  # characters of a name that may be misspelt
-BINARY = bytes | bytearray | memoryview  # neither text nor numbers, though Python would read them as a list of small ones
+BINARY = (
+    bytes | bytearray | memoryview
+)  # neither text nor numbers, though Python would read them as a list of small ones
 
 
 def shown(value: Any) -> str:
@@ -77,8 +79,14 @@ def exact_float(text: str) -> float:
     if len(text) <= _SURE_DIGITS and (0 < abs(value) < math.inf or _ZERO.fullmatch(text)):
         return value
     digits = _NO_DIGITS.sub("", text).strip("0")
-    if math.isinf(value) or (digits and not value) or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value)):
-        raise ValueError(f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308")
+    if (
+        math.isinf(value)
+        or (digits and not value)
+        or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value))
+    ):
+        raise ValueError(
+            f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308"
+        )
     return value
 
 

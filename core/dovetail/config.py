@@ -78,7 +78,9 @@ def _as_model_choice(value: Any) -> Any:
     if isinstance(value, str):
         return {"path": value}
     if not isinstance(value, Mapping | ModelChoice):
-        raise ValueError(f"expected a model's name, or a mapping with 'path' and 'component', got {shown(value)}")
+        raise ValueError(
+            f"expected a model's name, or a mapping with 'path' and 'component', got {shown(value)}"
+        )
     return value
 
 
@@ -94,8 +96,12 @@ def _as_choice(value: Any) -> Any:
     if isinstance(value, str):
         return ComponentChoice(value)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise ValueError(f"expected a component's name, or a mapping with 'name' and its options, got {shown(value)}")
-    return ComponentChoice(value["name"], {key: option for key, option in value.items() if key != "name"})
+        raise ValueError(
+            f"expected a component's name, or a mapping with 'name' and its options, got {shown(value)}"
+        )
+    return ComponentChoice(
+        value["name"], {key: option for key, option in value.items() if key != "name"}
+    )
 
 
 def _as_tokenizer(value: Any) -> Any:
@@ -110,7 +116,9 @@ def _as_choices(value: Any) -> Any:
 
 def _as_block_size(value: Any) -> Any:
     if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_COUNT):
-        raise ValueError(f"expected auto or an integer of 1 or more, up to {MAX_COUNT}, got {shown(value)}")
+        raise ValueError(
+            f"expected auto or an integer of 1 or more, up to {MAX_COUNT}, got {shown(value)}"
+        )
     return value
 
 
@@ -123,17 +131,23 @@ def _as_bytes(value: Any) -> Any:
     try:
         return int(_BYTE_SIZE.validate_python(value, strict=False))
     except ValidationError:
-        raise ValueError(f"expected a size like 4GiB, or a number of bytes, got {shown(value)}") from None
+        raise ValueError(
+            f"expected a size like 4GiB, or a number of bytes, got {shown(value)}"
+        ) from None
 
 
 _Bytes = Annotated[int, Field(gt=0, lt=2**63)]
-Choice = Annotated[InstanceOf[ComponentChoice], BeforeValidator(_as_choice), PlainSerializer(ComponentChoice.plain)]
+Choice = Annotated[
+    InstanceOf[ComponentChoice], BeforeValidator(_as_choice), PlainSerializer(ComponentChoice.plain)
+]
 
 
 class ModelChoice(BaseModel):
     """The model: its path, and perhaps the component that must serve it. As text it is the path."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     path: Annotated[str, Field(min_length=1)]
     """A bundled model, a local directory, or a Hugging Face hub id."""
@@ -147,13 +161,19 @@ class ModelChoice(BaseModel):
 
     def plain(self) -> str | dict[str, Any]:
         """Return the choice as plain values for YAML."""
-        return self.path if self.component is None else {"path": self.path, "component": self.component.plain()}
+        return (
+            self.path
+            if self.component is None
+            else {"path": self.path, "component": self.component.plain()}
+        )
 
 
 class Speculation(BaseModel):
     """Speculative decoding: steps that check several guessed tokens at once. It changes no token."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     drafter: Choice = _built_in("suffix")
     """The drafter, which guesses the next tokens of requests."""
@@ -167,15 +187,23 @@ class Speculation(BaseModel):
 
 
 def _as_score_tokens(value: Any) -> Any:
-    if value is None or (isinstance(value, list | tuple) and len(value) == 2 and all(type(one) in (str, int) for one in value)):
+    if value is None or (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(type(one) in (str, int) for one in value)
+    ):
         return value if value is None else tuple(value)
-    raise ValueError(f'expected two tokens as texts in quotes, or their ids, like ["yes", "no"], got {shown(value)}')
+    raise ValueError(
+        f'expected two tokens as texts in quotes, or their ids, like ["yes", "no"], got {shown(value)}'
+    )
 
 
 class Pooling(BaseModel):
     """How prompts become embeddings and scores, where that should differ from what the checkpoint says."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     method: Literal["last", "mean", "cls"] | None = None
     """Which token's state stands for a prompt: its last one's, the mean of all, or its first one's. null: as the checkpoint says, `last` for a
@@ -184,7 +212,9 @@ class Pooling(BaseModel):
     normalize: bool | None = None
     """Give embeddings the length 1. null: as the checkpoint says, true if it says nothing."""
 
-    score_tokens: Annotated[tuple[str | int, str | int] | None, BeforeValidator(_as_score_tokens)] = None
+    score_tokens: Annotated[
+        tuple[str | int, str | int] | None, BeforeValidator(_as_score_tokens)
+    ] = None
     """Two tokens, as texts or ids, like `["yes", "no"]`: a generator then scores a prompt by the probability that the first of them follows rather
     than the second. null: as the checkpoint says."""
 
@@ -195,17 +225,24 @@ class Pooling(BaseModel):
     @field_validator("template")
     @classmethod
     def _both_once(cls, value: str | None) -> str | None:
-        if value is not None and [value.count(name) for name in ("{query}", "{document}")] != [1, 1]:
+        if value is not None and [value.count(name) for name in ("{query}", "{document}")] != [
+            1,
+            1,
+        ]:
             raise ValueError(f"expected {{query}} and {{document}}, each once, got {shown(value)}")
         if value is not None and value.index("{document}") < value.index("{query}"):
-            raise ValueError("expected {query} before {document}, of which a part is cut off if the prompt is too long")
+            raise ValueError(
+                "expected {query} before {document}, of which a part is cut off if the prompt is too long"
+            )
         return value
 
 
 class Adapters(BaseModel):
     """LoRA adapters: requests may name one each, and several share a step."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] = 8
     """Most adapters that requests of one step use. Each takes memory of the device, for `max_rank`."""
@@ -229,11 +266,16 @@ class Adapters(BaseModel):
 class EngineConfig(BaseModel):
     """The settings of one engine, with the keys and defaults of `engine.yaml`. Frozen; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     model: Annotated[
         ModelChoice,
-        BeforeValidator(_as_model_choice, json_schema_input_type=Annotated[str, Field(min_length=1)] | ModelChoice),
+        BeforeValidator(
+            _as_model_choice,
+            json_schema_input_type=Annotated[str, Field(min_length=1)] | ModelChoice,
+        ),
         PlainSerializer(ModelChoice.plain),
         Field(json_schema_extra={"default": "demo"}),
     ] = ModelChoice(path="demo")
@@ -243,7 +285,13 @@ class EngineConfig(BaseModel):
     tokenizer: Annotated[
         str | InstanceOf[ComponentChoice] | None,
         BeforeValidator(_as_tokenizer),
-        PlainSerializer(lambda value: {"name": value.name, **value.options} if isinstance(value, ComponentChoice) else value),
+        PlainSerializer(
+            lambda value: (
+                {"name": value.name, **value.options}
+                if isinstance(value, ComponentChoice)
+                else value
+            )
+        ),
     ] = None
     """A tokenizer other than the model's own: that of another model, named like `model`, or an installed component, by name or as a mapping with its
     options."""
@@ -274,7 +322,9 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that the engine may use, on each GPU: weights and buffers, with all the rest for K and V."""
 
-    kv_cache_memory: Annotated[_Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = None
+    kv_cache_memory: Annotated[
+        _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
+    ] = None
     """Memory for K and V, like 4GiB, instead of a share of the GPU's; with several ranks each one's. null: what `gpu_memory_utilization` leaves."""
 
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
@@ -345,7 +395,9 @@ class EngineConfig(BaseModel):
     """Distributions whose plugins are used; the environment variable DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
 
     @classmethod
-    def load(cls, source: str | Path | Mapping[str, Any] | EngineConfig = "demo", **overrides: Any) -> EngineConfig:
+    def load(
+        cls, source: str | Path | Mapping[str, Any] | EngineConfig = "demo", **overrides: Any
+    ) -> EngineConfig:
         """Load the config from `source`, with `overrides` on top, whose keys may be dotted (`**{"scheduler.aging_s": 5}`).
 
         A mapping has the keys of the YAML. A path that ends in .yaml or .yml is read; any other string names the model, as in `LLM(model)`.
@@ -354,7 +406,12 @@ class EngineConfig(BaseModel):
         return cls.load_with(source, overrides)
 
     @classmethod
-    def load_with(cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override") -> EngineConfig:
+    def load_with(
+        cls,
+        source: str | Path | Mapping[str, Any] | EngineConfig,
+        overrides: Mapping[str, Any],
+        origin: str = "override",
+    ) -> EngineConfig:
         """Load as `load` does, with errors in overrides naming their `origin` ("--set")."""
         config, wrong = cls.load_what_is_right(source, overrides, origin)
         if wrong is not None:
@@ -363,7 +420,10 @@ class EngineConfig(BaseModel):
 
     @classmethod
     def load_what_is_right(
-        cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override"
+        cls,
+        source: str | Path | Mapping[str, Any] | EngineConfig,
+        overrides: Mapping[str, Any],
+        origin: str = "override",
     ) -> tuple[EngineConfig | None, ConfigError | None]:
         """Load as `load_with` does, but leave out wrong settings and return their error beside the config, so that the rest can be checked too. The
         config is None if `plugins` is wrong: then it is unknown whose code may be imported. Raises `ConfigError` if the source can't be read."""
@@ -384,22 +444,42 @@ class EngineConfig(BaseModel):
         return values
 
     @classmethod
-    def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> tuple[EngineConfig | None, ConfigError | None]:
+    def _checked(
+        cls, values: dict[str, Any], origins: dict[KeyPath, str]
+    ) -> tuple[EngineConfig | None, ConfigError | None]:
         where = Where(origins=origins)
-        given = {key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value for key, value in values.items()}
+        given = {
+            key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value
+            for key, value in values.items()
+        }
         if isinstance(values.get("tokenizer"), str):  # which may be a model's name
             given["tokenizer"] = values["tokenizer"]
         if isinstance(model := given.get("model"), Mapping) and "component" in model:
-            given["model"] = {**model, "component": _with_place(model["component"], where.at("model", "component"))}
+            given["model"] = {
+                **model,
+                "component": _with_place(model["component"], where.at("model", "component")),
+            }
         if isinstance(section := given.get("speculation"), Mapping) and "drafter" in section:
-            given["speculation"] = {**section, "drafter": _with_place(section["drafter"], where.at("speculation", "drafter"))}
+            given["speculation"] = {
+                **section,
+                "drafter": _with_place(section["drafter"], where.at("speculation", "drafter")),
+            }
         try:
             return cls.model_validate(given), None
         except ValidationError as error:
-            told, wrong = explain(error, cls, values, where, "key"), {detail["loc"][0] for detail in error.errors(include_url=False)}
+            told, wrong = (
+                explain(error, cls, values, where, "key"),
+                {detail["loc"][0] for detail in error.errors(include_url=False)},
+            )
         if "plugins" in wrong:
             return None, told
-        return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
+        return cls.model_validate(
+            {
+                key: value
+                for key, value in given.items()
+                if isinstance(key, str) and key not in wrong
+            }
+        ), told
 
     def choices(self, key: str) -> tuple[ComponentChoice, ...]:
         """Return the components chosen at one of `COMPONENT_KEYS`; none for a drafter without speculation, and for a tokenizer given as text, which
@@ -416,12 +496,21 @@ class EngineConfig(BaseModel):
         names isn't available."""
         if self.model.component is not None:
             chosen = self.model.component
-            return (registry.resolve("model", chosen.name, chosen.options, chosen.where or Where(("model", "component"))),)
+            return (
+                registry.resolve(
+                    "model",
+                    chosen.name,
+                    chosen.options,
+                    chosen.where or Where(("model", "component")),
+                ),
+            )
         return tuple(model for model in registry.components("model") if model.api_problem() is None)
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
         """Return the backends that the executor should consider, best first: see `dovetail.registry.registry`."""
-        return attention_candidates(registry, self.attention.name, self.attention.options, self.attention.where)
+        return attention_candidates(
+            registry, self.attention.name, self.attention.options, self.attention.where
+        )
 
     def chosen_grammar(self, registry: Registry) -> ResolvedComponent | None:
         """Return the grammar backend that requests may ask for, if there is one: see `dovetail.registry.registry`."""
@@ -430,7 +519,11 @@ class EngineConfig(BaseModel):
     @property
     def tokenizer_name(self) -> str:
         """The name of the component or model whose tokenizer is used."""
-        return self.tokenizer.label if isinstance(self.tokenizer, ComponentChoice) else self.tokenizer or self.model.path
+        return (
+            self.tokenizer.label
+            if isinstance(self.tokenizer, ComponentChoice)
+            else self.tokenizer or self.model.path
+        )
 
     def chosen_tokenizer(self, registry: Registry) -> ResolvedComponent | None:
         """Return the tokenizer component; None if the tokenizer is a model's. Raises `PluginError` if the component isn't available, and
@@ -445,26 +538,43 @@ class EngineConfig(BaseModel):
         the engine has more than one to choose from, or none. Raises what finding a component and validating its options does."""
 
         def resolved(key: str) -> list[Any]:
-            return [registry.resolve(COMPONENT_KEYS[key], choice.name, choice.options, choice.where).in_full() for choice in self.choices(key)]
+            return [
+                registry.resolve(
+                    COMPONENT_KEYS[key], choice.name, choice.options, choice.where
+                ).in_full()
+                for choice in self.choices(key)
+            ]
 
         attention, grammar = self.attention_candidates(registry), self.chosen_grammar(registry)
         tokenizer = self.chosen_tokenizer(registry)
-        named = None if self.model.component is None else self.model_candidates(registry)[0].in_full()
+        named = (
+            None if self.model.component is None else self.model_candidates(registry)[0].in_full()
+        )
         return {
             **self.model_dump(mode="json"),
-            "model": self.model.path if named is None else {"path": self.model.path, "component": named},
+            "model": self.model.path
+            if named is None
+            else {"path": self.model.path, "component": named},
             **{key: resolved(key)[0] for key in ("scheduler", "kv_cache", "sampler", "executor")},
             "attention": attention[0].in_full() if len(attention) == 1 else "auto",
             "grammar": "auto" if grammar is None else grammar.in_full(),
             **{key: resolved(key) for key in LISTS},
             "tokenizer": self.tokenizer if tokenizer is None else tokenizer.in_full(),
-            "speculation": self.speculation and {**self.speculation.model_dump(mode="json"), "drafter": resolved("speculation.drafter")[0]},
+            "speculation": self.speculation
+            and {
+                **self.speculation.model_dump(mode="json"),
+                "drafter": resolved("speculation.drafter")[0],
+            },
         }
 
-    def executor_config(self, model_dir: Path, draft_dir: Path | None = None, draft_head: str | None = None) -> ExecutorConfig:
+    def executor_config(
+        self, model_dir: Path, draft_dir: Path | None = None, draft_head: str | None = None
+    ) -> ExecutorConfig:
         """Return the settings that concern an executor, for a model whose directory was found, and for that which drafts, if one does. `draft_head`:
         see `ExecutorConfig`."""
-        from dovetail.api.executor import ExecutorConfig  # here, since it imports numpy, which `dovetail config` doesn't need
+        from dovetail.api.executor import (
+            ExecutorConfig,
+        )  # here, since it imports numpy, which `dovetail config` doesn't need
 
         return ExecutorConfig(
             model=str(model_dir),
@@ -479,7 +589,9 @@ class EngineConfig(BaseModel):
             cuda_graphs=self.cuda_graphs,
             overlap=self.overlap,
             seed=self.seed,
-            kv_cache_dtype="float8_e4m3fn" if self.kv_cache_dtype.startswith("fp8") else self.kv_cache_dtype,
+            kv_cache_dtype="float8_e4m3fn"
+            if self.kv_cache_dtype.startswith("fp8")
+            else self.kv_cache_dtype,
             kv_cache_scales=self.kv_cache_scales,
             quantization=self.quantization,
             state_dtype=self.state_dtype,
@@ -488,7 +600,9 @@ class EngineConfig(BaseModel):
             draft_head=draft_head,
             pooling=self.pooling.model_dump(exclude_none=True, exclude={"template"}),
             max_adapters=0 if self.adapters is None else self.adapters.slots,
-            max_adapter_rank=Adapters().max_rank if self.adapters is None else self.adapters.max_rank,
+            max_adapter_rank=Adapters().max_rank
+            if self.adapters is None
+            else self.adapters.max_rank,
         )
 
 
@@ -499,16 +613,22 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     if isinstance(source, Mapping):
         return dict(source), {}
     if not isinstance(source, str | Path):
-        raise ConfigError(f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got {shown(source)}")
+        raise ConfigError(
+            f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got {shown(source)}"
+        )
     if Path(source).suffix not in YAML_SUFFIXES:
         return {"model": str(source)}, {}
     value, origins = read_yaml(str(source))
     if not isinstance(value, dict | None):
-        raise ConfigError(f"{source}:1: expected keys and values, like `model: demo`, got {shown(value)}")
+        raise ConfigError(
+            f"{source}:1: expected keys and values, like `model: demo`, got {shown(value)}"
+        )
     return value or {}, origins
 
 
-def _put(values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: Any, origin: str) -> None:
+def _put(
+    values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: Any, origin: str
+) -> None:
     """Set a dotted key. Above it, a component's name becomes a mapping, and a missing value its default."""
     holder: Any = values
     path: KeyPath = ()
@@ -557,15 +677,27 @@ def _open(value: Any, where: Where) -> Any:
     if where.path == ("adapters",) and value is None:
         return {}
     if where.path == ("speculation",) and isinstance(value, Speculation | Mapping | None):
-        given = {key: getattr(value, key) for key in value.model_fields_set} if isinstance(value, Speculation) else value or {}
+        given = (
+            {key: getattr(value, key) for key in value.model_fields_set}
+            if isinstance(value, Speculation)
+            else value or {}
+        )
         return {"drafter": Speculation().drafter, **given}
-    if isinstance(value, str) and (where.path[0] in COMPONENT_KEYS or where.path == ("speculation", "drafter")):
+    if isinstance(value, str) and (
+        where.path[0] in COMPONENT_KEYS or where.path == ("speculation", "drafter")
+    ):
         return {"name": value}
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple):
         return list(value)
-    raise ConfigError(where.says("there is nothing below this key" if value is None else f"{shown(value)} has nothing below it"))
+    raise ConfigError(
+        where.says(
+            "there is nothing below this key"
+            if value is None
+            else f"{shown(value)} has nothing below it"
+        )
+    )
 
 
 def _with_place(value: Any, where: Where) -> Any:

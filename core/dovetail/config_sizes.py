@@ -15,7 +15,11 @@ from dovetail.errors import ModelLoadError
 _MOST = (  # the end of a key's name, what it is, and the largest value
     (re.compile(r"(?:^|_)(?:layers?|blocks|depth|stages)$"), "layers", 2_000),
     (re.compile(r"(?:^|_)experts?$"), "experts", 100_000),
-    (re.compile(r"(?:^|_)(?:position_embeddings|positions|seq_len|seq_length|sequence_length)$"), "positions", 100_000_000),
+    (
+        re.compile(r"(?:^|_)(?:position_embeddings|positions|seq_len|seq_length|sequence_length)$"),
+        "positions",
+        100_000_000,
+    ),
 )
 _MOST_OF_ANY = 2**63 - 1
 
@@ -31,4 +35,6 @@ def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None
                 raise ModelLoadError(f"{path}: {place}: {value} is more than any size can be")
             for pattern, what, most in _MOST:
                 if value > most and pattern.search(name):
-                    raise ModelLoadError(f"{path}: {place}: no model has {value} {what}; at most {most} are read")
+                    raise ModelLoadError(
+                        f"{path}: {place}: no model has {value} {what}; at most {most} are read"
+                    )

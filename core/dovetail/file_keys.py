@@ -76,14 +76,18 @@ class FileKeys:
                 values = f" (only {', '.join(map(shown, rule.unless))})" if rule.unless else ""
                 reasons.append(f"{key} = {shown(value)} is not implemented{values}: {rule.what}")
             elif rule is None and value and self.unknown == "refused":
-                reasons.append(f"{shown(key)} = {shown(value)} is unknown and may change the numbers")
+                reasons.append(
+                    f"{shown(key)} = {shown(value)} is unknown and may change the numbers"
+                )
         return reasons
 
     def check(self, content: Mapping[str, Any], where: object, remedy: str = "") -> None:
         """Raise `UnsupportedError` naming each key that can't be honoured; log unknown ones.
         `where`: the file; `remedy`: advice."""
         if reasons := self.reasons_against(content):
-            raise UnsupportedError(f"{where}: {'; '.join([*reasons, *([remedy] if remedy else [])])}")
+            raise UnsupportedError(
+                f"{where}: {'; '.join([*reasons, *([remedy] if remedy else [])])}"
+            )
         unknown = [key for key in content if content[key] is not None and self.rule(key) is None]
         if unknown and self.unknown != "left":
             log.warning("%s: unknown keys, without effect: %s", where, shown(", ".join(unknown)))

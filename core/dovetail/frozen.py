@@ -36,7 +36,9 @@ def frozen(value: Any, levels: int = MAX_DEPTH) -> Any:
     if isinstance(value, Mapping | list | tuple | set | frozenset) and levels == 0:
         raise ValueError(f"more than {MAX_DEPTH} containers within each other")
     if isinstance(value, Mapping):
-        return FrozenDict({frozen(key, levels - 1): frozen(inner, levels - 1) for key, inner in value.items()})
+        return FrozenDict(
+            {frozen(key, levels - 1): frozen(inner, levels - 1) for key, inner in value.items()}
+        )
     if isinstance(value, set | frozenset):
         return frozenset(frozen(inner, levels - 1) for inner in value)
     if isinstance(value, list | tuple):
@@ -45,7 +47,9 @@ def frozen(value: Any, levels: int = MAX_DEPTH) -> Any:
         return value
     if isinstance(value, bytearray):
         return bytes(value)
-    plain: float | str | None = float.__float__(value) if isinstance(value, float) else plain_text(value)
+    plain: float | str | None = (
+        float.__float__(value) if isinstance(value, float) else plain_text(value)
+    )
     for convert in (plain_integer, as_number):
         plain = convert(value) if plain is None else plain
     if plain is None:

@@ -49,7 +49,9 @@ def _read(path: Path) -> Any:
 def _bytes_of(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)  # which allocates as much
+            text = file.read(
+                min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1
+            )  # which allocates as much
     except OSError as error:
         raise ModelLoadError(f"{path}: can't be read: {error.strerror or error}") from None
     if len(text) > MAX_BYTES:
@@ -61,6 +63,10 @@ def is_deep(content: Mapping[str, Any] | list[Any]) -> bool:
     """True if a value read from JSON has more lists and objects in one another than any file of ours needs, and than Python may be able to walk."""
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):
-        inner = [value for part in level for value in (part.values() if isinstance(part, Mapping) else part)]
+        inner = [
+            value
+            for part in level
+            for value in (part.values() if isinstance(part, Mapping) else part)
+        ]
         level = [value for value in inner if isinstance(value, Mapping | list | tuple)]
     return bool(level)

@@ -73,8 +73,14 @@ class PlannedLayout:
             window = "full attention" if group.window is None else f"window {group.window}"
             pages = "1 page" if group.pages_per_block == 1 else f"{group.pages_per_block} pages"
             lost = 1 - used / (group.pages_per_block * self.layout.page_bytes)
-            kept = f"states of {pages} a request" if group.recurrent else f"{window}, blocks of {group.block_tokens} tokens in {pages}"
-            lines.append(f"{len(group.layers)} layers, {kept}" + (f", {lost:.1%} padding" if lost else ""))
+            kept = (
+                f"states of {pages} a request"
+                if group.recurrent
+                else f"{window}, blocks of {group.block_tokens} tokens in {pages}"
+            )
+            lines.append(
+                f"{len(group.layers)} layers, {kept}" + (f", {lost:.1%} padding" if lost else "")
+            )
         return "; ".join(lines)
 
 
@@ -92,14 +98,25 @@ def plan_layout(
     than a slot.
     """
     own = [layer for layer in layers if layer.shares is None]
-    windows = sorted({layer.window for layer in own}, key=lambda window: -1 if window is None else window)
+    windows = sorted(
+        {layer.window for layer in own}, key=lambda window: -1 if window is None else window
+    )
     members = [[layer for layer in own if layer.window == window] for window in windows]
-    largest = [max(size for layer in group for size in layer.tensor_bytes(block_size)) for group in members]
+    largest = [
+        max(size for layer in group for size in layer.tensor_bytes(block_size)) for group in members
+    ]
     tokens = [_block_tokens(group, block_size, max(largest), supports) for group in members]
     tensors = [sum(len(layer.tensor_bytes(block_size)) for layer in group) for group in members]
     num_slots = min(tensors, default=0)
-    slot_bytes, places, groups, used = [0] * num_slots, dict[int, Place](), list[CacheGroup](), list[int]()
-    for index, (window, group, block_tokens) in enumerate(zip(windows, members, tokens, strict=True)):
+    slot_bytes, places, groups, used = (
+        [0] * num_slots,
+        dict[int, Place](),
+        list[CacheGroup](),
+        list[int](),
+    )
+    for index, (window, group, block_tokens) in enumerate(
+        zip(windows, members, tokens, strict=True)
+    ):
         page, slot, total = 0, 0, 0
         for layer in group:
             sizes = layer.tensor_bytes(block_tokens)
@@ -110,13 +127,17 @@ def plan_layout(
                 slot_bytes[slot] = max(slot_bytes[slot], size)
                 slot += 1
             total += sum(sizes)
-        groups.append(CacheGroup(tuple(layer.index for layer in group), block_tokens, window, page + 1))
+        groups.append(
+            CacheGroup(tuple(layer.index for layer in group), block_tokens, window, page + 1)
+        )
         used.append(total)
     for layer in layers:
         if layer.shares is not None:
             shared = places.get(layer.shares)
             if shared is None or groups[shared.group].window != layer.window:
-                raise UnsupportedError(f"attention layer {layer.index} shares the cache of layer {layer.shares}, which has none with its window")
+                raise UnsupportedError(
+                    f"attention layer {layer.index} shares the cache of layer {layer.shares}, which has none with its window"
+                )
             places[layer.index] = shared
     state_places = dict[int, StatePlace]()
     if states:
@@ -125,18 +146,35 @@ def plan_layout(
         state_places, units = _place_states(states, size)
         block_tokens = math.lcm(*(group.block_tokens for group in groups)) if groups else block_size
         pages = -(-units // len(slot_bytes))
-        groups.append(CacheGroup(tuple(state.index for state in states), block_tokens, None, pages, recurrent=True))
+        groups.append(
+            CacheGroup(
+                tuple(state.index for state in states), block_tokens, None, pages, recurrent=True
+            )
+        )
         used.append(sum(rows * row_bytes for state in states for rows, row_bytes in state.tensors))
-    return PlannedLayout(KVLayout(tuple(groups), sum(slot_bytes), dtype), places, tuple(slot_bytes), tuple(used), state_places)
+    return PlannedLayout(
+        KVLayout(tuple(groups), sum(slot_bytes), dtype),
+        places,
+        tuple(slot_bytes),
+        tuple(used),
+        state_places,
+    )
 
 
 def layout_of_nothing(layers: Sequence[int], max_len: int, dtype: str) -> PlannedLayout:
     """Return the layout of `layers`, by index, none of which stores anything: a request of up to `max_len` tokens holds one page, of no bytes."""
     place = Place(0, 0, ())
-    return PlannedLayout(KVLayout((CacheGroup(tuple(layers), max_len),), 0, dtype), dict.fromkeys(layers, place), (), (0,))
+    return PlannedLayout(
+        KVLayout((CacheGroup(tuple(layers), max_len),), 0, dtype),
+        dict.fromkeys(layers, place),
+        (),
+        (0,),
+    )
 
 
-def _place_states(states: Sequence[CachedState], slot_bytes: int) -> tuple[dict[int, StatePlace], int]:
+def _place_states(
+    states: Sequence[CachedState], slot_bytes: int
+) -> tuple[dict[int, StatePlace], int]:
     """Return the place of each state, and the number of units of all."""
     places, end = dict[int, StatePlace](), 0
     for state in states:
@@ -156,9 +194,13 @@ def _place_states(states: Sequence[CachedState], slot_bytes: int) -> tuple[dict[
     return places, end
 
 
-def _block_tokens(group: Sequence[CachedLayer], block_size: int, most_bytes: int, supports: Callable[[int], bool]) -> int:
+def _block_tokens(
+    group: Sequence[CachedLayer], block_size: int, most_bytes: int, supports: Callable[[int], bool]
+) -> int:
     """Return the largest multiple of `block_size` with which no tensor of the group has more than `most_bytes`."""
     tokens = block_size
-    while supports(tokens + block_size) and all(size <= most_bytes for layer in group for size in layer.tensor_bytes(tokens + block_size)):
+    while supports(tokens + block_size) and all(
+        size <= most_bytes for layer in group for size in layer.tensor_bytes(tokens + block_size)
+    ):
         tokens += block_size
     return tokens

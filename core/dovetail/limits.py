@@ -9,13 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]  # 0: no request may ask for any
 
-MAX_CUT_CHARS = 1_000_000  # of a text that `truncate_prompt_tokens` cuts, unless more would fit the model uncut
+MAX_CUT_CHARS = (
+    1_000_000  # of a text that `truncate_prompt_tokens` cuts, unless more would fit the model uncut
+)
 
 
 class Limits(BaseModel):
     """Upper bounds for the parts of one request. An error names the limit and its value."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     max_waiting: Count | None = 65536
     """The most unfinished requests that were given one by one (`LLMEngine.add_request`, `AsyncLLMEngine.generate`); samples of `n` > 1 count once.

@@ -70,7 +70,9 @@ def set_up() -> None:
     elif logger.level == logging.NOTSET:
         logger.setLevel(DEFAULT)
     if wanted and level is None:
-        logger.warning("%s must be %s, got %.80r: it is taken for info", VARIABLE, ", ".join(LEVELS), wanted)
+        logger.warning(
+            "%s must be %s, got %.80r: it is taken for info", VARIABLE, ", ".join(LEVELS), wanted
+        )
 
 
 def is_configured() -> bool:

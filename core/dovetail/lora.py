@@ -27,4 +27,6 @@ class LoRARequest:
                 raise RequestError(f"{name} must be a non-empty string, got {shown(value)}")
             object.__setattr__(self, name, text)
         if (number := plain_integer(self.lora_int_id)) is None or number < 1:
-            raise RequestError(f"lora_int_id must be an integer above 0, got {shown(self.lora_int_id)}")
+            raise RequestError(
+                f"lora_int_id must be an integer above 0, got {shown(self.lora_int_id)}"
+            )

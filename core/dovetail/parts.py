@@ -35,8 +35,17 @@ class Parts:
     logits_processors: tuple[ResolvedComponent, ...] = ()  # in the order in which they are applied
 
     def __iter__(self) -> Iterator[ResolvedComponent]:
-        optional = (part for part in (self.grammar, self.drafter, self.tokenizer) if part is not None)
-        yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, *self.logits_processors, *optional)
+        optional = (
+            part for part in (self.grammar, self.drafter, self.tokenizer) if part is not None
+        )
+        yield from (
+            self.scheduler,
+            self.kv_cache,
+            *self.attention,
+            self.sampler,
+            *self.logits_processors,
+            *optional,
+        )
         yield from (self.executor, *self.observers, *self.models)
 
 
@@ -58,7 +67,9 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         models=config.model_candidates(registry),
         drafter=None if config.speculation is None else one("drafter", config.speculation.drafter),
         tokenizer=config.chosen_tokenizer(registry),
-        logits_processors=tuple(one("logits_processor", choice) for choice in config.logits_processors),
+        logits_processors=tuple(
+            one("logits_processor", choice) for choice in config.logits_processors
+        ),
     )
 
 
@@ -87,7 +98,11 @@ def read_parts(
 
 
 def find_problems(
-    config: EngineConfig, registry: Registry, *, imports: Collection[Kind] = KINDS, note: Callable[[MissingExtraError], None] | None = None
+    config: EngineConfig,
+    registry: Registry,
+    *,
+    imports: Collection[Kind] = KINDS,
+    note: Callable[[MissingExtraError], None] | None = None,
 ) -> list[DovetailError]:
     """Return all problems with the model's name and with the components: their names, their options, and the import of those of the kinds
     `imports`. Packages may be missing that nobody needs: a simulation has neither sampler nor attention, and no request may ask
@@ -102,7 +117,12 @@ def find_problems(
                 try:
                     part.load()
                 except MissingExtraError as error:
-                    if note is None or part.spec.kind not in ("sampler", "logits_processor", "attention", "grammar"):
+                    if note is None or part.spec.kind not in (
+                        "sampler",
+                        "logits_processor",
+                        "attention",
+                        "grammar",
+                    ):
                         raise
                     note(error)
 
@@ -133,7 +153,11 @@ def find_problems(
                 part = registry.resolve(kind, choice.name, choice.options, choice.where)
                 check(part)
                 if kind == "logits_processor" and part.qualified_name in listed:
-                    raise ConfigError(part.where.says(f"{part.qualified_name} is listed twice: requests ask for a logits processor by its name"))
+                    raise ConfigError(
+                        part.where.says(
+                            f"{part.qualified_name} is listed twice: requests ask for a logits processor by its name"
+                        )
+                    )
                 listed.add(part.qualified_name)
     return problems
 

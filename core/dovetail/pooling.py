@@ -31,7 +31,9 @@ VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `PoolingParams`
     "activation": VllmOnly(_ACTIVATION),
     "extra_kwargs": VllmOnly("a model's own pooling takes no options", ({},)),
     "late_chunking_params": VllmOnly(_CHUNKS),
-    "late_interaction_params": VllmOnly("encode(…, pooling_task='token_embed') returns a vector for each token to compare"),
+    "late_interaction_params": VllmOnly(
+        "encode(…, pooling_task='token_embed') returns a vector for each token to compare"
+    ),
     "normalize": VllmOnly(_ACTIVATION),
     "output_kind": VllmOnly("there is one output, at the end: leave it out", advisory=True),
     "requires_token_ids": VllmOnly("vLLM sets it itself: leave it out", (False,)),
@@ -67,18 +69,30 @@ class PoolingParams:
 
     task: Task | None = None  # None: what the model is made for
     dimensions: int | None = None  # of an embedding: that many leading numbers, then normalized
-    use_activation: bool | None = None  # False: neither normalize an embedding nor turn scores into probabilities; None: True
-    truncate_prompt_tokens: int | None = None  # keep the prompt's first k tokens, with the special ones at its end; -1: as many as fit
+    use_activation: bool | None = (
+        None  # False: neither normalize an embedding nor turn scores into probabilities; None: True
+    )
+    truncate_prompt_tokens: int | None = (
+        None  # keep the prompt's first k tokens, with the special ones at its end; -1: as many as fit
+    )
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
-            raise RequestError(f"task must be one of {', '.join(TASKS)}, or None, got {shown(self.task)}")
+            raise RequestError(
+                f"task must be one of {', '.join(TASKS)}, or None, got {shown(self.task)}"
+            )
         for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value: Any = getattr(self, name)
-            if value is not None and ((number := plain_integer(value)) is None or number < low or number == 0):
-                raise RequestError(f"{name} must be an integer of 1 or more, or {'-1 or ' if low < 0 else ''}None, got {shown(value)}")
+            if value is not None and (
+                (number := plain_integer(value)) is None or number < low or number == 0
+            ):
+                raise RequestError(
+                    f"{name} must be an integer of 1 or more, or {'-1 or ' if low < 0 else ''}None, got {shown(value)}"
+                )
         if self.use_activation is not None and type(self.use_activation) is not bool:
-            raise RequestError(f"use_activation must be true, false or None, got {shown(self.use_activation)}")
+            raise RequestError(
+                f"use_activation must be true, false or None, got {shown(self.use_activation)}"
+            )
 
     def clone(self) -> PoolingParams:
         """Return it: parameters of pooling can't be changed."""
@@ -129,7 +143,9 @@ class PoolingRequestOutput(Generic[Output]):
     def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
         """Return the output of a request that pooled one vector, with that as this class has it."""
         shared = {name: getattr(base, name) for name in _NAMES}
-        return cls(**{**shared, "outputs": None if base.outputs is None else cls._read(base.outputs.data)})
+        return cls(
+            **{**shared, "outputs": None if base.outputs is None else cls._read(base.outputs.data)}
+        )
 
     @classmethod
     def _read(cls, data: NDArray[np.float32]) -> Any:

@@ -82,19 +82,25 @@ def _instant(name: str, value: Any) -> float:
 
 def _duration(name: str, value: Any) -> float:
     if (seconds := as_number(value)) is None or not 0 < seconds <= MAX_TIME_S:
-        raise RequestError(f"{name} must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got {shown(value)}"
+        )
     return seconds
 
 
 def _rank(name: str, value: Any) -> int:
     if (number := plain_integer(value)) is None or not INT64[0] <= number <= INT64[1]:
-        raise RequestError(f"{name} must be an integer from {INT64[0]} to {INT64[1]}, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be an integer from {INT64[0]} to {INT64[1]}, got {shown(value)}"
+        )
     return number
 
 
 def _count(name: str, value: Any) -> int:
     if (number := plain_integer(value)) is None or not 0 <= number <= INT64[1]:
-        raise RequestError(f"{name} must be an integer from 0 to {INT64[1]} or None, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be an integer from 0 to {INT64[1]} or None, got {shown(value)}"
+        )
     return number
 
 
@@ -104,7 +110,9 @@ def _adapter(name: str, value: Any) -> LoRARequest:
     return value
 
 
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of `RequestFields`; None isn't checked, but as a priority
+_CHECKS: dict[
+    str, Callable[[str, Any], Any]
+] = {  # of `RequestFields`; None isn't checked, but as a priority
     "arrival_time": _instant,
     "priority": _rank,
     "client": _text,
@@ -177,11 +185,17 @@ class Request:
         self.deadline = deadline  # absolute, for the last token
         self.ttft_deadline = ttft_deadline  # absolute, for the first token
         self.tbt_s = tbt_s  # the most seconds between two of its tokens that its user asks for
-        self.predicted_tokens = predicted_tokens  # a predicted length of the output, in tokens, if given
+        self.predicted_tokens = (
+            predicted_tokens  # a predicted length of the output, in tokens, if given
+        )
         self.parent = parent  # for a sample of n > 1, the id of the user's request
-        self.cache_keys = cache_keys  # salt, adapters: requests share K and V only if theirs are equal
+        self.cache_keys = (
+            cache_keys  # salt, adapters: requests share K and V only if theirs are equal
+        )
         self.indivisible = indivisible  # its prompt is computed in one step: `Step.grant` grants all of it, or refuses
-        self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))  # distribution -> its own validated model
+        self.extra: Mapping[str, Any] = MappingProxyType(
+            dict(extra or {})
+        )  # distribution -> its own validated model
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -251,7 +265,9 @@ class Request:
         return f"{type(self).__name__}({self.id!r}, prompt_tokens={self.prompt_tokens}, generated={self.generated})"
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: a step makes thousands, and frozen ones take four times as long
+@dataclass(
+    slots=True, unsafe_hash=True
+)  # not frozen: a step makes thousands, and frozen ones take four times as long
 class Logprob:
     """The log-probability of a token under the raw distribution (before temperature, filters and penalties). `rank` 1 is the likeliest token.
 
@@ -276,7 +292,9 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     preemptions: int = 0
-    pauses: Sequence[tuple[float, float | None]] = ()  # of its first sample: from each preemption to the next admission, the first 100
+    pauses: Sequence[
+        tuple[float, float | None]
+    ] = ()  # of its first sample: from each preemption to the next admission, the first 100
 
 
 @dataclass(slots=True)
@@ -287,9 +305,13 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: Sequence[TokenLogprobMap] | None = None  # one map for each of `token_ids`, made when it is read
+    logprobs: Sequence[TokenLogprobMap] | None = (
+        None  # one map for each of `token_ids`, made when it is read
+    )
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or string that matched (None: EOS), "kv_capacity", or the reason of a rejection or failure
+    stop_reason: int | str | None = (
+        None  # the stop token or string that matched (None: EOS), "kv_capacity", or the reason of a rejection or failure
+    )
 
     @property
     def finished(self) -> bool:
@@ -301,7 +323,9 @@ class CompletionOutput:
             return self.text
         if key == "token_ids":
             return list(self.token_ids)
-        raise KeyError(f"an output answers to 'text' and 'token_ids', not to {key!r}; its other fields are attributes")
+        raise KeyError(
+            f"an output answers to 'text' and 'token_ids', not to {key!r}; its other fields are attributes"
+        )
 
 
 @dataclass(slots=True)
@@ -314,7 +338,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache (for n > 1 by the first sample)
+    num_cached_tokens: int = (
+        0  # prompt tokens found in the prefix cache (for n > 1 by the first sample)
+    )
     metrics: RequestMetrics | None = None
     prompt_index: int = 0  # index of its prompt in the list that `LLM` was given
 

@@ -13,7 +13,9 @@ _NAMES = {  # heading of the roadmap -> commands, keys and parameters that belon
     "Several machines": "pipeline_parallel_size data_parallel_size pp dp distributed_executor_backend num_nodes",
 }
 
-HEADINGS: Mapping[str, str] = MappingProxyType({name: heading for heading, names in _NAMES.items() for name in names.split()})
+HEADINGS: Mapping[str, str] = MappingProxyType(
+    {name: heading for heading, names in _NAMES.items() for name in names.split()}
+)
 
 
 def not_yet(name: str) -> str | None:

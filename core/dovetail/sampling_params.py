@@ -12,16 +12,30 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
-from dovetail.checks import BINARY, INT64, as_number, did_you_mean, plain_integer, plain_text, shown, unicode_error
+from dovetail.checks import (
+    BINARY,
+    INT64,
+    as_number,
+    did_you_mean,
+    plain_integer,
+    plain_text,
+    shown,
+    unicode_error,
+)
 from dovetail.errors import RequestError
 from dovetail.frozen import FrozenDict, frozen
 from dovetail.roadmap import not_yet
-from dovetail.structured import GuidedDecodingParams as GuidedDecodingParams  # who comes from vLLM looks for it here
+from dovetail.structured import (
+    GuidedDecodingParams as GuidedDecodingParams,
+)  # who comes from vLLM looks for it here
 from dovetail.structured import Structured, structured_of_vllm
 from dovetail.structured import StructuredOutputsParams as StructuredOutputsParams
 from dovetail.vllm_only import VllmOnly, leave_out
 
-REPETITION_PENALTIES = (0.01, 100.0)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
+REPETITION_PENALTIES = (
+    0.01,
+    100.0,
+)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
 NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -31,31 +45,56 @@ NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
     "stop_sequences": "stop",
     "eos_token_id": "stop_token_ids",
     "top_logprobs": "logprobs",
-    **dict.fromkeys(("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured"),
+    **dict.fromkeys(
+        ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "structured",
+    ),
 }
 
-_VLLMS_RULES = ("structured_outputs", "guided_decoding")  # vLLM's names of `structured`, by which it takes other values
+_VLLMS_RULES = (
+    "structured_outputs",
+    "guided_decoding",
+)  # vLLM's names of `structured`, by which it takes other values
 LENGTH_PENALTIES = (-10.0, 10.0)  # the allowed range: no length to this power overflows
 BEAM_SEARCH = "beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
-BEAM_NAMES = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping", "diversity_penalty")  # of requests in other engines
+BEAM_NAMES = (
+    "use_beam_search",
+    "num_beams",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "diversity_penalty",
+)  # of requests in other engines
 _MARKS = "no engine here marks texts: leave it out"
 _ROUTES = "outputs have tokens and log-probabilities, no routes of experts"
 VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `SamplingParams`
     "best_of": VllmOnly("set n, and take the samples with the largest cumulative_logprob", (1,)),
     "flat_logprobs": VllmOnly("log-probabilities are a list of mappings", (False,)),
-    "logprob_token_ids": VllmOnly("set logprobs, or allowed_token_ids to choose among a few tokens"),
+    "logprob_token_ids": VllmOnly(
+        "set logprobs, or allowed_token_ids to choose among a few tokens"
+    ),
     "output_text_buffer_length": VllmOnly("vLLM sets it itself: leave it out", (0,)),
     "prompt_logprob_start": VllmOnly("prompt_logprobs are of the whole prompt", (0,)),
     "prompt_logprob_token_ids": VllmOnly("set prompt_logprobs"),
     "repetition_detection": VllmOnly("set a repetition_penalty, or max_tokens"),
-    "return_last_hidden_states": VllmOnly("LLM.encode(…, pooling_task='token_embed') returns the hidden states of a text", (False,)),
+    "return_last_hidden_states": VllmOnly(
+        "LLM.encode(…, pooling_task='token_embed') returns the hidden states of a text", (False,)
+    ),
     "routed_experts_prompt_start": VllmOnly(_ROUTES, (0,)),
     "skip_clone": VllmOnly("requests share their parameters: leave it out", advisory=True),
     "skip_reading_prefix_cache": VllmOnly("give the request a cache_salt of its own", (False,)),
-    "spaces_between_special_tokens": VllmOnly("texts are decoded as the tokenizer does by default: leave it out", (True,)),
-    "stream_interval": VllmOnly("a stream's outputs are coalesced while its reader is slow: leave it out", (1,)),
-    "thinking_token_budget": VllmOnly("structured={'after': '</think>', 'after_tokens': …} limits the reasoning"),
-    "trace_decode_token_ids": VllmOnly("put the tokens at the prompt's end, and set prompt_logprobs"),
+    "spaces_between_special_tokens": VllmOnly(
+        "texts are decoded as the tokenizer does by default: leave it out", (True,)
+    ),
+    "stream_interval": VllmOnly(
+        "a stream's outputs are coalesced while its reader is slow: leave it out", (1,)
+    ),
+    "thinking_token_budget": VllmOnly(
+        "structured={'after': '</think>', 'after_tokens': …} limits the reasoning"
+    ),
+    "trace_decode_token_ids": VllmOnly(
+        "put the tokens at the prompt's end, and set prompt_logprobs"
+    ),
     "use_beam_search": VllmOnly(BEAM_SEARCH, (False,)),
     "watermarking": VllmOnly(_MARKS, (False,)),
 }
@@ -123,7 +162,9 @@ def _settable_until_used(cls: type[T]) -> type[T]:
 
     def set_field(self: T, name: str, value: Any) -> None:
         if getattr(self, "_used", False):
-            raise FrozenInstanceError(f"{name}: these {made.__name__} are in use, and can't change any more: change a copy, params = params.clone()")
+            raise FrozenInstanceError(
+                f"{name}: these {made.__name__} are in use, and can't change any more: change a copy, params = params.clone()"
+            )
         changed = replace(self, **{name: value})  # type: ignore[type-var]
         for field_name in made.__match_args__:
             object.__setattr__(self, field_name, getattr(changed, field_name))
@@ -144,7 +185,9 @@ def _unknown_field(name: str, valid: Sequence[str]) -> str:
         return f"{name}: {BEAM_SEARCH}"
     if planned := not_yet(name):
         return f"{name}: unknown {kind} parameter: {planned}"
-    return f"{name[:80]}: unknown {kind} parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
+    return f"{name[:80]}: unknown {kind} parameter" + (
+        did_you_mean(name, valid) or f"; valid are {', '.join(valid)}"
+    )
 
 
 @_settable_until_used
@@ -163,15 +206,23 @@ class SamplingParams(_Settable):
     temperature: float | None = None  # 0 is greedy; neutral: 1
     top_k: int | None = None  # keep the k most likely; 0 or -1: all
     top_p: float | None = None  # keep the smallest set whose probability reaches p, 0 < p <= 1
-    min_p: float | None = None  # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
+    min_p: float | None = (
+        None  # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
+    )
     seed: int | None = None  # same seed, same tokens, whatever else runs
-    max_tokens: int | None = 16  # None: `max_new_tokens` of the model's defaults; its length always holds
+    max_tokens: int | None = (
+        16  # None: `max_new_tokens` of the model's defaults; its length always holds
+    )
     min_tokens: int = 0  # nothing but lack of room stops it before this many tokens
     stop: str | Sequence[str] | None = None  # stop strings
     stop_token_ids: Sequence[int] | None = None  # stop when one of these is generated
-    include_stop_str_in_output: bool = False  # keep the stop string, or the stop token's text, at the end of the text
+    include_stop_str_in_output: bool = (
+        False  # keep the stop string, or the stop token's text, at the end of the text
+    )
     ignore_eos: bool = False  # go on after the model's EOS, unless it is in stop_token_ids
-    repetition_penalty: float | None = None  # penalty on tokens in prompt and output, 0.01 to 100 (CTRL, arXiv:1909.05858 section 4.1); neutral: 1
+    repetition_penalty: float | None = (
+        None  # penalty on tokens in prompt and output, 0.01 to 100 (CTRL, arXiv:1909.05858 section 4.1); neutral: 1
+    )
     presence_penalty: float = 0.0  # subtracted once from a generated token's logit, -2 to 2
     frequency_penalty: float = 0.0  # subtracted for each time it was generated, -2 to 2
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit, -100 to 100
@@ -179,16 +230,30 @@ class SamplingParams(_Settable):
     # Words that the model can't write with the tokens by which the tokenizer spells them, as they are and after a space, unless no other token is
     # allowed. Other tokens may still have the same letters: "ll" bans the token "ll", not "'ll" nor "l", "l".
     bad_words: Sequence[str] | None = None
-    logprobs: int | None = None  # return log-probabilities of the sampled token and of the k likeliest
+    logprobs: int | None = (
+        None  # return log-probabilities of the sampled token and of the k likeliest
+    )
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     skip_special_tokens: bool = True  # leave special tokens out of the text
     detokenize: bool = True  # False: token ids only, no text
-    output_kind: OutputKind | Literal["cumulative", "delta", "final"] = OutputKind.CUMULATIVE  # a string becomes an `OutputKind`
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that its capabilities don't name are refused
-    logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # names of the engine's logits processors -> their arguments
-    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: as many as fit the model
-    structured: Structured | Mapping[str, Any] | None = None  # a rule that the answer follows; a mapping of its fields becomes a `Structured`
-    max_drafts: int | None = None  # most drafts that it checks in a step (speculative decoding), at most the engine's own number; 0: none
+    output_kind: OutputKind | Literal["cumulative", "delta", "final"] = (
+        OutputKind.CUMULATIVE
+    )  # a string becomes an `OutputKind`
+    extra_args: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # for the sampler; keys that its capabilities don't name are refused
+    logits_processors: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # names of the engine's logits processors -> their arguments
+    truncate_prompt_tokens: int | None = (
+        None  # keep the prompt's last k tokens; -1: as many as fit the model
+    )
+    structured: Structured | Mapping[str, Any] | None = (
+        None  # a rule that the answer follows; a mapping of its fields becomes a `Structured`
+    )
+    max_drafts: int | None = (
+        None  # most drafts that it checks in a step (speculative decoding), at most the engine's own number; 0: none
+    )
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -197,8 +262,18 @@ class SamplingParams(_Settable):
         def integer(name: str, low: int, high: int = INT64[1], *, optional: bool = False) -> None:
             put(name, _integer(name, getattr(self, name), low, high, optional=optional))
 
-        def number(name: str, low: float, high: float = math.inf, *, optional: bool = False, open_low: bool = False) -> None:
-            put(name, _number(name, getattr(self, name), low, high, optional=optional, open_low=open_low))
+        def number(
+            name: str,
+            low: float,
+            high: float = math.inf,
+            *,
+            optional: bool = False,
+            open_low: bool = False,
+        ) -> None:
+            put(
+                name,
+                _number(name, getattr(self, name), low, high, optional=optional, open_low=open_low),
+            )
 
         put("stop", _texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
         put("bad_words", _texts("bad_words", self.bad_words))
@@ -206,9 +281,13 @@ class SamplingParams(_Settable):
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids must name at least one token id, got an empty list")
+                raise RequestError(
+                    "allowed_token_ids must name at least one token id, got an empty list"
+                )
         put("output_kind", _output_kind(self.output_kind))
-        _check_bools(self, "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+        _check_bools(
+            self, "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"
+        )
         integer("n", 1)
         integer("max_tokens", 1, optional=True)
         integer("min_tokens", 0)
@@ -228,23 +307,37 @@ class SamplingParams(_Settable):
         put("extra_args", _extra_args(self.extra_args))
         put("logits_processors", _logits_processors(self.logits_processors))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}")
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}"
+            )
         if self.truncate_prompt_tokens == 0:
-            raise RequestError("truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at least one token")
+            raise RequestError(
+                "truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at least one token"
+            )
         if self.structured is not None:
             put("structured", rule := Structured.of(self.structured))
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
-                if (value := getattr(self, name)) and (rule.kind is not None or name == "allowed_token_ids"):
+                if (value := getattr(self, name)) and (
+                    rule.kind is not None or name == "allowed_token_ids"
+                ):
                     raise RequestError(
                         f"{name} and structured contradict each other: the rule says which tokens may come, and where the end; got {shown(value)}"
                     )
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need text: set detokenize to true, or use stop_token_ids")
+            raise RequestError(
+                "stop strings need text: set detokenize to true, or use stop_token_ids"
+            )
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
         """Make `SamplingParams(**values)`, with the default for each field that is None, except `max_tokens`, where None has a meaning."""
-        return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
+        return cls(
+            **{
+                name: value
+                for name, value in values.items()
+                if value is not None or name == "max_tokens"
+            }
+        )
 
     def clone(self) -> SamplingParams:
         """Return a copy, which isn't in use."""
@@ -281,10 +374,18 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "beam_width", _integer("beam_width", self.beam_width, 1, INT64[1]))
         object.__setattr__(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, INT64[1]))
-        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, *LENGTH_PENALTIES))
-        _check_bools(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+        object.__setattr__(
+            self,
+            "length_penalty",
+            _number("length_penalty", self.length_penalty, *LENGTH_PENALTIES),
+        )
+        _check_bools(
+            self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"
+        )
         if as_number(self.temperature) != 0:
-            raise RequestError(f"temperature must be 0: beam search draws nothing, it keeps the most probable answers; got {shown(self.temperature)}")
+            raise RequestError(
+                f"temperature must be 0: beam search draws nothing, it keeps the most probable answers; got {shown(self.temperature)}"
+            )
 
 
 def _integer(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> int | None:
@@ -292,18 +393,30 @@ def _integer(name: str, value: Any, low: int, high: int, *, optional: bool = Fal
         return None
     number = plain_integer(value)
     if number is None or not low <= number <= high:
-        raise RequestError(f"{name} must be an integer >= {low} and <= {high}{' or None' if optional else ''}, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be an integer >= {low} and <= {high}{' or None' if optional else ''}, got {shown(value)}"
+        )
     return number
 
 
-def _number(name: str, value: Any, low: float, high: float, *, optional: bool = False, open_low: bool = False) -> float | None:
+def _number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    optional: bool = False,
+    open_low: bool = False,
+) -> float | None:
     if value is None and optional:
         return None
     number = as_number(value)
     if number is None or not low <= number <= high or (open_low and number == low):
         upper = "" if high == math.inf else f" and <= {high:g}"
         sign = ">" if open_low else ">="
-        raise RequestError(f"{name} must be a finite number {sign} {low:g}{upper}{' or None' if optional else ''}, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be a finite number {sign} {low:g}{upper}{' or None' if optional else ''}, got {shown(value)}"
+        )
     return number
 
 
@@ -312,7 +425,9 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
     for value in _items(name, values, "non-empty strings"):
         text = plain_text(value)
         if not text or unicode_error(text):
-            raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)} in it")
+            raise RequestError(
+                f"{name} must be a list of non-empty strings, got {shown(value)} in it"
+            )
         texts.append(text)
     return tuple(texts)
 
@@ -345,7 +460,9 @@ def _output_kind(value: Any) -> OutputKind:
     try:
         return value if isinstance(value, OutputKind) else OutputKind(value)
     except ValueError:
-        raise RequestError(f"output_kind must be one of {', '.join(k.value for k in OutputKind)}, got {shown(value)}") from None
+        raise RequestError(
+            f"output_kind must be one of {', '.join(k.value for k in OutputKind)}, got {shown(value)}"
+        ) from None
 
 
 def _logit_bias(bias: Any) -> Mapping[int, float] | None:
@@ -360,7 +477,9 @@ def _logit_bias(bias: Any) -> Mapping[int, float] | None:
             raise RequestError(f"logit_bias: token id must be an integer >= 0, got {shown(key)}")
         number = as_number(value)
         if number is None or not -100 <= number <= 100:
-            raise RequestError(f"logit_bias[{shown(token)}] must be a finite number >= -100 and <= 100, got {shown(value)}")
+            raise RequestError(
+                f"logit_bias[{shown(token)}] must be a finite number >= -100 and <= 100, got {shown(value)}"
+            )
         checked[token] = number
     return FrozenDict(checked)
 
@@ -379,7 +498,9 @@ def _extra_args(extra: Any) -> Mapping[str, Any]:
 def _logits_processors(asked: Any) -> Mapping[str, Mapping[str, Any]]:
     if asked is None:
         return FrozenDict()
-    if not isinstance(asked, Mapping) or not all(isinstance(name, str) and isinstance(values, Mapping) for name, values in asked.items()):
+    if not isinstance(asked, Mapping) or not all(
+        isinstance(name, str) and isinstance(values, Mapping) for name, values in asked.items()
+    ):
         raise RequestError(
             "logits_processors must map names of the engine's, which are plugins (docs/plugins/logits_processor.md), to their arguments, as in "
             f'{{"dry": {{"multiplier": 0.8}}}}, got {shown(asked)}'

@@ -16,7 +16,10 @@ from dovetail.json_files import read_json_object
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 OWN_FILE = "config_sentence_transformers.json"
-TRANSFORMER_FILES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"))
+TRANSFORMER_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 _WHOLE = "only layers of whole embeddings are served"
 _MULTI_VECTOR = "late interaction"
 _SIZE = NoEffect("the tensors and what comes before say it")
@@ -26,8 +29,12 @@ OWN = FileKeys(
     {
         "prompts": Used("texts to put before prompts, by name"),
         "default_prompt_name": Used("the prompt of texts that name none"),
-        "similarity_fn_name": Used("what `score` computes of two embeddings: cosine, dot, euclidean or manhattan"),
-        "truncate_dim": Used("the size to which embeddings are cut after normalization, if a request sets no `dimensions`"),
+        "similarity_fn_name": Used(
+            "what `score` computes of two embeddings: cosine, dot, euclidean or manhattan"
+        ),
+        "truncate_dim": Used(
+            "the size to which embeddings are cut after normalization, if a request sets no `dimensions`"
+        ),
         "activation_fn": Used("the activation of a classifier's scores"),
         "model_type": Used("the kind of model; SparseEncoder and MultiVectorEncoder aren't served"),
         "keep_in_fp32_modules": NoEffect("heads are computed in float32 anyway"),
@@ -48,9 +55,15 @@ MODULES = FileKeys(
 TRANSFORMER = FileKeys(
     TRANSFORMER_FILES[0],
     {
-        "max_seq_length": Used("the tokens to which texts are cut; without it, the tokenizer's `model_max_length`"),
-        "transformer_task": Used("feature-extraction, sequence-classification or text-generation; others are refused"),
-        "modality_config": Used("how texts are computed; only `forward` and its usual output is served, and no chat template"),
+        "max_seq_length": Used(
+            "the tokens to which texts are cut; without it, the tokenizer's `model_max_length`"
+        ),
+        "transformer_task": Used(
+            "feature-extraction, sequence-classification or text-generation; others are refused"
+        ),
+        "modality_config": Used(
+            "how texts are computed; only `forward` and its usual output is served, and no chat template"
+        ),
         "do_lower_case": Used("texts are put in lower case before the tokenizer's own rules"),
         "module_output_name": NoEffect("the modules that follow name their input"),
         "unpad_inputs": NoEffect("nothing is padded"),
@@ -58,10 +71,20 @@ TRANSFORMER = FileKeys(
         "query_length": Refused(_MULTI_VECTOR),
         "document_length": Refused(_MULTI_VECTOR),
         "query_expansion": Refused(_MULTI_VECTOR),
-        "tokenizer_name_or_path": Refused("another model's tokenizer; name it by `tokenizer` in the config"),
+        "tokenizer_name_or_path": Refused(
+            "another model's tokenizer; name it by `tokenizer` in the config"
+        ),
         **{
-            f"{part}_{end}": Refused("arguments for transformers", ({}, {"trust_remote_code": True}, {"trust_remote_code": False}))
-            for part, ends in (("model", ("args", "kwargs")), ("config", ("args", "kwargs")), ("tokenizer", ("args",)), ("processor", ("kwargs",)))
+            f"{part}_{end}": Refused(
+                "arguments for transformers",
+                ({}, {"trust_remote_code": True}, {"trust_remote_code": False}),
+            )
+            for part, ends in (
+                ("model", ("args", "kwargs")),
+                ("config", ("args", "kwargs")),
+                ("tokenizer", ("args",)),
+                ("processor", ("kwargs",)),
+            )
             for end in ends
         },
     },
@@ -80,7 +103,9 @@ DENSE = FileKeys(
     "Dense/config.json",
     {
         "out_features": Used("the size of the result"),
-        "activation_function": Used("one of torch's GELU, Identity, ReLU, Sigmoid, SiLU, Softmax, Tanh"),
+        "activation_function": Used(
+            "one of torch's GELU, Identity, ReLU, Sigmoid, SiLU, Softmax, Tanh"
+        ),
         "in_features": _SIZE,
         "bias": NoEffect("it is there if its tensor is"),
         "module_input_name": Refused(_WHOLE, ("sentence_embedding",)),
@@ -132,7 +157,9 @@ def read_own(directory: Path) -> dict[str, Any]:
     content = read_checked(path, OWN)
     if (name := content.get("similarity_fn_name")) not in (None, *SIMILARITIES):
         served = ", ".join(SIMILARITIES)
-        raise UnsupportedError(f"{path}: similarity_fn_name {name!r} isn't served; served are {served}")
+        raise UnsupportedError(
+            f"{path}: similarity_fn_name {name!r} isn't served; served are {served}"
+        )
     return content
 
 
@@ -140,4 +167,6 @@ def has_marks(directory: Path, config: dict[str, Any]) -> bool:
     """Return True if sentence-transformers has saved this checkpoint, whose `config.json` is given."""
     marks = ("sentence_transformers", "sbert_ce_default_activation_function")
     files = (MODULES.file, OWN_FILE)
-    return any(config.get(mark) for mark in marks) or any((directory / file).is_file() for file in files)
+    return any(config.get(mark) for mark in marks) or any(
+        (directory / file).is_file() for file in files
+    )

@@ -36,7 +36,9 @@ def check_installed() -> None:
     except ModuleNotFoundError as error:  # of a parent package
         missing = [str(error.name)]
     if missing:
-        raise MissingExtraError.naming("tracing", f"traces need OpenTelemetry, of which {missing[0]} isn't installed")
+        raise MissingExtraError.naming(
+            "tracing", f"traces need OpenTelemetry, of which {missing[0]} isn't installed"
+        )
 
 
 class Spans:
@@ -48,8 +50,12 @@ class Spans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "dovetail")})
-        self._provider = TracerProvider(resource=resource, id_generator=_ids(), shutdown_on_exit=False)
+        resource = Resource.create(
+            {"service.name": os.environ.get("OTEL_SERVICE_NAME", "dovetail")}
+        )
+        self._provider = TracerProvider(
+            resource=resource, id_generator=_ids(), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("dovetail")
         self._propagator = TraceContextTextMapPropagator()
@@ -81,7 +87,9 @@ class Spans:
 
         end_ns = time.time_ns()
         begin_ns = end_ns - round(took_s * 1e9)
-        context = self._propagator.extract({name: headers[name] for name in _CONTEXT if name in headers})
+        context = self._propagator.extract(
+            {name: headers[name] for name in _CONTEXT if name in headers}
+        )
         span = self._tracer.start_span(SPAN, context, SpanKind.SERVER, start_time=begin_ns)
         if span.is_recording():
             span.set_attributes(attributes)
@@ -89,7 +97,10 @@ class Spans:
                 span.set_status(Status(StatusCode.ERROR, error[:500]))
             inside = set_span_in_context(span)
             for name, begin, end in phases:
-                first, last = (min(max(begin_ns, end_ns - round((now - at) * 1e9)), end_ns) for at in (begin, end))
+                first, last = (
+                    min(max(begin_ns, end_ns - round((now - at) * 1e9)), end_ns)
+                    for at in (begin, end)
+                )
                 self._tracer.start_span(f"{SPAN}.{name}", inside, start_time=first).end(last)
         span.end(end_ns)
 
@@ -122,7 +133,11 @@ def phases_of(times: RequestMetrics, now: float) -> list[tuple[str, float, float
     """Return the phases of a request in order: "queue", "prefill", "decode" and "preempted", each with its begin and end in seconds on the engine's
     clock. Without gaps; the last one ends at `now` if the request hasn't finished. What is computed again after a preemption belongs to the phase
     that was interrupted."""
-    reached = [("queue", times.arrival_time), ("prefill", times.first_scheduled_time), ("decode", times.first_token_time)]
+    reached = [
+        ("queue", times.arrival_time),
+        ("prefill", times.first_scheduled_time),
+        ("decode", times.first_token_time),
+    ]
     begins = [(name, begin) for name, begin in reached if begin is not None]
     last = now if times.finished_time is None else times.finished_time
     pauses = [(begin, last if end is None else end) for begin, end in times.pauses]
@@ -130,7 +145,11 @@ def phases_of(times: RequestMetrics, now: float) -> list[tuple[str, float, float
     phases: list[tuple[str, float, float]] = []
     for begin, end in pairwise(at for at in cuts if at <= last):
         paused = any(since <= begin < until for since, until in pauses)
-        name = "preempted" if paused else next((name for name, since in reversed(begins) if since <= begin), "queue")
+        name = (
+            "preempted"
+            if paused
+            else next((name for name, since in reversed(begins) if since <= begin), "queue")
+        )
         if phases and phases[-1][0] == name:
             begin = phases.pop()[1]
         phases.append((name, begin, end))
@@ -141,9 +160,13 @@ def latencies(times: RequestMetrics) -> dict[str, float | None]:
     """Return the attributes for the times of a request, in seconds."""
     return {
         "gen_ai.latency.time_in_queue": between(times.arrival_time, times.first_scheduled_time),
-        "gen_ai.latency.time_in_model_prefill": between(times.first_scheduled_time, times.first_token_time),
+        "gen_ai.latency.time_in_model_prefill": between(
+            times.first_scheduled_time, times.first_token_time
+        ),
         "gen_ai.latency.time_in_model_decode": between(times.first_token_time, times.finished_time),
-        "gen_ai.latency.time_in_model_inference": between(times.first_scheduled_time, times.finished_time),
+        "gen_ai.latency.time_in_model_inference": between(
+            times.first_scheduled_time, times.finished_time
+        ),
     }
 
 
@@ -152,6 +175,8 @@ def between(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else end - begin
 
 
-def known(attributes: Mapping[str, str | int | float | list[str] | None]) -> dict[str, str | int | float | list[str]]:
+def known(
+    attributes: Mapping[str, str | int | float | list[str] | None],
+) -> dict[str, str | int | float | list[str]]:
     """Return the attributes that have a value."""
     return {name: value for name, value in attributes.items() if value is not None}

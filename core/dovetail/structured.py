@@ -12,13 +12,30 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from dovetail.bounded_json import WrongJsonError, read_json
-from dovetail.checks import BINARY, INT64, exact_float, plain_integer, plain_text, shown, unicode_error
+from dovetail.checks import (
+    BINARY,
+    INT64,
+    exact_float,
+    plain_integer,
+    plain_text,
+    shown,
+    unicode_error,
+)
 from dovetail.errors import RequestError
 
-RULES = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")  # the fields of which exactly one is given
+RULES = (
+    "json_schema",
+    "json_object",
+    "regex",
+    "grammar",
+    "choice",
+    "structural_tag",
+)  # the fields of which exactly one is given
 # What may hide brackets, read once: unclosed, it extends to the end, and hides nothing (an empty group).
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)  # of JSON
-_ESCAPED = re.compile(r"\\(.)|\[\^?\]?(?:[^\]\\]++|\\.)*+(\]?)", re.DOTALL)  # of a regular expression: an escape, a set of characters
+_ESCAPED = re.compile(
+    r"\\(.)|\[\^?\]?(?:[^\]\\]++|\\.)*+(\]?)", re.DOTALL
+)  # of a regular expression: an escape, a set of characters
 _BRACKETS = re.compile(r"[\[\](){}]")
 _TAG_KEYS = ("structures", "triggers", "at_least_one", "stop_after_first", "separator")
 _STRUCTURE_KEYS = ("begin", "schema", "end")
@@ -32,21 +49,31 @@ class Structured:
     of that text are forced after so many without it, which limits the reasoning of a model; then the first six fields may be missing.
     """
 
-    json_schema: Any = None  # a JSON Schema: a mapping, its JSON, or a pydantic model's class; kept as its JSON
+    json_schema: Any = (
+        None  # a JSON Schema: a mapping, its JSON, or a pydantic model's class; kept as its JSON
+    )
     regex: str | None = None  # the whole answer matches it
     grammar: str | None = None  # a context-free grammar, in Lark's or GBNF's syntax
     choice: Sequence[str] | None = None  # the answer is one of these
     json_object: bool = False  # any JSON object
-    structural_tag: str | Mapping[str, Any] | None = None  # see `dovetail.api.grammar.GrammarSpec`; kept as its JSON
+    structural_tag: str | Mapping[str, Any] | None = (
+        None  # see `dovetail.api.grammar.GrammarSpec`; kept as its JSON
+    )
     after: str | None = None
     after_tokens: int | None = None  # 1 or more
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise _wrong("json_object", f"it must be true or false, got {shown(self.json_object)}")
-        given = [name for name in RULES if getattr(self, name) is not None and getattr(self, name) is not False]
+        given = [
+            name
+            for name in RULES
+            if getattr(self, name) is not None and getattr(self, name) is not False
+        ]
         if len(given) != 1 and (given or self.after_tokens is None):
-            raise RequestError(f"structured must have exactly one of {', '.join(RULES)}; got {' and '.join(given) or 'none'}")
+            raise RequestError(
+                f"structured must have exactly one of {', '.join(RULES)}; got {' and '.join(given) or 'none'}"
+            )
         for name in given:
             object.__setattr__(self, name, _CHECKS[name](getattr(self, name), name))
         if self.after is not None:
@@ -54,10 +81,15 @@ class Structured:
         if self.after_tokens is not None:
             tokens = plain_integer(self.after_tokens)
             if tokens is None or not 0 < tokens <= INT64[1]:
-                raise _wrong("after_tokens", f"it must be an integer of 1 or more, got {shown(self.after_tokens)}")
+                raise _wrong(
+                    "after_tokens",
+                    f"it must be an integer of 1 or more, got {shown(self.after_tokens)}",
+                )
             object.__setattr__(self, "after_tokens", tokens)
             if self.after is None:
-                raise _wrong("after_tokens", "it needs `after`, the text that must have come by then")
+                raise _wrong(
+                    "after_tokens", "it needs `after`, the text that must have come by then"
+                )
 
     @classmethod
     def of(cls, value: Any) -> Structured:
@@ -65,11 +97,15 @@ class Structured:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise RequestError(f"structured must be a Structured, or a mapping of its fields, got {shown(value)}")
+            raise RequestError(
+                f"structured must be a Structured, or a mapping of its fields, got {shown(value)}"
+            )
         known = [field.name for field in fields(cls)]
         for key in value:
             if key not in known:
-                raise RequestError(f"structured.{_key(key)}: there is no such field; there are {', '.join(known)}")
+                raise RequestError(
+                    f"structured.{_key(key)}: there is no such field; there are {', '.join(known)}"
+                )
         return cls(**value)
 
     @property
@@ -87,7 +123,9 @@ class Structured:
 
     def depth(self) -> int:
         """Return the nesting depth of brackets in the text, outside of strings and character classes."""
-        plain = (_ESCAPED if self.kind == "regex" else _STRING).sub(lambda found: "" if found[found.re.groups] or found[1] else found[0], self.text)
+        plain = (_ESCAPED if self.kind == "regex" else _STRING).sub(
+            lambda found: "" if found[found.re.groups] or found[1] else found[0], self.text
+        )
         deepest = depth = 0
         for bracket in _BRACKETS.findall(plain):
             depth += 1 if bracket in "([{" else -1
@@ -113,12 +151,27 @@ class StructuredOutputsParams:
 
     def structured(self) -> Structured:
         """Return the equivalent `Structured`. Raises `RequestError`, also for an unsupported option."""
-        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        for name in (
+            "disable_any_whitespace",
+            "disable_additional_properties",
+            "whitespace_pattern",
+        ):
             if getattr(self, name):
-                raise RequestError(f"structured_outputs.{name}: it isn't supported; say it in the schema, or in a grammar")
+                raise RequestError(
+                    f"structured_outputs.{name}: it isn't supported; say it in the schema, or in a grammar"
+                )
         if self.backend not in (None, "auto"):
-            raise RequestError(f"structured_outputs.backend: the engine's config chooses it (grammar), got {shown(self.backend)}")
-        return Structured(self.json, self.regex, self.grammar, self.choice, bool(self.json_object), self.structural_tag)
+            raise RequestError(
+                f"structured_outputs.backend: the engine's config chooses it (grammar), got {shown(self.backend)}"
+            )
+        return Structured(
+            self.json,
+            self.regex,
+            self.grammar,
+            self.choice,
+            bool(self.json_object),
+            self.structural_tag,
+        )
 
 
 GuidedDecodingParams = StructuredOutputsParams
@@ -130,10 +183,14 @@ def structured_of_vllm(value: Any) -> Structured:
         known = [field.name for field in fields(StructuredOutputsParams)]
         for key in value:
             if key not in known:
-                raise RequestError(f"structured_outputs.{_key(key)}: there is no such field; there are {', '.join(known)}")
+                raise RequestError(
+                    f"structured_outputs.{_key(key)}: there is no such field; there are {', '.join(known)}"
+                )
         value = StructuredOutputsParams(**value)
     if not isinstance(value, StructuredOutputsParams):
-        raise RequestError(f"structured_outputs must be StructuredOutputsParams, or a mapping of its fields, got {shown(value)}")
+        raise RequestError(
+            f"structured_outputs must be StructuredOutputsParams, or a mapping of its fields, got {shown(value)}"
+        )
     return value.structured()
 
 
@@ -142,7 +199,9 @@ def _schema(value: Any, name: str) -> str:
         try:
             value = make()
         except Exception as error:  # pydantic's, of a model that has no schema
-            raise _wrong(name, f"{value.__name__} has no JSON Schema: {type(error).__name__}: {error}") from None
+            raise _wrong(
+                name, f"{value.__name__} has no JSON Schema: {type(error).__name__}: {error}"
+            ) from None
     return _json_object(value, name)
 
 
@@ -173,7 +232,9 @@ def _loaded(text: str, name: str) -> Any:
 
 def _dumped(value: Any, name: str) -> str:
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
+        text = json.dumps(
+            value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain
+        )
     except RecursionError:
         raise _wrong(name, "it is nested too deeply") from None
     except (TypeError, ValueError) as error:
@@ -214,7 +275,9 @@ def _structural_tag(value: Any, name: str) -> str:
     tag = {key: one for key, one in value.items() if (key, one) != ("type", "structural_tag")}
     for key in tag:
         if key not in _TAG_KEYS:
-            raise _wrong(f"{name}.{_key(key)}", f"there is no such key; there are {', '.join(_TAG_KEYS)}")
+            raise _wrong(
+                f"{name}.{_key(key)}", f"there is no such key; there are {', '.join(_TAG_KEYS)}"
+            )
     for key in ("at_least_one", "stop_after_first"):
         if not isinstance(tag.get(key, False), bool):
             raise _wrong(f"{name}.{key}", f"it must be true or false, got {shown(tag[key])}")
@@ -230,19 +293,31 @@ def _structural_tag(value: Any, name: str) -> str:
 
 def _check_structure(structure: Any, triggers: Sequence[str], place: str) -> None:
     if not isinstance(structure, Mapping) or set(structure) != set(_STRUCTURE_KEYS):
-        raise _wrong(place, f"it must be a mapping with {', '.join(_STRUCTURE_KEYS)}, got {shown(structure)}")
-    if not isinstance(structure["begin"], str) or not any(structure["begin"].startswith(trigger) for trigger in triggers):
-        raise _wrong(f"{place}.begin", f"it must begin with one of the triggers, got {shown(structure['begin'])}")
+        raise _wrong(
+            place, f"it must be a mapping with {', '.join(_STRUCTURE_KEYS)}, got {shown(structure)}"
+        )
+    if not isinstance(structure["begin"], str) or not any(
+        structure["begin"].startswith(trigger) for trigger in triggers
+    ):
+        raise _wrong(
+            f"{place}.begin",
+            f"it must begin with one of the triggers, got {shown(structure['begin'])}",
+        )
     if not isinstance(structure["end"], str):
         raise _wrong(f"{place}.end", f"it must be a string, got {shown(structure['end'])}")
     if not isinstance(structure["schema"], Mapping):
-        raise _wrong(f"{place}.schema", f"it must be a JSON Schema: a mapping, got {shown(structure['schema'])}")
+        raise _wrong(
+            f"{place}.schema",
+            f"it must be a JSON Schema: a mapping, got {shown(structure['schema'])}",
+        )
 
 
 def _items(tag: Mapping[str, Any], key: str, name: str) -> Sequence[Any]:
     items = tag.get(key)
     if not isinstance(items, Sequence) or isinstance(items, str | BINARY) or not items:
-        raise _wrong(f"{name}.{key}", f"it must be a list with at least one item, got {shown(items)}")
+        raise _wrong(
+            f"{name}.{key}", f"it must be a list with at least one item, got {shown(items)}"
+        )
     return items
 
 

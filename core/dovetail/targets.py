@@ -10,7 +10,9 @@ from typing import Any
 from dovetail.checks import did_you_mean
 from dovetail.errors import DovetailError, PluginError, describe_raised
 
-Wrong = Callable[[str], PluginError]  # makes the error from a text, with the name of the component before it
+Wrong = Callable[
+    [str], PluginError
+]  # makes the error from a text, with the name of the component before it
 
 
 def import_target(target: str, wrong: Wrong) -> Any:
@@ -21,11 +23,15 @@ def import_target(target: str, wrong: Wrong) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too
-        raise wrong(f"importing {module} failed: {describe_raised(error, package_of(target))}") from error
+        raise wrong(
+            f"importing {module} failed: {describe_raised(error, package_of(target))}"
+        ) from error
     try:
         return getattr(imported, name)
     except Exception as error:  # a module's own __getattr__ can raise anything
-        raise wrong(f"{target}: {describe_raised(error, package_of(target))}{did_you_mean(name, vars(imported))}") from error
+        raise wrong(
+            f"{target}: {describe_raised(error, package_of(target))}{did_you_mean(name, vars(imported))}"
+        ) from error
 
 
 def bridged(cls: type[Any], bridges: Iterable[str], wrong: Wrong) -> type[Any]:
@@ -36,13 +42,21 @@ def bridged(cls: type[Any], bridges: Iterable[str], wrong: Wrong) -> type[Any]:
         try:
             subclass = make(cls)
         except Exception as error:
-            raise wrong(f"{bridge} can't make it fit this Dovetail: {describe_raised(error, package_of(bridge))}") from error
-        subclass.__name__, subclass.__qualname__, subclass.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+            raise wrong(
+                f"{bridge} can't make it fit this Dovetail: {describe_raised(error, package_of(bridge))}"
+            ) from error
+        subclass.__name__, subclass.__qualname__, subclass.__module__ = (
+            cls.__name__,
+            cls.__qualname__,
+            cls.__module__,
+        )
         cls = subclass
     return cls
 
 
-def make_component(cls: Callable[[Any, Any], Any], options: Any, context: Any, target: str, wrong: Wrong) -> Any:
+def make_component(
+    cls: Callable[[Any, Any], Any], options: Any, context: Any, target: str, wrong: Wrong
+) -> Any:
     """Return `cls(options, context)`. An error that isn't a `DovetailError` becomes what `wrong` makes of it."""
     try:
         return cls(options, context)

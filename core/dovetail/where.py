@@ -56,14 +56,18 @@ class Where:
         return ": ".join(part for part in (self.origin, self.key, message) if part)
 
 
-def explain(error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str) -> ConfigError:
+def explain(
+    error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str
+) -> ConfigError:
     """Make a `ConfigError` with a line for each key of `given` that `model` rejects, at most `LISTED`; `noun` is the word for a key ("option")."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path_in(given, detail), []).append(detail)
     line_order = {path: index for index, path in enumerate(where.origins)}
     paths = sorted(found, key=lambda path: line_order.get(where.path + path, len(line_order)))
-    lines = [where.at(*path).says(_message(path, found[path], model, noun)) for path in paths[:LISTED]]
+    lines = [
+        where.at(*path).says(_message(path, found[path], model, noun)) for path in paths[:LISTED]
+    ]
     return ConfigError("\n".join([*lines, *and_more(len(paths))]))
 
 
@@ -86,7 +90,9 @@ def _path_in(given: Any, detail: ErrorDetails) -> KeyPath:
     return loc[:path]
 
 
-def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseModel], noun: str) -> str:
+def _message(
+    path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseModel], noun: str
+) -> str:
     kind = details[0]["type"]
     if kind == "missing":
         return f"this {noun} is required"
@@ -94,7 +100,10 @@ def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseMod
         return unknown_key(str(path[-1]), _fields_at(model, path[:-1]), noun)
     if kind in ("model_type", "dict_type"):
         return f"expected {noun}s and values below it, got {shown(details[0]['input'])}"  # pydantic would name Python's types
-    right = [detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for detail in details]
+    right = [
+        detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        for detail in details
+    ]
     if kind in ("value_error", "assertion_error"):
         return "; ".join(right)
     return f"expected {' or '.join(dict.fromkeys(right))}, got {shown(details[0]['input'])}"
@@ -129,4 +138,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((model for model in map(_model_in, get_args(annotation)) if model is not None), None)
+    return next(
+        (model for model in map(_model_in, get_args(annotation)) if model is not None), None
+    )

@@ -21,9 +21,13 @@ from dovetail.where import KeyPath, Where, explain
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_CHARACTERS = 1 << 20
-MAX_VALUES = 20_000  # mappings, lists and their values; a value counts again wherever an alias repeats it
+MAX_VALUES = (
+    20_000  # mappings, lists and their values; a value counts again wherever an alias repeats it
+)
 MAX_DEPTH = 50  # nested mappings and lists
-MAX_DIGITS = 100  # characters of a number: reading one takes time that grows with the square of its length
+MAX_DIGITS = (
+    100  # characters of a number: reading one takes time that grows with the square of its length
+)
 
 _MERGE = "tag:yaml.org,2002:merge"
 _STRING = "tag:yaml.org,2002:str"
@@ -49,7 +53,11 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         self._count += 1
         if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
-            what = _TOO_MANY if self._count > MAX_VALUES else f"more than {MAX_DEPTH} levels of mappings and lists"
+            what = (
+                _TOO_MANY
+                if self._count > MAX_VALUES
+                else f"more than {MAX_DEPTH} levels of mappings and lists"
+            )
             raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -71,7 +79,11 @@ class _Loader(yaml.SafeLoader):
 
 _TOO_MANY = f"more than {MAX_VALUES} values, counted again wherever an alias repeats them"
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def read_yaml(name: str) -> YamlSource:
@@ -80,7 +92,9 @@ def read_yaml(name: str) -> YamlSource:
         with Path(name).open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)  # no more of it than a document may have
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"{name}: can't be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return parse_yaml(text, name)
 
 
@@ -91,7 +105,9 @@ def read_settings(name: str, model: type[Model], example: str) -> tuple[Model, W
     """
     value, origins = read_yaml(name)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}:1: expected keys and values, like `{example}`, got {shown(value)}")
+        raise ConfigError(
+            f"{name}:1: expected keys and values, like `{example}`, got {shown(value)}"
+        )
     where = Where(origins=origins)
     try:
         return model.model_validate(value), where
@@ -116,13 +132,21 @@ def parse_yaml(text: str, name: str) -> YamlSource:
         raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}") from None
+        raise ConfigError(
+            f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}"
+        ) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{name}:{line}: not valid YAML: the character {text[error.position]!a} is not allowed") from None
-    except Exception as error:  # the scanner doesn't catch some of Python's: OverflowError for "\UFFFFFFFF"
+        raise ConfigError(
+            f"{name}:{line}: not valid YAML: the character {text[error.position]!a} is not allowed"
+        ) from None
+    except (
+        Exception
+    ) as error:  # the scanner doesn't catch some of Python's: OverflowError for "\UFFFFFFFF"
         line = 1 if loader is None else loader.line + 1
-        raise ConfigError(f"{name}:{line}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"{name}:{line}: not valid YAML: {' '.join(str(error).split())}"
+        ) from None
 
 
 class _Checker:
@@ -158,17 +182,23 @@ class _Checker:
         for key, value in node.value:
             place = self._place(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_STRING, _MERGE):
-                raise ConfigError(f"{place}: a key must be a string, got {shown(key.value) if isinstance(key, yaml.ScalarNode) else 'a collection'}")
+                raise ConfigError(
+                    f"{place}: a key must be a string, got {shown(key.value) if isinstance(key, yaml.ScalarNode) else 'a collection'}"
+                )
             self._check_text(key)
             if key.value in seen:
-                raise ConfigError(f"{place}: key {shown(key.value)} is here twice, first at {seen[key.value]}")
+                raise ConfigError(
+                    f"{place}: key {shown(key.value)} is here twice, first at {seen[key.value]}"
+                )
             seen[key.value] = place
             self._origins[(*path, key.value)] = place
             self._walk(value, (*path, key.value), above)
 
     def _check_text(self, node: yaml.ScalarNode) -> None:
         if unicode_error(node.value) is not None:
-            raise ConfigError(f"{self._place(node)}: {shown(node.value)} has half a surrogate pair, which is no text")
+            raise ConfigError(
+                f"{self._place(node)}: {shown(node.value)} has half a surrogate pair, which is no text"
+            )
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}"

@@ -19,13 +19,26 @@ from typing import Any, ForwardRef
 import dovetail.api
 from dovetail import request, sampling_params
 
-OF_REQUEST = ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestMetrics", "RequestOutput")
+OF_REQUEST = (
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "Request",
+    "RequestMetrics",
+    "RequestOutput",
+)
 OF_SAMPLING_PARAMS = ("BeamSearchParams", "OutputKind", "SamplingParams")
 
 
 def lines() -> Iterator[str]:
     """The snapshot: a section a module, a paragraph a name, in alphabetical order."""
-    for module in [dovetail.api, *(import_module(info.name) for info in pkgutil.iter_modules(dovetail.api.__path__, "dovetail.api."))]:
+    for module in [
+        dovetail.api,
+        *(
+            import_module(info.name)
+            for info in pkgutil.iter_modules(dovetail.api.__path__, "dovetail.api.")
+        ),
+    ]:
         yield from _module(module, _public(module))
     yield from _module(request, OF_REQUEST)
     yield from _module(sampling_params, OF_SAMPLING_PARAMS)
@@ -80,12 +93,23 @@ def _members(cls: type) -> Iterator[str]:
         yield from (f"{member.name} = {member.value!r}" for member in cls)
         return
     if dataclasses.is_dataclass(cls):
-        yield from (f"{field.name}: {_text(field.type)}{_default(field)}" for field in dataclasses.fields(cls))
+        yield from (
+            f"{field.name}: {_text(field.type)}{_default(field)}"
+            for field in dataclasses.fields(cls)
+        )
     elif hasattr(cls, "_fields"):  # a named tuple
         yield from (f"{name}: {_text(cls.__annotations__[name])}" for name in cls._fields)
     else:
-        yield from (f"{name}: {_text(kind)}" for name, kind in vars(cls).get("__annotations__", {}).items() if not name.startswith("_"))
-        yield from (f"{name} (attribute)" for name in vars(cls).get("__slots__", ()) if not name.startswith("_"))
+        yield from (
+            f"{name}: {_text(kind)}"
+            for name, kind in vars(cls).get("__annotations__", {}).items()
+            if not name.startswith("_")
+        )
+        yield from (
+            f"{name} (attribute)"
+            for name in vars(cls).get("__slots__", ())
+            if not name.startswith("_")
+        )
         if "__init__" in vars(cls) and not getattr(cls, "_is_protocol", False):
             yield f"def __init__{_signature(cls.__init__)}"
     yield from _methods(cls)
@@ -109,9 +133,15 @@ def _abstract(function: Any) -> str:
 
 def _signature(function: Any) -> str:
     signature = inspect.signature(function)
-    parameters = [p.replace(annotation=_Plain(p.annotation)) if p.annotation is not p.empty else p for p in signature.parameters.values()]
+    parameters = [
+        p.replace(annotation=_Plain(p.annotation)) if p.annotation is not p.empty else p
+        for p in signature.parameters.values()
+    ]
     returned = signature.return_annotation
-    plain = signature.replace(parameters=parameters, return_annotation=_Plain(returned) if returned is not inspect.Signature.empty else returned)
+    plain = signature.replace(
+        parameters=parameters,
+        return_annotation=_Plain(returned) if returned is not inspect.Signature.empty else returned,
+    )
     return str(plain)
 
 
@@ -128,7 +158,11 @@ class _Plain:
 def _text(annotation: Any) -> str:
     if isinstance(annotation, ForwardRef):
         return annotation.__forward_arg__
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", repr(annotation))
+    return (
+        annotation
+        if isinstance(annotation, str)
+        else getattr(annotation, "__name__", repr(annotation))
+    )
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -16,7 +16,10 @@ RESOLVED = {"cache_salt", "lora_request"}  # a request has them as some of its `
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
-    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
 
 
 @pytest.mark.parametrize("field", fields(RequestFields), ids=lambda field: field.name)

@@ -25,7 +25,11 @@ from tests.support import examples
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3) | st.sets(st.integers(0, 3), max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.sets(st.integers(0, 3), max_size=2)
+    ),
     max_leaves=8,
 )
 FIELDS = st.fixed_dictionaries(
@@ -34,7 +38,9 @@ FIELDS = st.fixed_dictionaries(
         "n": st.integers(1, 3),
         "stop": st.lists(st.text("ab", min_size=1, max_size=2), max_size=2),
         "logit_bias": st.dictionaries(st.integers(0, 3), st.integers(-2, 2), max_size=2),
-        "bad_words": st.sets(st.sampled_from(["a", "b"]), max_size=1),  # of two the order may be another in a copy
+        "bad_words": st.sets(
+            st.sampled_from(["a", "b"]), max_size=1
+        ),  # of two the order may be another in a copy
         "output_kind": st.sampled_from(["delta", OutputKind.DELTA, "final"]),
         "extra_args": st.dictionaries(st.text(max_size=2), PLAIN, max_size=2),
     },
@@ -62,8 +68,14 @@ def test_a_checked_mapping_refuses_each_way_to_change_it(change: str) -> None:
 
 
 def test_dict_has_no_other_way_to_be_changed() -> None:
-    changing = {name for name in dir(dict) if name not in dir(Mapping) and getattr(FrozenDict, name) is not FrozenDict.clear}
-    assert changing <= {"__or__", "__ror__", "copy", "fromkeys", *dir(object)}, "which make new ones"
+    changing = {
+        name
+        for name in dir(dict)
+        if name not in dir(Mapping) and getattr(FrozenDict, name) is not FrozenDict.clear
+    }
+    assert changing <= {"__or__", "__ror__", "copy", "fromkeys", *dir(object)}, (
+        "which make new ones"
+    )
 
 
 @examples(quick=100, full=5000)
@@ -81,9 +93,17 @@ def test_nothing_that_the_caller_keeps_can_change_them(fields: dict[str, Any]) -
 
 @examples(quick=100, full=5000)
 @given(FIELDS, FIELDS)
-def test_equal_ones_have_equal_hashes_and_copies_are_equal(fields: dict[str, Any], others: dict[str, Any]) -> None:
+def test_equal_ones_have_equal_hashes_and_copies_are_equal(
+    fields: dict[str, Any], others: dict[str, Any]
+) -> None:
     params, other = SamplingParams(**fields), SamplingParams(**others)
-    copies = [copy.copy(params), copy.deepcopy(params), params.clone(), dataclasses.replace(params), pickle.loads(pickle.dumps(params))]
+    copies = [
+        copy.copy(params),
+        copy.deepcopy(params),
+        params.clone(),
+        dataclasses.replace(params),
+        pickle.loads(pickle.dumps(params)),
+    ]
     copies.append(SamplingParams(**dataclasses.asdict(params)))
     for same in copies:
         assert same == params
@@ -100,19 +120,42 @@ def test_params_can_be_keys_and_their_mappings_json() -> None:
 
 
 def test_containers_of_any_kind_are_frozen_and_numbers_and_text_are_plain() -> None:
-    assert frozen([bytearray(b"a"), {1}, MappingProxyType({"a": [None, True]})]) == (b"a", frozenset({1}), FrozenDict({"a": (None, True)}))
-    values = [np.float64(0.5), np.float32(0.5), np.int8(3), type("Text", (str,), {})("x"), 10**30, -math.inf]
-    assert [(type(value), value) for value in frozen(values)] == [(float, 0.5), (float, 0.5), (int, 3), (str, "x"), (int, 10**30), (float, -math.inf)]
+    assert frozen([bytearray(b"a"), {1}, MappingProxyType({"a": [None, True]})]) == (
+        b"a",
+        frozenset({1}),
+        FrozenDict({"a": (None, True)}),
+    )
+    values = [
+        np.float64(0.5),
+        np.float32(0.5),
+        np.int8(3),
+        type("Text", (str,), {})("x"),
+        10**30,
+        -math.inf,
+    ]
+    assert [(type(value), value) for value in frozen(values)] == [
+        (float, 0.5),
+        (float, 0.5),
+        (int, 3),
+        (str, "x"),
+        (int, 10**30),
+        (float, -math.inf),
+    ]
 
 
 def test_what_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(RequestError, match=f"extra_args: more than {MAX_DEPTH} containers within each other"):
+    with pytest.raises(
+        RequestError, match=f"extra_args: more than {MAX_DEPTH} containers within each other"
+    ):
         SamplingParams(extra_args={"a": endless})
 
 
-@pytest.mark.parametrize(("value", "size"), [("abc", 3), ([1, 2], 2), ({"ab": [1]}, 4), (5, 0), (2**640, 10), ([[], []], 2), (range(7), 7)])
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [("abc", 3), ([1, 2], 2), ({"ab": [1]}, 4), (5, 0), (2**640, 10), ([[], []], 2), (range(7), 7)],
+)
 def test_a_value_is_as_large_as_its_items_and_characters(value: Any, size: int) -> None:
     assert not is_larger(value, size)
     assert is_larger(value, size - 1)
@@ -138,7 +181,9 @@ def test_a_value_is_looked_through_no_further_than_asked() -> None:
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, said: str) -> None:
-    with pytest.raises(RequestError, match=f"{name}: unknown sampling parameter.*{said}".replace("?", r"\?")):
+    with pytest.raises(
+        RequestError, match=f"{name}: unknown sampling parameter.*{said}".replace("?", r"\?")
+    ):
         SamplingParams(**{name: 1})
     with pytest.raises(RequestError, match=name):
         dataclasses.replace(SamplingParams(), **{name: 1})
@@ -154,7 +199,9 @@ def test_a_name_of_any_length_is_answered_in_a_line() -> None:
 def test_a_name_of_another_engine_is_answered_with_ours(name: str) -> None:
     assert NAMES_ELSEWHERE[name] in SamplingParams.__dataclass_fields__
     assert name not in SamplingParams.__dataclass_fields__
-    with pytest.raises(RequestError, match=f"^{name}: the name for this is {NAMES_ELSEWHERE[name]}$"):
+    with pytest.raises(
+        RequestError, match=f"^{name}: the name for this is {NAMES_ELSEWHERE[name]}$"
+    ):
         SamplingParams(**{name: 1})
 
 
@@ -166,7 +213,9 @@ def test_other_mistakes_in_a_call_are_python_s() -> None:
 
 
 def test_the_signature_lists_the_parameters() -> None:
-    assert list(inspect.signature(SamplingParams).parameters) == list(SamplingParams.__dataclass_fields__)
+    assert list(inspect.signature(SamplingParams).parameters) == list(
+        SamplingParams.__dataclass_fields__
+    )
 
 
 def test_from_optional_takes_none_for_the_default() -> None:

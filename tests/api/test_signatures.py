@@ -24,7 +24,9 @@ written against it, and needs a new version of that kind in `dovetail.api.compon
 
 def difference() -> str:
     known, present = SNAPSHOT.read_text().splitlines(), "\n".join(snapshot.lines()).splitlines()
-    return "\n".join(difflib.unified_diff(known, present, "signatures.txt", "the code", lineterm="", n=2))
+    return "\n".join(
+        difflib.unified_diff(known, present, "signatures.txt", "the code", lineterm="", n=2)
+    )
 
 
 def test_public_signatures_are_those_written_down() -> None:

@@ -28,12 +28,27 @@ WRONG = {
 
 
 @pytest.mark.full
-def test_a_user_s_program_passes_mypy_strict_where_it_is_right_and_nowhere_else(tmp_path: Path) -> None:
+def test_a_user_s_program_passes_mypy_strict_where_it_is_right_and_nowhere_else(
+    tmp_path: Path,
+) -> None:
     api = pytest.importorskip("mypy.api")
     program = tmp_path / "program.py"
     program.write_text(USER + "".join(f"{line}\n" for line in WRONG))
-    said, failed, _ = api.run(["--strict", "--cache-dir", str(tmp_path / "cache"), "--hide-error-context", "--no-error-summary", str(program)])
+    said, failed, _ = api.run(
+        [
+            "--strict",
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            "--hide-error-context",
+            "--no-error-summary",
+            str(program),
+        ]
+    )
     assert not failed
     first = USER.count("\n") + 1
-    found = [(int(line.split(":")[1]), line.rpartition("[")[2].rstrip("]")) for line in said.splitlines() if ": error:" in line]
+    found = [
+        (int(line.split(":")[1]), line.rpartition("[")[2].rstrip("]"))
+        for line in said.splitlines()
+        if ": error:" in line
+    ]
     assert found == list(enumerate(WRONG.values(), start=first)), said

@@ -7,7 +7,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, KVScales
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionLayer,
+    KVScales,
+)
 from dovetail.api.component import NoOptions
 from dovetail.testing.memory import bind_layers
 from dovetail.testing.suites.attention_bench import Case, cases
@@ -24,22 +30,35 @@ class Bench:
 
     def __init__(self, backend: type[AttentionBackend], case: Case, *, relabel: int = 0) -> None:
         self.case = case
-        self.backend = backend(NoOptions(), AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype))
+        self.backend = backend(
+            NoOptions(),
+            AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype),
+        )
         self.layers: list[AttentionLayer] = [self.backend.make_layer(spec) for spec in case.specs]
         for index, layer in enumerate(self.layers):
             scales = (torch.tensor(scale, device=case.device) for scale in case.scales_of(index))
             layer.kv_scales = KVScales(*scales) if case.cache_dtype else None
         self.pool = bind_layers(self.backend, self.layers, case.num_blocks)
         num_slots = case.num_blocks * case.block_size
-        self.backend.prepare(max_rows=2 * len(case.lens) + 8, max_tokens=max(num_slots, sum(case.lens)) + case.padding, max_len=num_slots)
+        self.backend.prepare(
+            max_rows=2 * len(case.lens) + 8,
+            max_tokens=max(num_slots, sum(case.lens)) + case.padding,
+            max_len=num_slots,
+        )
         self.table = self._table(np.random.default_rng(relabel).permutation(case.num_blocks))
         rng = np.random.default_rng(case.seed)
         kv_shape, q_shape = (case.kv_heads, case.head_size), (case.heads, case.head_size)
-        self.k, self.v = ([[rng.normal(size=(n, *kv_shape)) for n in case.lens] for _ in case.windows] for _ in range(2))  # [layer][row]
+        self.k, self.v = (
+            [[rng.normal(size=(n, *kv_shape)) for n in case.lens] for _ in case.windows]
+            for _ in range(2)
+        )  # [layer][row]
         if case.v_in_k is not None:
             self.v = [[row[..., : case.v_in_k] for row in rows] for rows in self.k]
         self.q = [[rng.normal(size=(n, *q_shape)) for n in case.queries] for _ in case.windows]
-        self.sinks = [rng.normal(1, 2, case.heads).astype(np.float32) if spec.sinks else None for spec in case.specs]
+        self.sinks = [
+            rng.normal(1, 2, case.heads).astype(np.float32) if spec.sinks else None
+            for spec in case.specs
+        ]
         for layer, sinks in zip(self.layers, self.sinks, strict=True):
             if sinks is not None:
                 layer.bind_sinks(torch.from_numpy(sinks).to(case.device))
@@ -68,10 +87,19 @@ class Bench:
         dtype: torch.dtype = getattr(torch, self.case.dtype)
         return dtype
 
-    def _plan(self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int) -> None:
+    def _plan(
+        self,
+        table: NDArray[np.int32],
+        queries: NDArray[np.int64],
+        lens: NDArray[np.int64],
+        padding: int,
+    ) -> None:
         size = self.case.block_size
         positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
-        slots = [table[row, p // size].astype(np.int64) * size + p % size for row, p in enumerate(positions)]
+        slots = [
+            table[row, p // size].astype(np.int64) * size + p % size
+            for row, p in enumerate(positions)
+        ]
         starts = np.concatenate([[0], np.cumsum(queries)])
         padded_rows = np.concatenate([starts, np.full(padding, starts[-1])])
 
@@ -83,9 +111,23 @@ class Bench:
                 num_rows=len(queries),
                 num_tokens=int(starts[-1]),
                 query_starts=tensor(padded_rows, torch.int32),
-                kv_lens=tensor(np.concatenate([lens, np.zeros(padding, dtype=np.int64)]), torch.int32),
-                block_tables=(tensor(np.concatenate([table, np.full((padding, table.shape[1]), self.case.num_blocks)])[None], torch.int32),),
-                slots=(tensor(np.concatenate([*slots, np.full(padding, self.waste_slot)])[None], torch.int64),),
+                kv_lens=tensor(
+                    np.concatenate([lens, np.zeros(padding, dtype=np.int64)]), torch.int32
+                ),
+                block_tables=(
+                    tensor(
+                        np.concatenate(
+                            [table, np.full((padding, table.shape[1]), self.case.num_blocks)]
+                        )[None],
+                        torch.int32,
+                    ),
+                ),
+                slots=(
+                    tensor(
+                        np.concatenate([*slots, np.full(padding, self.waste_slot)])[None],
+                        torch.int64,
+                    ),
+                ),
                 host_query_lens=queries.astype(np.int32),
                 host_kv_lens=lens.astype(np.int32),
             )
@@ -97,7 +139,9 @@ class Bench:
 
     def plan(self, starts: tuple[int, ...], ends: tuple[int, ...], padding: int = 0) -> None:
         """A step that computes tokens [start, end) of each row."""
-        rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        rows = [
+            row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
+        ]
         counts = np.array([ends[row] - starts[row] for row in rows])
         self._plan(self.table[rows], counts, np.array([ends[row] for row in rows]), padding)
 
@@ -106,13 +150,24 @@ class Bench:
         self.plan(starts, ends, padding)
         for index, layer in enumerate(self.layers):
             k, v = (
-                [row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v)
+                [
+                    row[start:end]
+                    for row, start, end in zip(values[index], starts, ends, strict=True)
+                    if end > start
+                ]
+                for values in (self.k, self.v)
             )
-            layer.write(self._tensor(k, padding), None if self.case.v_in_k is not None else self._tensor(v, padding))
+            layer.write(
+                self._tensor(k, padding),
+                None if self.case.v_in_k is not None else self._tensor(v, padding),
+            )
 
     def attend(self, padding: int = 0) -> list[NDArray[np.float64]]:
         """Return each layer's output for the case's queries, without padding."""
-        results = [layer.attend(self._tensor(q, padding)) for layer, q in zip(self.layers, self.q, strict=True)]
+        results = [
+            layer.attend(self._tensor(q, padding))
+            for layer, q in zip(self.layers, self.q, strict=True)
+        ]
         return [result[: sum(self.case.queries)].double().cpu().numpy() for result in results]
 
     def run(self) -> list[NDArray[np.float64]]:
@@ -131,18 +186,28 @@ class Bench:
     def expected(self) -> list[NDArray[np.float64]]:
         """By the definition, of K and V as the cache keeps them."""
         kept_k, kept_v = (
-            [[self._kept(row, self.case.scales_of(layer)[which]) for row in rows] for layer, rows in enumerate(layers)]
+            [
+                [self._kept(row, self.case.scales_of(layer)[which]) for row in rows]
+                for layer, rows in enumerate(layers)
+            ]
             for which, layers in enumerate((self.k, self.v))
         )
         return [
             np.concatenate(
-                [attend_row(q, k, v, spec.scale, spec.window, spec.softcap, sinks) for q, k, v in zip(self.q[i], kept_k[i], kept_v[i], strict=True)]
+                [
+                    attend_row(q, k, v, spec.scale, spec.window, spec.softcap, sinks)
+                    for q, k, v in zip(self.q[i], kept_k[i], kept_v[i], strict=True)
+                ]
             )
             for i, (spec, sinks) in enumerate(zip(self.case.specs, self.sinks, strict=True))
         ]
 
 
-def assert_close(results: list[NDArray[np.float64]], expected_results: list[NDArray[np.float64]], tolerance: float = TOLERANCE) -> None:
+def assert_close(
+    results: list[NDArray[np.float64]],
+    expected_results: list[NDArray[np.float64]],
+    tolerance: float = TOLERANCE,
+) -> None:
     """Each layer's results are those expected."""
     for got, expected in zip(results, expected_results, strict=True):
         np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)

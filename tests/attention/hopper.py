@@ -19,6 +19,8 @@ def compiling_for_hopper(only: str | None = None) -> AbstractContextManager[list
 
 def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find launches as usual, but compile them to nothing: for tests of which launches there are."""
-    nothing = SimpleNamespace(asm={"cubin": b"", "ptx": ""}, metadata=SimpleNamespace(shared=0, num_warps=4))
+    nothing = SimpleNamespace(
+        asm={"cubin": b"", "ptx": ""}, metadata=SimpleNamespace(shared=0, num_warps=4)
+    )
     monkeypatch.setattr(compiling, "compile", lambda *source, **options: nothing)
     monkeypatch.setattr(compiling, "_resources", lambda cubin: (0, 0))

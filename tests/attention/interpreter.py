@@ -23,13 +23,20 @@ _np_dtype_of_scalars = cache(_np_dtype)  # otherwise a table is built for each n
 
 def _patch_and_index(tensor: Any, scope: Any) -> None:
     _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # numpy >= 2.4: int() of an array [1] is an error
+    scope.set_attr(
+        tensor, "__index__", lambda self: self.handle.data.item()
+    )  # numpy >= 2.4: int() of an array [1] is an error
 
 
 def _convert_by_torch(numbers: Any, input_type: Any, output_type: Any, rounding: Any) -> Any:
     if str(output_type) != "fp8e4nv":
         return _convert(numbers, input_type, output_type, rounding)
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return (
+        torch.from_numpy(np.ascontiguousarray(numbers))
+        .to(torch.float8_e4m3fn)
+        .view(torch.uint8)
+        .numpy()
+    )
 
 
 def _get_np_dtype(of: Any) -> np.dtype[Any]:

@@ -19,7 +19,12 @@ from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail_attention import flash
 from dovetail_attention.flash import FlashAttention
-from dovetail_attention.flash_library import FlashAttention2, FlashAttention3, find_library, reason_against
+from dovetail_attention.flash_library import (
+    FlashAttention2,
+    FlashAttention3,
+    find_library,
+    reason_against,
+)
 from tests.attention import fake_flash
 from tests.attention.cases import Bench, Case, assert_close, cases
 from tests.rounding import allowed
@@ -52,21 +57,32 @@ def of_pages(case: Case) -> Case:
 
 @given(case=cases(max_len=300))
 @examples(quick=25, full=1000)
-def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(package: str, case: Case) -> None:
+def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(
+    package: str, case: Case
+) -> None:
     bench = Bench(FlashAttention, of_pages(case))
     assert_close(bench.run(), bench.expected())
 
 
 @given(case=cases(max_len=300), relabel=st.integers(1, 2**31))
 @examples(quick=5, full=300)
-def test_which_physical_blocks_a_row_has_changes_nothing(package: str, case: Case, relabel: int) -> None:
-    here, there = Bench(FlashAttention, of_pages(case)), Bench(FlashAttention, of_pages(case), relabel=relabel)
+def test_which_physical_blocks_a_row_has_changes_nothing(
+    package: str, case: Case, relabel: int
+) -> None:
+    here, there = (
+        Bench(FlashAttention, of_pages(case)),
+        Bench(FlashAttention, of_pages(case), relabel=relabel),
+    )
     assert_close(here.run(), there.run(), allowed(300))
 
 
 @pytest.mark.parametrize("queries", [(1, 1, 1), (1, 1, 6), (6, 1, 1), (1, 6, 1)])
-def test_decodes_are_attended_as_defined_before_between_and_after_prefills(package: str, queries: tuple[int, ...]) -> None:
-    bench = Bench(FlashAttention, of_pages(Case((300, 20, 511), queries, windows=(None, 30), padding=3)))
+def test_decodes_are_attended_as_defined_before_between_and_after_prefills(
+    package: str, queries: tuple[int, ...]
+) -> None:
+    bench = Bench(
+        FlashAttention, of_pages(Case((300, 20, 511), queries, windows=(None, 30), padding=3))
+    )
     assert_close(bench.run(), bench.expected())
 
 
@@ -115,7 +131,9 @@ def test_what_a_fused_kernel_writes_is_what_attention_reads(package: str) -> Non
     assert cache is not None
     slots = cache.slots[:303]
     for place, rows in ((cache.k, bench.k[0]), (cache.v, bench.v[0])):
-        place[slots // 256, slots % 256] = torch.cat([torch.from_numpy(np.concatenate([rows[0], rows[1][40:]])).float(), torch.ones(2, 2, 8)])
+        place[slots // 256, slots % 256] = torch.cat(
+            [torch.from_numpy(np.concatenate([rows[0], rows[1][40:]])).float(), torch.ones(2, 2, 8)]
+        )
     assert_close(bench.attend(padding=2), bench.expected())
 
 
@@ -128,7 +146,9 @@ def test_buffers_stay_where_they_are_from_step_to_step(package: str) -> None:
     assert [tensor.data_ptr() for tensor in (group.tables, step.lens, group.slots)] == places
 
 
-def test_plan_before_prepare_and_a_step_larger_than_prepared_for_are_errors_that_say_so(package: str) -> None:
+def test_plan_before_prepare_and_a_step_larger_than_prepared_for_are_errors_that_say_so(
+    package: str,
+) -> None:
     backend = FlashAttention(NoOptions(), AttentionContext("cpu", "float32", 256))
     with pytest.raises(DovetailError, match=r"before prepare\(\)"):
         backend.plan(None)  # type: ignore[arg-type]
@@ -141,35 +161,53 @@ def test_plan_before_prepare_and_a_step_larger_than_prepared_for_are_errors_that
 # Which package, and why not
 
 
-def test_flash_attention_3_is_used_where_both_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_is_used_where_both_are_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, fake_flash.flash_attn_2(), fake_flash.flash_attn_3())
     assert isinstance(find_library(CPU), FlashAttention3)
-    monkeypatch.setattr(FlashAttention3, "runs_on", classmethod(lambda cls, device: False))  # a GPU that isn't a Hopper
+    monkeypatch.setattr(
+        FlashAttention3, "runs_on", classmethod(lambda cls, device: False)
+    )  # a GPU that isn't a Hopper
     assert isinstance(find_library(CPU), FlashAttention2)
 
 
-def test_without_any_package_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_package_the_engine_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch)
     target = next(target for target in context().attention if target.name == "dovetail:flash_attn")
-    with pytest.raises(UnsupportedError, match=r"flash_attn: it needs FlashAttention, and it isn't installed; .*: pip install .*\[flash-attn\]"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"flash_attn: it needs FlashAttention, and it isn't installed; .*: pip install .*\[flash-attn\]",
+    ):
         choose_attention((target,), HEADS_OF_64, "cuda:0", "bfloat16", None)
 
 
-def test_a_package_that_does_not_load_is_told_apart_from_one_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_load_is_told_apart_from_one_that_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch)
 
     def fail(name: str) -> None:
         raise ImportError("undefined symbol: _ZN3c105Error")
 
     monkeypatch.setattr("dovetail_attention.flash_library.import_module", fail)
-    reasons = FlashAttention.reasons_against(AttentionContext("cuda:0", "bfloat16", 256), HEADS_OF_64)
+    reasons = FlashAttention.reasons_against(
+        AttentionContext("cuda:0", "bfloat16", 256), HEADS_OF_64
+    )
     assert "importing flash_attn failed: undefined symbol" in reasons[0]
 
 
-def test_a_package_that_is_not_made_for_the_device_is_told_apart_from_one_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_made_for_the_device_is_told_apart_from_one_that_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, fake_flash.flash_attn_3())
     monkeypatch.setattr(FlashAttention3, "runs_on", classmethod(lambda cls, device: False))
-    with pytest.raises(ImportError, match="flash_attn_interface doesn't support cpu; install it with: pip install --no-build-isolation"):
+    with pytest.raises(
+        ImportError,
+        match="flash_attn_interface doesn't support cpu; install it with: pip install --no-build-isolation",
+    ):
         find_library(CPU)
 
 
@@ -177,16 +215,23 @@ def test_a_package_that_is_not_made_for_the_device_is_told_apart_from_one_that_i
     ("context", "reason"),
     [
         (AttentionContext("cpu", "bfloat16", 256), "device cpu is not among cuda"),
-        (AttentionContext("cuda:0", "float32", 256), "dtype float32 is not among float16, bfloat16"),
+        (
+            AttentionContext("cuda:0", "float32", 256),
+            "dtype float32 is not among float16, bfloat16",
+        ),
         (AttentionContext("cuda:0", "bfloat16", 16), "block size 16 is not among multiples of 256"),
     ],
 )
-def test_what_it_can_not_do_is_refused_in_words(package: str, context: AttentionContext, reason: str) -> None:
+def test_what_it_can_not_do_is_refused_in_words(
+    package: str, context: AttentionContext, reason: str
+) -> None:
     assert FlashAttention.reasons_against(context, HEADS_OF_64) == [reason]
 
 
 def test_head_sizes_that_are_no_multiple_of_8_are_refused(package: str) -> None:
-    [reason] = FlashAttention.reasons_against(AttentionContext("cuda:0", "bfloat16", 256), [LayerSpec(0, 4, 2, 20, 1.0)])
+    [reason] = FlashAttention.reasons_against(
+        AttentionContext("cuda:0", "bfloat16", 256), [LayerSpec(0, 4, 2, 20, 1.0)]
+    )
     assert reason.startswith("head size 20 is not among 8, 16, ")
 
 
@@ -195,12 +240,16 @@ def test_a_complete_build_passes_its_trial(package: str, head_size: int) -> None
     assert reason_against(find_library(CPU), CPU, torch.bfloat16, head_size) is None
 
 
-def test_a_build_that_lacks_kernels_is_found_out_before_the_weights_are_read(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_lacks_kernels_is_found_out_before_the_weights_are_read(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = find_library(CPU)
     monkeypatch.setattr(flash, "find_library", lambda device: library)
     monkeypatch.setattr(flash.torch, "device", lambda name: CPU)
     monkeypatch.setattr(library, "decode", lambda q, *rest: torch.full_like(q, 7.0))
-    [reason] = FlashAttention.reasons_against(AttentionContext("cuda:0", "bfloat16", 256), HEADS_OF_64)
+    [reason] = FlashAttention.reasons_against(
+        AttentionContext("cuda:0", "bfloat16", 256), HEADS_OF_64
+    )
     assert "computes nonsense with heads of 64 in torch.bfloat16" in reason
 
 

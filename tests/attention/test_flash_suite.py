@@ -13,11 +13,17 @@ from tests.attention.test_flash_backend import CPU, PACKAGES, install
 
 @pytest.fixture(autouse=True)
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = {"TestFlashAttention2": "flash_attn", "TestFlashAttention3": "flash_attn_interface"}[request.cls.__name__]
+    name = {"TestFlashAttention2": "flash_attn", "TestFlashAttention3": "flash_attn_interface"}[
+        request.cls.__name__
+    ]
     install(monkeypatch, PACKAGES[name]())
     # Asked about a GPU, the backend tries one: here what stands in for it.
     monkeypatch.setattr(flash, "find_library", lambda device: find_library(CPU))
-    monkeypatch.setattr(flash, "reason_against", lambda library, device, dtype, head_size: reason_against(library, CPU, dtype, head_size))
+    monkeypatch.setattr(
+        flash,
+        "reason_against",
+        lambda library, device, dtype, head_size: reason_against(library, CPU, dtype, head_size),
+    )
 
 
 class TestFlashAttention2(AttentionSuite):

@@ -19,7 +19,8 @@ from bench.compiling import GPUS, Compiled
 from tests.attention.hopper import compile_nothing
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="a GPU compiles what it runs, and the interpreter nothing",
 )
 
 MOST_SPILLED = 512  # bytes of a thread
@@ -31,21 +32,39 @@ FOR_HOPPER_ALONE = {
     "kernels.experts._sorted_float8",
     "dovetail_attention.triton_prefill_hopper.prefill_hopper",
 }
-ON_MATRIX_UNITS = {"kernels.few_rows._linear", "kernels.delta_rule._prepare", "kernels.delta_rule._carry", "kernels.mamba2._carry"}
-OF_4_BITS = {"kernels.streamed._linear", "kernels.one_row_int4._linear_int4", "kernels.widened._widen"}
+ON_MATRIX_UNITS = {
+    "kernels.few_rows._linear",
+    "kernels.delta_rule._prepare",
+    "kernels.delta_rule._carry",
+    "kernels.mamba2._carry",
+}
+OF_4_BITS = {
+    "kernels.streamed._linear",
+    "kernels.one_row_int4._linear_int4",
+    "kernels.widened._widen",
+}
 OF_FLOAT8 = {"kernels.float8_products._narrow", "kernels.float8_products._norm_and_narrow"}
 FOR_ALL = entry_points() - FOR_HOPPER_ALONE - ON_MATRIX_UNITS - OF_4_BITS - OF_FLOAT8
 
 
 def expected_on(arch: int) -> set[str]:
     gpu = GPUS[arch]
-    of_formats = (OF_4_BITS if arch >= FORMATS_FROM else set()) | (OF_FLOAT8 if arch >= FP8_FROM else set())
-    return FOR_ALL | of_formats | (ON_MATRIX_UNITS if gpu.has_matrix_units else set()) | (FOR_HOPPER_ALONE if gpu.is_hopper else set())
+    of_formats = (OF_4_BITS if arch >= FORMATS_FROM else set()) | (
+        OF_FLOAT8 if arch >= FP8_FROM else set()
+    )
+    return (
+        FOR_ALL
+        | of_formats
+        | (ON_MATRIX_UNITS if gpu.has_matrix_units else set())
+        | (FOR_HOPPER_ALONE if gpu.is_hopper else set())
+    )
 
 
 def assert_fit(case: Case, kernels: Iterable[Compiled]) -> None:
     gpu = GPUS[case.arch]
-    most_spilled = MOST_SPILLED if gpu.has_matrix_units or case.group < 8 else MOST_SPILLED_ON_TURING
+    most_spilled = (
+        MOST_SPILLED if gpu.has_matrix_units or case.group < 8 else MOST_SPILLED_ON_TURING
+    )
     for kernel in kernels:
         assert kernel.shared_bytes <= gpu.shared_bytes, f"{kernel.full_name} ({case})"
         assert kernel.spilled_bytes <= most_spilled, f"{kernel.full_name} ({case})"
@@ -70,7 +89,9 @@ def assert_fit(case: Case, kernels: Iterable[Compiled]) -> None:
 )
 def test_attention_has_room_on_other_architectures(case: Case) -> None:
     kernels = compiled(case)
-    assert {"decode_shares", "attend_prefix", "prefill_tiles", "scatter"} <= {kernel.name for kernel in kernels}
+    assert {"decode_shares", "attend_prefix", "prefill_tiles", "scatter"} <= {
+        kernel.name for kernel in kernels
+    }
     assert_fit(case, kernels)
 
 
@@ -87,20 +108,32 @@ def test_every_kernel_has_room_on_every_architecture(arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", [75, 86, 90])  # without matrix units, with them, and a Hopper
-def test_every_kernel_is_launched_for_every_sort_of_architecture(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_launched_for_every_sort_of_architecture(
+    arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launches are those that the slow tests compile; nothing is compiled here."""
     compile_nothing(monkeypatch)
-    launched = [kernel for case in (Case(arch, "float16"), Case(arch, "float16", 64), Case(arch, "float32", 64)) for kernel in compiled(case)]
+    launched = [
+        kernel
+        for case in (Case(arch, "float16"), Case(arch, "float16", 64), Case(arch, "float32", 64))
+        for kernel in compiled(case)
+    ]
     assert {kernel.full_name for kernel in launched} == expected_on(arch)
 
 
 def test_every_head_size_that_is_declared_is_compiled_for() -> None:
     for arch, gpu in GPUS.items():
         dtypes = {"float32", "float16", *(["bfloat16"] if gpu.has_bfloat16 else [])}
-        assert {(case.dtype, case.head_size) for case in cases(arch) if case.head_size} == {(d, size) for d in dtypes for size in HEAD_SIZES}
+        assert {(case.dtype, case.head_size) for case in cases(arch) if case.head_size} == {
+            (d, size) for d in dtypes for size in HEAD_SIZES
+        }
 
 
 def test_every_kernel_that_is_launched_is_known() -> None:
     """`entry_points` reads the sources: it would miss a launch that is written in another way."""
     assert entry_points() >= FOR_HOPPER_ALONE | ON_MATRIX_UNITS
-    assert {"dovetail_samplers.fused._choose", "runtime.decode_rows_kernels._append", "kernels.qkv._norm_turn_write"} <= FOR_ALL
+    assert {
+        "dovetail_samplers.fused._choose",
+        "runtime.decode_rows_kernels._append",
+        "kernels.qkv._norm_turn_write",
+    } <= FOR_ALL

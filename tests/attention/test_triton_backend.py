@@ -31,15 +31,25 @@ from tests.runtime.test_mixed_graphs import PROMPTS, bench_with_graphs, generate
 from tests.support import FULL, examples
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-HALF = {"float16": 4e-3, "bfloat16": 4e-2} if ON_GPU else {"float16": 4e-3}  # the interpreter rounds bfloat16 wrongly
+HALF = (
+    {"float16": 4e-3, "bfloat16": 4e-2} if ON_GPU else {"float16": 4e-3}
+)  # the interpreter rounds bfloat16 wrongly
 
-pytestmark = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or the interpreter: tests/test_interpreter.py starts it")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not ON_GPU,
+    reason="needs a GPU or the interpreter: tests/test_interpreter.py starts it",
+)
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 # On a GPU every new shape is compiled, in the interpreter every tile takes milliseconds.
-few, enough = examples(quick=6 if ON_GPU else 2, full=400), examples(quick=10 if ON_GPU else 5, full=3000 if ON_GPU else 500)
+few, enough = (
+    examples(quick=6 if ON_GPU else 2, full=400),
+    examples(quick=10 if ON_GPU else 5, full=3000 if ON_GPU else 500),
+)
 beside_the_named = examples(quick=6 if ON_GPU else 1, full=400)
-full_when_interpreted = () if ON_GPU else (pytest.mark.full,)  # lies between two that the quick profile tries
+full_when_interpreted = (
+    () if ON_GPU else (pytest.mark.full,)
+)  # lies between two that the quick profile tries
 
 
 class SharingAttention(TritonAttention):
@@ -57,14 +67,22 @@ class MixedGraphAttention(SharingAttention):
     size = 0
 
     def plan(self, batch: AttentionBatch) -> None:
-        slots, waste_slot = batch.slots[0], self._layers[0]._k.shape[0] * self._layers[0]._k.shape[2] - 1
-        padded = torch.nn.functional.pad(slots, (0, max(0, self.size - slots.shape[1])), value=waste_slot)
+        slots, waste_slot = (
+            batch.slots[0],
+            self._layers[0]._k.shape[0] * self._layers[0]._k.shape[2] - 1,
+        )
+        padded = torch.nn.functional.pad(
+            slots, (0, max(0, self.size - slots.shape[1])), value=waste_slot
+        )
         super().plan(replace(batch, slots=(padded,), mixed_graph=True))
 
     def launches(self) -> list[object]:
         """Return the host arguments of the launches of `attend`, for each kind of layer."""
         kinds = self.planned.schedules.values()
-        return [(kind.decodes, kind.num_tiles, kind.zero_from, kind.may_share, kind.mixed_graph) for kind in kinds]
+        return [
+            (kind.decodes, kind.num_tiles, kind.zero_from, kind.may_share, kind.mixed_graph)
+            for kind in kinds
+        ]
 
 
 def mixed_graph_bench(case: Case) -> tuple[Bench, MixedGraphAttention]:
@@ -93,18 +111,24 @@ def assert_as_defined(case: Case, tolerance: float = TOLERANCE) -> None:
 
 @given(cases(max_len=80 if ON_GPU or FULL else 40))
 @enough
-def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(case: Case) -> None:
+def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(
+    case: Case,
+) -> None:
     assert_as_defined(case)
 
 
 @given(cases(max_len=40))
 @few
-def test_a_mixed_step_is_attended_as_defined_by_what_is_launched_for_any_of_as_many_tokens(case: Case) -> None:
+def test_a_mixed_step_is_attended_as_defined_by_what_is_launched_for_any_of_as_many_tokens(
+    case: Case,
+) -> None:
     bench, backend = mixed_graph_bench(case)
     assert_close(bench.run(), bench.expected())
     tokens = sum(case.queries) + case.padding
     q = torch.full((tokens, case.heads, case.head_size), torch.nan, device=DEVICE)
-    assert not bench.layers[0].attend(q)[sum(case.queries) :].any(), "what is computed for padding is zero"
+    assert not bench.layers[0].attend(q)[sum(case.queries) :].any(), (
+        "what is computed for padding is zero"
+    )
     launched, backend.size = backend.launches(), tokens
     plan_padding(bench)
     assert backend.launches() == launched
@@ -126,19 +150,39 @@ def test_rows_of_many_tiles_are_attended_as_defined(window: int | None) -> None:
 
 @pytest.mark.parametrize("heads", [5, pytest.param(72, marks=pytest.mark.full)])
 def test_latents_are_attended_as_defined(heads: int) -> None:
-    assert_as_defined(Case((0, 51, 70), (40, 13, 1), heads=heads, kv_heads=1, head_size=24, v_in_k=16, padding=2))
+    assert_as_defined(
+        Case((0, 51, 70), (40, 13, 1), heads=heads, kv_heads=1, head_size=24, v_in_k=16, padding=2)
+    )
 
 
 def test_latents_of_sizes_that_have_no_room_are_refused_by_name() -> None:
-    layers = [LayerSpec(0, 4, 1, 1088, 1.0, v_in_k=True, v_head_size=1024), LayerSpec(1, 4, 2, 576, 1.0, v_in_k=True, v_head_size=512)]
-    [heads, sizes] = TritonAttention.reasons_against(AttentionContext("cuda:0", "float16", 16), layers)
+    layers = [
+        LayerSpec(0, 4, 1, 1088, 1.0, v_in_k=True, v_head_size=1024),
+        LayerSpec(1, 4, 2, 576, 1.0, v_in_k=True, v_head_size=512),
+    ]
+    [heads, sizes] = TritonAttention.reasons_against(
+        AttentionContext("cuda:0", "float16", 16), layers
+    )
     assert heads == "latent attention with more than one KV head isn't supported"
     assert sizes.startswith("latent attention with K of 1088 numbers, 1024 of them V: ")
 
 
 @pytest.mark.parametrize(("sinks", "softcap"), [(True, None), (False, 2.0), (True, 0.5)])
-def test_sinks_and_capped_scores_are_attended_as_defined(sinks: bool, softcap: float | None) -> None:
-    assert_as_defined(Case((0, 51, 5), (40, 13, 1), heads=3, kv_heads=1, windows=(None, 30), sinks=(sinks, False), softcaps=(softcap,), padding=2))
+def test_sinks_and_capped_scores_are_attended_as_defined(
+    sinks: bool, softcap: float | None
+) -> None:
+    assert_as_defined(
+        Case(
+            (0, 51, 5),
+            (40, 13, 1),
+            heads=3,
+            kv_heads=1,
+            windows=(None, 30),
+            sinks=(sinks, False),
+            softcaps=(softcap,),
+            padding=2,
+        )
+    )
 
 
 @pytest.mark.parametrize("group", [1, pytest.param(3, marks=full_when_interpreted), 7])
@@ -146,29 +190,46 @@ def test_any_number_of_heads_may_share_a_kv_head(group: int) -> None:
     assert_as_defined(Case((0, 20), (30, 1), heads=2 * group, kv_heads=2))
 
 
-@pytest.mark.parametrize("block_size", [8, *(pytest.param(size, marks=full_when_interpreted) for size in (16, 32, 64)), 256])
+@pytest.mark.parametrize(
+    "block_size",
+    [8, *(pytest.param(size, marks=full_when_interpreted) for size in (16, 32, 64)), 256],
+)
 def test_blocks_smaller_and_larger_than_a_tile_are_read_as_defined(block_size: int) -> None:
     assert_as_defined(Case((70, 40), (1, 30), block_size, heads=2, kv_heads=1))
 
 
-@pytest.mark.parametrize("head_size", [80, *(pytest.param(size, marks=full_when_interpreted) for size in (64, 96, 128)), 256, 512])
+@pytest.mark.parametrize(
+    "head_size",
+    [80, *(pytest.param(size, marks=full_when_interpreted) for size in (64, 96, 128)), 256, 512],
+)
 def test_head_sizes_that_are_no_power_of_two_are_attended_as_defined(head_size: int) -> None:
     assert_as_defined(Case((70, 10), (1, 9), head_size=head_size, heads=2, kv_heads=1))
 
 
 def test_many_decodes_of_very_different_lengths_are_attended_as_defined() -> None:
-    lens = np.random.default_rng(0).integers(1, 900 if ON_GPU else 120, 100 if ON_GPU else 12).tolist()
+    lens = (
+        np.random.default_rng(0).integers(1, 900 if ON_GPU else 120, 100 if ON_GPU else 12).tolist()
+    )
     assert_as_defined(Case(tuple(lens), (1,) * len(lens), kv_heads=1, heads=2, windows=(None, 64)))
 
 
-@pytest.mark.parametrize(("tokens", "least", "most"), [(64, 2, 4), pytest.param(240, 5, 16, marks=full_when_interpreted), (600, 17, 64)])
-def test_a_row_of_many_parts_is_put_together_in_groups_of_groups(tokens: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "least", "most"),
+    [(64, 2, 4), pytest.param(240, 5, 16, marks=full_when_interpreted), (600, 17, 64)],
+)
+def test_a_row_of_many_parts_is_put_together_in_groups_of_groups(
+    tokens: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_backend, "MERGE_NUMBERS", 64)  # two parts at once
     monkeypatch.setattr(triton_backend, "LEAST_TOGETHER", 4)  # by one program
     monkeypatch.setattr(triton_schedule, "LEAST_KEYS", 16)
-    bench = triton_bench(Case((tokens - 1, 99, 2), (1, 1, 1), heads=2, kv_heads=1, sinks=(tokens != 600,)))
+    bench = triton_bench(
+        Case((tokens - 1, 99, 2), (1, 1, 1), heads=2, kv_heads=1, sinks=(tokens != 600,))
+    )
     assert isinstance(bench.backend, TritonAttention)
-    bench.backend.tilings = replace(bench.backend.tilings, decode=lambda shape: DecodeTiling(16, 1, 1, 1))
+    bench.backend.tilings = replace(
+        bench.backend.tilings, decode=lambda shape: DecodeTiling(16, 1, 1, 1)
+    )
     bench.backend.processors = 50
     bench.backend.prepare(max_rows=3, max_tokens=1024, max_len=1024)
     [schedule] = bench.backend.planned.schedules.values()
@@ -186,17 +247,29 @@ def test_half_precision_is_as_close_as_its_rounding(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.full)])
 def test_k_and_v_in_fp8_are_attended_as_they_are_stored(dtype: str) -> None:
-    case = Case((0, 30, 77, 5), (40, 9, 1, 1), dtype=dtype, windows=(None, 20), padding=3, cache_dtype="float8_e4m3fn", kv_scales=((0.037, 0.21),))
+    case = Case(
+        (0, 30, 77, 5),
+        (40, 9, 1, 1),
+        dtype=dtype,
+        windows=(None, 20),
+        padding=3,
+        cache_dtype="float8_e4m3fn",
+        kv_scales=((0.037, 0.21),),
+    )
     assert_as_defined(case, HALF.get(dtype, TOLERANCE))
 
 
 @pytest.mark.parametrize("block_size", [3, 16])
 def test_padding_tokens_change_no_slot(block_size: int) -> None:
     whole = block_size * 4
-    case = Case((whole - 1, 0), (1, whole), block_size, spare_blocks=0, windows=(None, 5))  # every slot of the pool is somebody's
+    case = Case(
+        (whole - 1, 0), (1, whole), block_size, spare_blocks=0, windows=(None, 5)
+    )  # every slot of the pool is somebody's
     bench = triton_bench(case)
     bench.run()
-    bench.write((whole - 1, whole), case.lens, padding=9)  # one token once more, and NaN for the padding
+    bench.write(
+        (whole - 1, whole), case.lens, padding=9
+    )  # one token once more, and NaN for the padding
     bench.plan(case.history, case.lens)
     assert_close(bench.attend(), bench.expected())
 
@@ -219,7 +292,9 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
     bench = triton_bench(Case((0, 16), (20, 4)))
     for values in (bench.k, bench.v):
         values[0][1][:16] = values[0][0][:16]  # a shared prefix …
-    bench.table[1, 0] = bench.table[0, 0]  # … of one block, which the first row computes in this very step
+    bench.table[1, 0] = bench.table[
+        0, 0
+    ]  # … of one block, which the first row computes in this very step
     bench.write(bench.case.history, bench.case.lens)
     assert_close(bench.attend(), bench.expected())
 
@@ -234,15 +309,50 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
     processors=st.sampled_from([1, 3, 16]),
     backend=st.sampled_from([SharingAttention, MixedGraphAttention]),
 )
-@example(own=[120, 7, 111], shared=8, chunk=0, group=2, kv_heads=2, processors=16, backend=SharingAttention)  # several parts, and rows that are cut
-@example(own=[22, 1, 62], shared=8, chunk=5, group=2, kv_heads=1, processors=1, backend=MixedGraphAttention)  # one part, and rows that are whole
-@example(own=[1, 0], shared=16, chunk=5, group=2, kv_heads=1, processors=16, backend=SharingAttention)  # a row that has nothing but what it shares
+@example(
+    own=[120, 7, 111],
+    shared=8,
+    chunk=0,
+    group=2,
+    kv_heads=2,
+    processors=16,
+    backend=SharingAttention,
+)  # several parts, and rows that are cut
+@example(
+    own=[22, 1, 62],
+    shared=8,
+    chunk=5,
+    group=2,
+    kv_heads=1,
+    processors=1,
+    backend=MixedGraphAttention,
+)  # one part, and rows that are whole
+@example(
+    own=[1, 0], shared=16, chunk=5, group=2, kv_heads=1, processors=16, backend=SharingAttention
+)  # a row that has nothing but what it shares
 def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
-    own: list[int], shared: int, chunk: int, group: int, kv_heads: int, processors: int, backend: type[SharingAttention]
+    own: list[int],
+    shared: int,
+    chunk: int,
+    group: int,
+    kv_heads: int,
+    processors: int,
+    backend: type[SharingAttention],
 ) -> None:
     history = (*(shared * 16 + tokens - 1 for tokens in own), *([300] if chunk else []))
     queries, sinks = (1,) * len(own) + ((chunk,) if chunk else ()), (chunk == 0,)
-    case = on_device(Case(history, queries, 16, kv_heads * group, kv_heads, padding=2, windows=(None, 40), sinks=sinks))
+    case = on_device(
+        Case(
+            history,
+            queries,
+            16,
+            kv_heads * group,
+            kv_heads,
+            padding=2,
+            windows=(None, 40),
+            sinks=sinks,
+        )
+    )
     bench = Bench(backend, case)
     bench.backend.processors = processors  # type: ignore[attr-defined]
     bench.backend.prepare(max_rows=16, max_tokens=4096, max_len=512)
@@ -254,36 +364,57 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
     bench.write((0,) * len(history), case.history)
     bench.backend.shared_blocks = shared  # type: ignore[attr-defined]
     bench.write(case.history, case.lens, case.padding)
-    [whole_rows] = [schedule for kind, schedule in bench.backend.step.schedules.items() if kind.shape.window is None]  # type: ignore[attr-defined]
-    long_enough = shared * 16 - (min(own) == 0) >= whole_rows.decode_tiling.keys  # for a program to take one step over it
+    [whole_rows] = [
+        schedule
+        for kind, schedule in bench.backend.step.schedules.items()
+        if kind.shape.window is None
+    ]  # type: ignore[attr-defined]
+    long_enough = (
+        shared * 16 - (min(own) == 0) >= whole_rows.decode_tiling.keys
+    )  # for a program to take one step over it
     assert (whole_rows.prefix.parts > 0) == long_enough
     assert_close(bench.attend(case.padding), bench.expected())
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="graphs are played on the CPU; tests/gpu has real ones")
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 5])
-def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_launches(monkeypatch)
     bench = bench_with_graphs(TritonAttention, [16, 8], monkeypatch)
     assert bench.runner.graphs is not None
-    graphs = [bench.runner.graphs.find(kind, size) for kind in (Kind.MIXED, Kind.MIXED_SHARING) for size in (16, 8)]
+    graphs = [
+        bench.runner.graphs.find(kind, size)
+        for kind in (Kind.MIXED, Kind.MIXED_SHARING)
+        for size in (16, 8)
+    ]
     assert all(graph is not None and graph.whole for graph in graphs)
     assert generate_in_chunks(bench, chunk, 2) == [generate(prompt, 2) for prompt in PROMPTS]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="graphs are played on the CPU; tests/gpu has real ones")
-def test_a_model_with_it_says_the_same_when_its_decodes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_it_says_the_same_when_its_decodes_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keep_launches(monkeypatch)
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", TritonAttention)
     bench = RunnerBench(max_rows=4)
     bench.sampler.__class__ = CapturableGreedy
     give_graphs(bench, decode_steps(bench), rerun=())
-    first = bench.run({row: len(prompt) for row, prompt in enumerate(PROMPTS)}, [bench.new(row, prompt) for row, prompt in enumerate(PROMPTS)])
+    first = bench.run(
+        {row: len(prompt) for row, prompt in enumerate(PROMPTS)},
+        [bench.new(row, prompt) for row, prompt in enumerate(PROMPTS)],
+    )
     tokens = [[int(token)] for token in first.token_ids]
     for rows in ((0, 1, 2), (2,), (1, 0, 2)):
-        for row, token in zip(rows, bench.run(dict.fromkeys(rows, 1)).token_ids.tolist(), strict=True):
+        for row, token in zip(
+            rows, bench.run(dict.fromkeys(rows, 1)).token_ids.tolist(), strict=True
+        ):
             tokens[row].append(token)
-    assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
+    assert tokens == [
+        generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)
+    ]
 
 
 def test_q_k_and_v_may_be_parts_of_one_tensor() -> None:
@@ -303,9 +434,15 @@ def test_q_k_and_v_may_be_parts_of_one_tensor() -> None:
 
 
 def test_pages_of_fp8_that_pairs_do_not_fill_are_refused() -> None:
-    layer = TritonAttention(NoOptions(), AttentionContext(DEVICE, "float16", 1, "float8_e4m3fn")).make_layer(LayerSpec(0, 1, 1, 8, 1.0))
+    layer = TritonAttention(
+        NoOptions(), AttentionContext(DEVICE, "float16", 1, "float8_e4m3fn")
+    ).make_layer(LayerSpec(0, 1, 1, 8, 1.0))
     with pytest.raises(DovetailError, match="a page has 9 bytes, and FP8 is read in pairs"):
-        layer.bind(LayerCache(tuple(torch.zeros((3, 9), dtype=torch.uint8, device=DEVICE) for _ in range(2)), 1))
+        layer.bind(
+            LayerCache(
+                tuple(torch.zeros((3, 9), dtype=torch.uint8, device=DEVICE) for _ in range(2)), 1
+            )
+        )
 
 
 def test_plan_before_prepare_is_an_error() -> None:
@@ -342,13 +479,27 @@ def test_what_it_can_not_do_is_refused_in_words() -> None:
     ],
 )
 @pytest.mark.parametrize("backend", [TritonAttention, MixedGraphAttention])
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4), st.integers(0, 9))
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4),
+    st.integers(0, 9),
+)
 @enough
 def test_prefills_on_a_hopper_are_attended_as_defined_while_unused_slots_are_nan(
-    backend: type[TritonAttention], dtype: str, head_size: int, block_size: int, heads: int, rows: list[tuple[int, int]], padding: int
+    backend: type[TritonAttention],
+    dtype: str,
+    head_size: int,
+    block_size: int,
+    heads: int,
+    rows: list[tuple[int, int]],
+    padding: int,
 ) -> None:
     history, queries = zip(*rows, strict=True)
-    bench = Bench(backend, on_device(Case(history, queries, block_size, heads, 1, head_size, dtype=dtype, padding=padding)))
+    bench = Bench(
+        backend,
+        on_device(
+            Case(history, queries, block_size, heads, 1, head_size, dtype=dtype, padding=padding)
+        ),
+    )
     if bench.backend.tilings != HOPPER:
         pytest.skip("needs a Hopper, and a Triton with which its kernel works")
     assert_close(bench.run(), bench.expected(), HALF[dtype])
@@ -356,7 +507,12 @@ def test_prefills_on_a_hopper_are_attended_as_defined_while_unused_slots_are_nan
 
 @gpu
 def test_a_graph_of_one_decode_step_replays_any_other_of_as_many_rows() -> None:
-    case = replace(on_device(Case((300, 5, 17, 90), (1,) * 4, heads=16, kv_heads=8, head_size=128, dtype="bfloat16")), padding=0)
+    case = replace(
+        on_device(
+            Case((300, 5, 17, 90), (1,) * 4, heads=16, kv_heads=8, head_size=128, dtype="bfloat16")
+        ),
+        padding=0,
+    )
     bench = Bench(TritonAttention, case)
     bench.run()
     layer, q = bench.layers[0], bench._tensor(bench.q[0], 0)
@@ -373,16 +529,31 @@ def test_a_graph_of_one_decode_step_replays_any_other_of_as_many_rows() -> None:
 
 
 @gpu
-@pytest.mark.parametrize(("shared", "steps"), [(0, [(0, 1), (0, 1, 2, 3, 4), (4, 3), (2,)]), (16, [(0, 1), (1, 0)])])
-def test_a_graph_of_padding_replays_any_mix_of_as_many_tokens(shared: int, steps: list[tuple[int, ...]]) -> None:
-    case = Case((299, 299, 5, 17, 0), (1, 1, 1, 40, 19), heads=16, kv_heads=8, head_size=128, dtype="bfloat16", windows=(None, 40))
+@pytest.mark.parametrize(
+    ("shared", "steps"), [(0, [(0, 1), (0, 1, 2, 3, 4), (4, 3), (2,)]), (16, [(0, 1), (1, 0)])]
+)
+def test_a_graph_of_padding_replays_any_mix_of_as_many_tokens(
+    shared: int, steps: list[tuple[int, ...]]
+) -> None:
+    case = Case(
+        (299, 299, 5, 17, 0),
+        (1, 1, 1, 40, 19),
+        heads=16,
+        kv_heads=8,
+        head_size=128,
+        dtype="bfloat16",
+        windows=(None, 40),
+    )
     bench, backend = mixed_graph_bench(case)
     for values in (*bench.k, *bench.v):
         values[1][:256] = values[0][:256]
     bench.table[1, :16] = bench.table[0, :16]
     bench.run()
     backend.size, backend.shared_blocks = 64, shared
-    qs = [torch.full((64, 16, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in bench.layers]
+    qs = [
+        torch.full((64, 16, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        for _ in bench.layers
+    ]
     plan_padding(bench)
     for layer, q in zip(bench.layers, qs, strict=True):
         layer.attend(q)  # compiles
@@ -392,13 +563,17 @@ def test_a_graph_of_padding_replays_any_mix_of_as_many_tokens(shared: int, steps
         outs = [layer.attend(q) for layer, q in zip(bench.layers, qs, strict=True)]
     ends, expected = np.cumsum(case.queries), bench.expected()
     for rows in steps:
-        queries, lens = (np.array([values[row] for row in rows]) for values in (case.queries, case.lens))
+        queries, lens = (
+            np.array([values[row] for row in rows]) for values in (case.queries, case.lens)
+        )
         bench._plan(bench.table[list(rows)], queries, lens, padding=0)
         for q, out, own in zip(qs, outs, bench.q, strict=True):
             q[: sum(queries)] = bench._tensor([own[row] for row in rows], 0)
             out.fill_(torch.nan)
         graph.replay()
-        wanted = np.concatenate([np.arange(ends[row] - case.queries[row], ends[row]) for row in rows])
+        wanted = np.concatenate(
+            [np.arange(ends[row] - case.queries[row], ends[row]) for row in rows]
+        )
         got = [out[: sum(queries)].double().cpu().numpy() for out in outs]
         assert_close(got, [exact[wanted] for exact in expected], HALF["bfloat16"])
         assert not any(out[sum(queries) :].any() for out in outs)
@@ -426,7 +601,9 @@ def test_a_graph_captured_with_a_shared_prefix_serves_steps_without() -> None:
 
 
 def test_the_trial_before_a_gpu_is_relied_on_is_passed() -> None:
-    triton_trial.check(TritonAttention, AttentionContext(DEVICE, "float16", 16), LayerSpec(0, 4, 2, 16, 0.25))
+    triton_trial.check(
+        TritonAttention, AttentionContext(DEVICE, "float16", 16), LayerSpec(0, 4, 2, 16, 0.25)
+    )
 
 
 @gpu
@@ -434,14 +611,32 @@ def test_the_trial_before_a_gpu_is_relied_on_is_passed() -> None:
 def test_sinks_count_once_where_loading_warps_compute_prefills_in_parts(head_size: int) -> None:
     """On a Hopper; elsewhere by the plain kernel."""
     assert_as_defined(
-        Case((0, 1250, 6000), (300, 70, 64), heads=16, kv_heads=2, head_size=head_size, dtype="bfloat16", sinks=(True,)), HALF["bfloat16"]
+        Case(
+            (0, 1250, 6000),
+            (300, 70, 64),
+            heads=16,
+            kv_heads=2,
+            head_size=head_size,
+            dtype="bfloat16",
+            sinks=(True,),
+        ),
+        HALF["bfloat16"],
     )
 
 
 @gpu
 @pytest.mark.parametrize("heads", [16, 20, 128])
 def test_latents_of_true_sizes_are_attended_as_defined(heads: int) -> None:
-    case = Case((0, 1250, 6000, 700, 5), (300, 70, 1, 1, 1), heads=heads, kv_heads=1, head_size=576, v_in_k=512, dtype="bfloat16", padding=3)
+    case = Case(
+        (0, 1250, 6000, 700, 5),
+        (300, 70, 1, 1, 1),
+        heads=heads,
+        kv_heads=1,
+        head_size=576,
+        v_in_k=512,
+        dtype="bfloat16",
+        padding=3,
+    )
     assert_as_defined(case, HALF["bfloat16"])
 
 

@@ -24,7 +24,8 @@ from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import CUDA, HOPPER, REGISTERS, Shape, Tilings
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="a GPU compiles what it runs, and the interpreter nothing",
 )
 DEPENDENT = "griddepcontrol.wait"
 
@@ -49,7 +50,9 @@ def attend(
     """A step of decodes with a shared prefix and of a prefill, as on an H200."""
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size, cache_dtype))
     backend.tilings, backend.processors = HOPPER, 132
-    layer = backend.make_layer(LayerSpec(0, heads, 8, head_size, head_size**-0.5, window, sinks, softcap))
+    layer = backend.make_layer(
+        LayerSpec(0, heads, 8, head_size, head_size**-0.5, window, sinks, softcap)
+    )
     if sinks:
         layer.bind_sinks(torch.zeros(heads, dtype=backend.dtype))
     layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if cache_dtype else None
@@ -57,9 +60,25 @@ def attend(
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
     lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
     starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
-    table, slots = torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32), torch.full((1, tokens), 4 * block_size)
+    table, slots = (
+        torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32),
+        torch.full((1, tokens), 4 * block_size),
+    )
     shared = 1024 // block_size
-    backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), (table,), (slots,), queries, lens, shared, mixed_graph))
+    backend.plan(
+        AttentionBatch(
+            21,
+            tokens,
+            torch.from_numpy(starts),
+            torch.from_numpy(lens),
+            (table,),
+            (slots,),
+            queries,
+            lens,
+            shared,
+            mixed_graph,
+        )
+    )
     qkv = torch.zeros(tokens, heads + 16, head_size, dtype=backend.dtype)
     layer.write(qkv[:, heads : heads + 8], qkv[:, heads + 8 :])
     layer.attend(qkv[:, :heads])
@@ -69,7 +88,14 @@ def attend(
 @pytest.mark.parametrize(
     ("dtype", "head_size", "block_size", "window", "loads_apart", "mixed_graph"),
     [
-        ("bfloat16", 128, 16, None, True, False),  # what a Hopper's own kernel is compiled to doesn't depend on `mixed_graph`
+        (
+            "bfloat16",
+            128,
+            16,
+            None,
+            True,
+            False,
+        ),  # what a Hopper's own kernel is compiled to doesn't depend on `mixed_graph`
         pytest.param("float16", 64, 256, None, True, True, marks=pytest.mark.full),
         pytest.param("bfloat16", 80, 8, None, True, True, marks=pytest.mark.full),
         pytest.param("bfloat16", 128, 24, None, False, False, marks=pytest.mark.full),
@@ -82,7 +108,12 @@ def attend(
     ],
 )
 def test_attention_compiles_within_the_shared_memory(
-    dtype: str, head_size: int, block_size: int, window: int | None, loads_apart: bool, mixed_graph: bool
+    dtype: str,
+    head_size: int,
+    block_size: int,
+    window: int | None,
+    loads_apart: bool,
+    mixed_graph: bool,
 ) -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
@@ -90,11 +121,20 @@ def test_attention_compiles_within_the_shared_memory(
         attend(dtype, head_size, block_size, window, mixed_graph)
     names = {kernel.name: kernel for kernel in kernels}
     prefill = "prefill_hopper" if loads_apart else "prefill_tiles"
-    assert names.keys() == {"scatter", "decode_shares", prefill, *([] if window else ["attend_prefix"])}
-    assert ("wgmma.mma_async" in names[prefill].ptx and "cp.async.bulk.tensor" in names[prefill].ptx) == loads_apart
+    assert names.keys() == {
+        "scatter",
+        "decode_shares",
+        prefill,
+        *([] if window else ["attend_prefix"]),
+    }
+    assert (
+        "wgmma.mma_async" in names[prefill].ptx and "cp.async.bulk.tensor" in names[prefill].ptx
+    ) == loads_apart
     for kernel in kernels:
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES, kernel.name
-    assert names["decode_shares"].shared_bytes * 2 <= SHARED_MEMORY_BYTES, "several run on a multiprocessor"
+    assert names["decode_shares"].shared_bytes * 2 <= SHARED_MEMORY_BYTES, (
+        "several run on a multiprocessor"
+    )
     assert DEPENDENT in names["decode_shares"].ptx
     assert "prefetch.global.L2" in names["decode_shares"].ptx
 
@@ -111,12 +151,19 @@ def test_attention_with_sinks_or_capped_scores_compiles_within_the_shared_memory
 
     with compiling_for_hopper() as kernels:
         attend("bfloat16", head_size, 16, None, False, heads=64, sinks=sinks, softcap=softcap)
-    assert {kernel.name for kernel in kernels} == {"scatter", "decode_shares", prefill, "attend_prefix"}
+    assert {kernel.name for kernel in kernels} == {
+        "scatter",
+        "decode_shares",
+        prefill,
+        "attend_prefix",
+    }
     assert all(kernel.shared_bytes <= SHARED_MEMORY_BYTES for kernel in kernels)
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need(
+    head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dovetail_attention import triton_prefill_hopper
     from tests.attention.hopper import compile_nothing, compiling_for_hopper
 
@@ -129,7 +176,9 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
     assert [kernel.name for kernel in kernels].count("prefill_hopper") == 1
 
 
-@pytest.mark.parametrize(("dtype", "head_size"), [pytest.param("bfloat16", 128, marks=pytest.mark.full), ("float16", 64)])
+@pytest.mark.parametrize(
+    ("dtype", "head_size"), [pytest.param("bfloat16", 128, marks=pytest.mark.full), ("float16", 64)]
+)
 def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_size: int) -> None:
     """16 bytes at once into shared memory, and from there what matrix units take: never byte by byte."""
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
@@ -144,13 +193,19 @@ def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_siz
     assert not re.search(r"ld\.shared\.[usb]8|cp\.async\.ca", decode.ptx)
     prefill = names["prefill_hopper"]
     assert "cvt.rn.f16x2.e4m3x2" in prefill.ptx
-    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16" in prefill.ptx, "not of FP8, whose sums keep fewer bits"
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16" in prefill.ptx, (
+        "not of FP8, whose sums keep fewer bits"
+    )
     assert decode.spilled_bytes == prefill.spilled_bytes == 0
 
 
-@pytest.mark.parametrize(("heads", "head_size"), [(8, 128), (16, 128), (32, 128), (16, 64), (32, 64), (16, 256)])
+@pytest.mark.parametrize(
+    ("heads", "head_size"), [(8, 128), (16, 128), (32, 128), (16, 64), (32, 64), (16, 256)]
+)
 @pytest.mark.slow("compiles kernels")
-def test_as_many_programs_of_a_decode_fit_a_multiprocessor_as_share_the_keys(heads: int, head_size: int) -> None:
+def test_as_many_programs_of_a_decode_fit_a_multiprocessor_as_share_the_keys(
+    heads: int, head_size: int
+) -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
     with compiling_for_hopper("decode_shares") as kernels:
@@ -163,22 +218,35 @@ def test_as_many_programs_of_a_decode_fit_a_multiprocessor_as_share_the_keys(hea
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "around"), [(1024, 4096, {"norm": 1}), (1024, 6144, {"norm": 1, "gated": True}), (3072, 1024, {"out": 1})]
+    ("inputs", "outputs", "around"),
+    [(1024, 4096, {"norm": 1}), (1024, 6144, {"norm": 1, "gated": True}), (3072, 1024, {"out": 1})],
 )
 @pytest.mark.parametrize("rows", [2, 16])
-def test_layers_of_few_rows_ask_for_their_weights_before_they_wait(inputs: int, outputs: int, around: dict[str, Any], rows: int) -> None:
+def test_layers_of_few_rows_ask_for_their_weights_before_they_wait(
+    inputs: int, outputs: int, around: dict[str, Any], rows: int
+) -> None:
     from dovetail.nn.kernels import few_rows
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
-    x, weight, norm, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((rows, inputs), (outputs, inputs), (inputs,), (rows, outputs)))
+    x, weight, norm, out = (
+        torch.zeros(size, dtype=torch.bfloat16)
+        for size in ((rows, inputs), (outputs, inputs), (inputs,), (rows, outputs))
+    )
     tensors = {"norm": (norm, 1e-6), "out": out}
     tiling = few_rows.tiling_for(weight, rows, "gated" in around)
     assert tiling is not None
     with compiling_for_hopper() as kernels:
-        few_rows.linear(x, weight, tiling=tiling, **{name: tensors.get(name, value) for name, value in around.items()})
+        few_rows.linear(
+            x,
+            weight,
+            tiling=tiling,
+            **{name: tensors.get(name, value) for name, value in around.items()},
+        )
     [kernel] = kernels
     before, after = kernel.ptx.split(DEPENDENT)
-    weights_of_a_thread = tiling.outputs * inputs * (2 if "gated" in around else 1) // (tiling.warps * 32)
+    weights_of_a_thread = (
+        tiling.outputs * inputs * (2 if "gated" in around else 1) // (tiling.warps * 32)
+    )
     assert before.count("ld.global.v4") * 8 >= weights_of_a_thread
     assert "mma.sync" in after
     assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
@@ -186,19 +254,37 @@ def test_layers_of_few_rows_ask_for_their_weights_before_they_wait(inputs: int, 
 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "around"),
-    [(1024, 4096, {}), (1024, 6144, {"gated": True}), (3072, 1024, {"in_parts": True}), (2048, 1024, {"in_parts": True}), (896, 1152, {"bias": 1})],
+    [
+        (1024, 4096, {}),
+        (1024, 6144, {"gated": True}),
+        (3072, 1024, {"in_parts": True}),
+        (2048, 1024, {"in_parts": True}),
+        (896, 1152, {"bias": 1}),
+    ],
 )
 @pytest.mark.parametrize("rows", [17, 64, 128])
-def test_layers_of_many_rows_ask_for_their_weights_before_they_wait(inputs: int, outputs: int, around: dict[str, Any], rows: int) -> None:
+def test_layers_of_many_rows_ask_for_their_weights_before_they_wait(
+    inputs: int, outputs: int, around: dict[str, Any], rows: int
+) -> None:
     from dovetail.nn.kernels import many_rows
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
-    x, weight, bias = (torch.zeros(size, dtype=torch.bfloat16) for size in ((rows, inputs), (outputs, inputs), (outputs,)))
+    x, weight, bias = (
+        torch.zeros(size, dtype=torch.bfloat16)
+        for size in ((rows, inputs), (outputs, inputs), (outputs,))
+    )
     gated, in_parts = "gated" in around, "in_parts" in around
     tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts)
     assert tiling is not None
     with compiling_for_hopper() as kernels:
-        many_rows.linear(x, weight, bias if "bias" in around else None, tiling=tiling, gated=gated, in_parts=in_parts)
+        many_rows.linear(
+            x,
+            weight,
+            bias if "bias" in around else None,
+            tiling=tiling,
+            gated=gated,
+            in_parts=in_parts,
+        )
     [kernel] = kernels
     before, after = kernel.ptx.split(DEPENDENT)
     assert before.count("cp.async.bulk.tensor") == tiling.held * (2 if gated else 1)
@@ -206,8 +292,13 @@ def test_layers_of_many_rows_ask_for_their_weights_before_they_wait(inputs: int,
     assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "around"), [(4096, 6144, {}), (4096, 24_576, {"gated": True}), (12_288, 4096, {"in_parts": True})])
-def test_large_layers_of_few_rows_multiply_no_padding_and_ask_for_their_weights_first(inputs: int, outputs: int, around: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "around"),
+    [(4096, 6144, {}), (4096, 24_576, {"gated": True}), (12_288, 4096, {"in_parts": True})],
+)
+def test_large_layers_of_few_rows_multiply_no_padding_and_ask_for_their_weights_first(
+    inputs: int, outputs: int, around: dict[str, bool]
+) -> None:
     from dovetail.nn.kernels import many_rows
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
@@ -235,27 +326,59 @@ def test_the_kernels_around_attention_compile() -> None:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
-    cache = FusedCache(zeros(4, 16, 8, 128), zeros(4, 16, 8, 128), torch.zeros(5, dtype=torch.int64))
+    cache = FusedCache(
+        zeros(4, 16, 8, 128), zeros(4, 16, 8, 128), torch.zeros(5, dtype=torch.int64)
+    )
     rows, ints = DeviceRows(4, 5000, torch.device("cpu")), torch.zeros(5, dtype=torch.int32)
     history = RowHistory(ints[:, None], ints, ints)
-    changes, lines = DeviceChanges(4, SamplerContext("cpu", 5000, history)), Lines(torch.arange(3), torch.zeros(3, dtype=torch.int32))
+    changes, lines = (
+        DeviceChanges(4, SamplerContext("cpu", 5000, history)),
+        Lines(torch.arange(3), torch.zeros(3, dtype=torch.int32)),
+    )
     with compiling_for_hopper() as kernels:
         embedding.embed(torch.zeros(5, dtype=torch.int64), zeros(100, 1024))
         rms_norm.rms_norm(zeros(5, 1024), zeros(1024), 1e-6)
         rms_norm.add_and_norm(zeros(5, 1024), torch.zeros(3, 5, 1024), zeros(1024), 1e-6)
         gate.silu_mul(zeros(5, 6144))
-        qkv.norm_turn_write(zeros(5, 32, 128), 8, zeros(24 * 128), 1e-6, torch.zeros(64, 128), torch.zeros(5, dtype=torch.int64), cache)
+        qkv.norm_turn_write(
+            zeros(5, 32, 128),
+            8,
+            zeros(24 * 128),
+            1e-6,
+            torch.zeros(64, 128),
+            torch.zeros(5, dtype=torch.int64),
+            cache,
+        )
         one_row.linear(zeros(1, 1024), zeros(6144, 1024), norm=(zeros(1024), 1e-6), gated=True)
         one_row.linear(zeros(1, 3072), zeros(1024, 3072), out=zeros(1, 1024))
         logprobs.top_logprobs(zeros(3, 5000), torch.arange(3), 20)
-        logprobs.top_logprobs(zeros(3, 5000), torch.arange(3), 20, torch.arange(3), changes.asked_logprobs)
+        logprobs.top_logprobs(
+            zeros(3, 5000), torch.arange(3), 20, torch.arange(3), changes.asked_logprobs
+        )
         changes.change(zeros(3, 5000), lines)
         fused.draw(zeros(3, 5000), lines, rows.records, history, rows.hashes)
-    around = ["_embed", "_rms_norm", "_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear"]
-    assert [kernel.name for kernel in kernels] == [*around, *["_survey", "_choose"] * 2, "_widen", "_change", "_survey", "_choose"]
+    around = [
+        "_embed",
+        "_rms_norm",
+        "_rms_norm",
+        "_silu_mul",
+        "_norm_turn_write",
+        "_linear",
+        "_linear",
+    ]
+    assert [kernel.name for kernel in kernels] == [
+        *around,
+        *["_survey", "_choose"] * 2,
+        "_widen",
+        "_change",
+        "_survey",
+        "_choose",
+    ]
     assert all(DEPENDENT in kernel.ptx for kernel in kernels)
     [change] = [kernel for kernel in kernels if kernel.name == "_change"]
-    assert not re.search(r"\bfma\.|div\.full|div\.approx", change.ptx), "numbers that aren't the twin's"
+    assert not re.search(r"\bfma\.|div\.full|div\.approx", change.ptx), (
+        "numbers that aren't the twin's"
+    )
 
 
 def backend_of(tilings: Tilings) -> TritonAttention:
@@ -272,20 +395,28 @@ def prefill_loads_apart(backend: TritonAttention) -> bool:
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_a_triton_in_which_the_kernel_for_prefills_fails_goes_without(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_in_which_the_kernel_for_prefills_fails_goes_without(
+    computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda kind, limits: computes)
     backend = backend_of(HOPPER)
     assert prefill_loads_apart(backend) == computes
-    assert (backend.tilings, backend.planned.limits.tilings) == ((HOPPER,) * 2 if computes else (CUDA,) * 2)
+    assert (backend.tilings, backend.planned.limits.tilings) == (
+        (HOPPER,) * 2 if computes else (CUDA,) * 2
+    )
 
 
 def test_other_tilings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda kind, limits: pytest.fail("nobody asked"))
+    monkeypatch.setattr(
+        triton_backend, "_loads_apart_well", lambda kind, limits: pytest.fail("nobody asked")
+    )
     assert prefill_loads_apart(backend_of(replace(HOPPER, scatter=(8, 1024))))
     assert not prefill_loads_apart(backend_of(CUDA))
 
 
 def test_while_kernels_are_compiled_ahead_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda kind, limits: pytest.fail("nothing is launched"))
+    monkeypatch.setattr(
+        triton_backend, "_loads_apart_well", lambda kind, limits: pytest.fail("nothing is launched")
+    )
     with compiling_ahead(torch.device("cpu"), 1):
         assert prefill_loads_apart(backend_of(HOPPER))

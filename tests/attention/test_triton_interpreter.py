@@ -20,7 +20,17 @@ HERE = Path(__file__).parent
 def test_the_triton_backend_conforms_in_tritons_interpreter() -> None:
     """In a new process: a kernel is interpreted or compiled for good when it, or triton, is first imported."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:schemathesis", str(HERE / "triton_suite.py")],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:schemathesis",
+            str(HERE / "triton_suite.py"),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parents[1],
         capture_output=True,

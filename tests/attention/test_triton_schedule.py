@@ -27,9 +27,15 @@ lengths = st.lists(st.integers(1, 500), min_size=1, max_size=20)
 
 @given(row_steps, st.integers(1, 40), st.integers(0, 8))
 @examples(quick=200, full=5000)
-def test_every_step_of_every_row_is_in_one_share(steps: list[int], shares: int, beginning: int) -> None:
+def test_every_step_of_every_row_is_in_one_share(
+    steps: list[int], shares: int, beginning: int
+) -> None:
     cut = cut_evenly(np.array(steps, np.int64), shares, beginning)
-    covered = [(row, step) for row, first, last in zip(cut.row, cut.first, cut.last, strict=True) for step in range(first, last)]
+    covered = [
+        (row, step)
+        for row, first, last in zip(cut.row, cut.first, cut.last, strict=True)
+        for step in range(first, last)
+    ]
     assert covered == [(row, step) for row, count in enumerate(steps) for step in range(count)]
     assert cut.share_starts[0] == 0
     assert cut.share_starts[-1] == len(cut.row)
@@ -38,17 +44,30 @@ def test_every_step_of_every_row_is_in_one_share(steps: list[int], shares: int, 
 
 @given(row_steps, st.integers(1, 40), st.integers(0, 8))
 @examples(quick=200, full=5000)
-def test_no_share_costs_more_than_its_part_and_one_beginning(steps: list[int], shares: int, beginning: int) -> None:
+def test_no_share_costs_more_than_its_part_and_one_beginning(
+    steps: list[int], shares: int, beginning: int
+) -> None:
     cut = cut_evenly(np.array(steps, np.int64), shares, beginning)
     fair = sum(count + beginning for count in steps) / shares
     for first, last in zip(cut.share_starts, cut.share_starts[1:], strict=False):
         begun = sum(1 for i in range(first, last) if cut.first[i] == 0)
-        assert sum(cut.last[first:last] - cut.first[first:last]) + begun * beginning <= fair + 1 + beginning
+        assert (
+            sum(cut.last[first:last] - cut.first[first:last]) + begun * beginning
+            <= fair + 1 + beginning
+        )
 
 
-@given(lengths, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 3, 16, 64]), st.integers(1, 30), st.integers(0, 3))
+@given(
+    lengths,
+    st.one_of(st.none(), st.integers(1, 300)),
+    st.sampled_from([1, 3, 16, 64]),
+    st.integers(1, 30),
+    st.integers(0, 3),
+)
 @examples(quick=200, full=5000)
-def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], window: int | None, step: int, shares: int, padding: int) -> None:
+def test_segments_cover_what_each_row_sees_and_fit_their_table(
+    lens: list[int], window: int | None, step: int, shares: int, padding: int
+) -> None:
     rows = StepRows.of(np.ones(len(lens), np.int32), np.array(lens, np.int32))
     tables = DecodeTables(shares, max_rows=len(lens) + padding)
     buffer = tables.fill(rows, window, step, Prefix(), padding, len(lens))
@@ -60,7 +79,9 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
     assert starts[-1] == len(segments)
     keys = sum(min(length, window or length) for length in lens) + 2 * step * len(lens)
     used = np.count_nonzero(np.diff(starts))
-    assert used <= max(1, keys // LEAST_KEYS) or used <= min(shares // 2, keys // LEAST_KEYS_OF_HALF)
+    assert used <= max(1, keys // LEAST_KEYS) or used <= min(
+        shares // 2, keys // LEAST_KEYS_OF_HALF
+    )
     for row, length in enumerate(lens):
         own = segments[segments[:, 0] == row]
         assert own[0, 2] == max(0, length - (window or length))
@@ -78,36 +99,73 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
 )
 def test_few_keys_are_cut_finely_while_programs_are_idle(rows: int, length: int, used: int) -> None:
     tables = DecodeTables(132, max_rows=rows)
-    buffer = tables.fill(StepRows.of(np.ones(rows, np.int32), np.full(rows, length, np.int32)), None, 16, Prefix(), 0, rows)
+    buffer = tables.fill(
+        StepRows.of(np.ones(rows, np.int32), np.full(rows, length, np.int32)),
+        None,
+        16,
+        Prefix(),
+        0,
+        rows,
+    )
     assert np.count_nonzero(np.diff(buffer[:133])) == used
 
 
-@given(lengths, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 16, 64]), st.integers(1, 30), st.data())
+@given(
+    lengths,
+    st.one_of(st.none(), st.integers(1, 300)),
+    st.sampled_from([1, 16, 64]),
+    st.integers(1, 30),
+    st.data(),
+)
 @examples(quick=200, full=5000)
-def test_tables_that_are_filled_again_are_as_new_ones(lens: list[int], window: int | None, step: int, shares: int, data: st.DataObject) -> None:
+def test_tables_that_are_filled_again_are_as_new_ones(
+    lens: list[int], window: int | None, step: int, shares: int, data: st.DataObject
+) -> None:
     again = DecodeTables(shares, max_rows=len(lens) + 4)
     known, prefix = np.array(lens, np.int32), Prefix()
     for _ in range(4):
-        known = known + np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(known), max_size=len(known))), np.int32)
-        kept = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(known), max_size=len(known)))) > 0
+        known = known + np.array(
+            data.draw(st.lists(st.integers(0, 2), min_size=len(known), max_size=len(known))),
+            np.int32,
+        )
+        kept = (
+            np.array(
+                data.draw(st.lists(st.integers(0, 9), min_size=len(known), max_size=len(known)))
+            )
+            > 0
+        )
         if kept.any() and data.draw(st.integers(0, 4)) == 0:
             known = known[kept]
         if window is None and data.draw(st.booleans()):
-            prefix = data.draw(st.sampled_from([Prefix(), Prefix((int(known.min()) - 1) // step * step, 1)]))
+            prefix = data.draw(
+                st.sampled_from([Prefix(), Prefix((int(known.min()) - 1) // step * step, 1)])
+            )
         padding = data.draw(st.integers(0, 3))
         rows = StepRows.of(np.ones(len(known), np.int32), known)
-        new = DecodeTables(shares, max_rows=len(lens) + 4).fill(rows, window, step, prefix, padding, len(known))
+        new = DecodeTables(shares, max_rows=len(lens) + 4).fill(
+            rows, window, step, prefix, padding, len(known)
+        )
         assert np.array_equal(again.fill(rows, window, step, prefix, padding, len(known)), new)
 
 
-@given(st.lists(st.tuples(st.integers(2, 90), st.integers(0, 90)), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from([16, 64]))
+@given(
+    st.lists(st.tuples(st.integers(2, 90), st.integers(0, 90)), min_size=1, max_size=12),
+    st.integers(1, 9),
+    st.sampled_from([16, 64]),
+)
 @examples(quick=100, full=3000)
-def test_tiles_cover_every_query_of_every_head_once(rows: list[tuple[int, int]], group: int, tile: int) -> None:
+def test_tiles_cover_every_query_of_every_head_once(
+    rows: list[tuple[int, int]], group: int, tile: int
+) -> None:
     queries, history = np.array(rows, np.int32).T
     records = prefill_tiles(StepRows.of(queries, queries + history), group, tile)
     assert len(records) <= most_prefill_tiles(len(rows), int(queries.sum()), group, tile)
     firsts = sorted((int(row), int(first)) for row, _, _, _, first, *_ in records)
-    assert firsts == [(row, first) for row, count in enumerate(queries) for first in range(0, int(count) * group, tile)]
+    assert firsts == [
+        (row, first)
+        for row, count in enumerate(queries)
+        for first in range(0, int(count) * group, tile)
+    ]
 
 
 @given(
@@ -117,24 +175,36 @@ def test_tiles_cover_every_query_of_every_head_once(rows: list[tuple[int, int]],
     st.integers(1, 132),
 )
 @examples(quick=200, full=5000)
-def test_parts_of_tiles_cover_their_keys_once_and_have_a_slot_each(rows: list[tuple[int, int]], group: int, step: int, most: int) -> None:
+def test_parts_of_tiles_cover_their_keys_once_and_have_a_slot_each(
+    rows: list[tuple[int, int]], group: int, step: int, most: int
+) -> None:
     queries, history = np.array(rows, np.int32).T
     step_rows, split = StepRows.of(queries, queries + history), Split(step, most)
-    whole, records = prefill_tiles(step_rows, group, 128), prefill_tiles(step_rows, group, 128, split)
+    whole, records = (
+        prefill_tiles(step_rows, group, 128),
+        prefill_tiles(step_rows, group, 128, split),
+    )
     assert len(records) <= most_prefill_tiles(len(rows), int(queries.sum()), group, 128, split)
     parts_of: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for record in records.tolist():
         parts_of.setdefault(tuple(record[:5]), []).append(tuple(record[5:]))
-    assert [(*tile, 0, parts[-1][1], 0, 1, 0) for tile, parts in parts_of.items()] == [tuple(record) for record in whole.tolist()]
+    assert [(*tile, 0, parts[-1][1], 0, 1, 0) for tile, parts in parts_of.items()] == [
+        tuple(record) for record in whole.tolist()
+    ]
     slots = []
     for parts in parts_of.values():
         begins, ends = [part[0] for part in parts], [part[1] for part in parts]
         assert begins == [0, *ends[:-1]], "one after the other"
-        assert all(begin < end and begin % step == 0 for begin, end in zip(begins, ends, strict=True))
+        assert all(
+            begin < end and begin % step == 0 for begin, end in zip(begins, ends, strict=True)
+        )
         assert [part[2:4] for part in parts] == [(i, len(parts)) for i in range(len(parts))]
         if len(parts) > 1:
             slots += [first + i for _, _, i, _, first in parts]
-            assert min(end - begin for begin, end in zip(begins[:-1], ends[:-1], strict=True)) >= LEAST_STEPS * step
+            assert (
+                min(end - begin for begin, end in zip(begins[:-1], ends[:-1], strict=True))
+                >= LEAST_STEPS * step
+            )
     assert slots == list(range(len(slots)))
     assert len(slots) <= most
 

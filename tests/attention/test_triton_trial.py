@@ -70,24 +70,39 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[LayerSpec]:
 
 
 def place(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
-    monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[arch] if device.type == "cuda" else None)
+    monkeypatch.setattr(
+        gpu, "_gpu_of", lambda device: GPUS[arch] if device.type == "cuda" else None
+    )
 
 
 def chosen(dtype: str = "float16") -> str:
-    layers = [LayerSpec(index, 4, 2, 16, 0.25, window) for index, window in enumerate((None, 40, None, 40))]
-    return choose_attention((FakeRef(TritonAttention), FakeRef(TorchAttention)), layers, "cuda:0", dtype, None).name  # type: ignore[arg-type]
+    layers = [
+        LayerSpec(index, 4, 2, 16, 0.25, window)
+        for index, window in enumerate((None, 40, None, 40))
+    ]
+    return choose_attention(
+        (FakeRef(TritonAttention), FakeRef(TorchAttention)), layers, "cuda:0", dtype, None
+    ).name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
-def test_every_kind_of_layer_is_tried_once_on_unmeasured_gpus(arch: int, tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_layer_is_tried_once_on_unmeasured_gpus(
+    arch: int, tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place(monkeypatch, arch)
     assert chosen() == "TritonAttention"
     assert sorted(tried, key=str) == ([] if arch == 90 else sorted([SPEC, WINDOWED], key=str))
 
 
-@pytest.mark.parametrize("error", [DovetailError("it computes wrong numbers"), RuntimeError("out of resource: shared memory")])
+@pytest.mark.parametrize(
+    "error",
+    [DovetailError("it computes wrong numbers"), RuntimeError("out of resource: shared memory")],
+)
 def test_attention_that_fails_its_trial_is_plain_with_one_warning(
-    error: Exception, tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    tried: list[LayerSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     place(monkeypatch, 89)
 
@@ -97,19 +112,27 @@ def test_attention_that_fails_its_trial_is_plain_with_one_warning(
     monkeypatch.setattr(triton_trial, "check", check)
     assert chosen() == "TorchAttention"
     [record] = caplog.records
-    assert record.getMessage().startswith("the kernel for attention on RTX 4090 (compute capability 8.9) is disabled")
+    assert record.getMessage().startswith(
+        "the kernel for attention on RTX 4090 (compute capability 8.9) is disabled"
+    )
     assert str(error) in record.getMessage()
 
 
-def test_a_named_backend_that_fails_its_trial_is_refused_with_the_reason(tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_backend_that_fails_its_trial_is_refused_with_the_reason(
+    tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place(monkeypatch, 89)
     monkeypatch.setattr(triton_backend, "works", lambda name, check: False)
-    with pytest.raises(UnsupportedError, match=r"its kernels don't work on RTX 4090 \(compute capability 8.9\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"its kernels don't work on RTX 4090 \(compute capability 8.9\)"
+    ):
         choose_attention((FakeRef(TritonAttention),), [SPEC], "cuda:0", "float16", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("arch", [75, 90])
-def test_where_triton_runs_no_kernel_attention_is_plain(arch: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_triton_runs_no_kernel_attention_is_plain(
+    arch: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """On any GPU, a Hopper included: a machine without a C compiler, say."""
     place(monkeypatch, arch)
     embedding = pytest.importorskip("dovetail.nn.kernels.embedding")

@@ -38,7 +38,10 @@ class ThreadLink(EngineLink):
     def __init__(self, index: int, source: str | Mapping[str, Any], gpus: str | None) -> None:
         self.rows, self._window, self._index = 0, 0, index
         self.connection, self._theirs = Pipe()
-        self._threads = [threading.Thread(target=self._receive, daemon=True), threading.Thread(target=self._work, args=(source,), daemon=True)]
+        self._threads = [
+            threading.Thread(target=self._receive, daemon=True),
+            threading.Thread(target=self._work, args=(source,), daemon=True),
+        ]
         self._received: queue.SimpleQueue[list[JobRow] | None] = queue.SimpleQueue()
         for thread in self._threads:
             thread.start()
@@ -59,7 +62,9 @@ class ThreadLink(EngineLink):
         with LLMEngine.from_config(source) as engine:
             self._theirs.send(("ready", engine.config.max_num_seqs))
             try:
-                EngineWorker(engine, self._received, lambda some: self._theirs.send(("answers", some))).run()
+                EngineWorker(
+                    engine, self._received, lambda some: self._theirs.send(("answers", some))
+                ).run()
             except OSError:  # the job was interrupted
                 return
             except EngineDeadError as error:
@@ -85,7 +90,10 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def toy_rows(count: int, tokens: int = 5) -> list[dict[str, Any]]:
     sampling = {"max_tokens": tokens, "ignore_eos": True}
-    return [{"id": f"q{seed}", "prompt": f"row {seed}", "sampling": {"seed": seed, **sampling}} for seed in range(count)]
+    return [
+        {"id": f"q{seed}", "prompt": f"row {seed}", "sampling": {"seed": seed, **sampling}}
+        for seed in range(count)
+    ]
 
 
 def texts(directory: Path) -> list[str]:
@@ -95,7 +103,10 @@ def texts(directory: Path) -> list[str]:
 @pytest.mark.usefixtures("toy")
 def test_answers_of_the_demo_model_are_those_of_generate(tmp_path: Path) -> None:
     """Texts and token ids, one sample and two. With processes, docs/batch.md runs a job."""
-    params = [SamplingParams(seed=seed, max_tokens=8 + seed, temperature=0.8, n=1 + seed % 2) for seed in range(6)]
+    params = [
+        SamplingParams(seed=seed, max_tokens=8 + seed, temperature=0.8, n=1 + seed % 2)
+        for seed in range(6)
+    ]
     prompts = ["ROMEO:", "JULIET:\nO", [5, 6, 7], "The king", [199], "Enter"]
     rows: list[Any] = [
         {
@@ -113,23 +124,36 @@ def test_answers_of_the_demo_model_are_those_of_generate(tmp_path: Path) -> None
     with LLM("demo") as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     found = answers(tmp_path)
-    assert [(one["id"], one["row"]) for one in found] == [(row["id"], at) for at, row in enumerate(rows, start=1)]
+    assert [(one["id"], one["row"]) for one in found] == [
+        (row["id"], at) for at, row in enumerate(rows, start=1)
+    ]
     for one, output in zip(found, outputs, strict=False):
         assert one["error"] is None
-        assert [sample["text"] for sample in one["outputs"]] == [sample.text for sample in output.outputs]
-        assert [sample["token_ids"] for sample in one["outputs"]] == [list(sample.token_ids) for sample in output.outputs]
+        assert [sample["text"] for sample in one["outputs"]] == [
+            sample.text for sample in output.outputs
+        ]
+        assert [sample["token_ids"] for sample in one["outputs"]] == [
+            list(sample.token_ids) for sample in output.outputs
+        ]
         assert one["prompt_tokens"] == len(output.prompt_token_ids)
     assert found[-1]["outputs"] == []
 
 
 @pytest.mark.usefixtures("toy")
 def test_rows_that_fail_say_why_and_the_others_are_answered(tmp_path: Path) -> None:
-    bad: list[Any] = ['{"id": "broken"', {"id": "bad", "prompt": "x", "sampling": {"n": 0}}, {"id": "ids", "token_ids": [5000]}, {"id": "two"}]
+    bad: list[Any] = [
+        '{"id": "broken"',
+        {"id": "bad", "prompt": "x", "sampling": {"n": 0}},
+        {"id": "ids", "token_ids": [5000]},
+        {"id": "two"},
+    ]
     bad += [{"id": "half", "prompt": "\ud800"}, {"id": "role", "messages": [{"content": "x"}]}]
     write_rows(tmp_path / "rows.jsonl", [*toy_rows(3), *bad])
     assert "failed: 6 rows" in run_job(write_job(tmp_path, engine=TOY))
     found = answers(tmp_path)
-    assert [one["outputs"][0]["text"] for one in found[:3]] == [answer(seed, 5) for seed in range(3)]
+    assert [one["outputs"][0]["text"] for one in found[:3]] == [
+        answer(seed, 5) for seed in range(3)
+    ]
     errors = [(one["id"], one["error"]) for one in found[3:]]
     for (name, told), (wanted, part) in zip(
         errors,
@@ -149,7 +173,9 @@ def test_rows_that_fail_say_why_and_the_others_are_answered(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize("engines", [1, 3])
-def test_a_job_that_is_interrupted_anywhere_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+def test_a_job_that_is_interrupted_anywhere_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int
+) -> None:
     """Every run is stopped after at most nine stored answers, regardless of what else was computed; changing performance settings doesn't make
     another job."""
     write_rows(tmp_path / "rows.jsonl", toy_rows(40))
@@ -168,7 +194,13 @@ def test_a_job_that_is_interrupted_anywhere_resumes(tmp_path: Path, monkeypatch:
         while len(kept) < 20:
             runs += 1
             assert "interrupted: what is computed is in" in run_job(
-                write_job(tmp_path, engine={**TOY, "max_num_seqs": 4 + runs}, engines=engines, shard_rows=7), code=130
+                write_job(
+                    tmp_path,
+                    engine={**TOY, "max_num_seqs": 4 + runs},
+                    engines=engines,
+                    shard_rows=7,
+                ),
+                code=130,
             )
     assert runs > 1
     told = run_job(write_job(tmp_path, engine=TOY, engines=1, shard_rows=7))
@@ -176,20 +208,27 @@ def test_a_job_that_is_interrupted_anywhere_resumes(tmp_path: Path, monkeypatch:
     assert f"computed now: {40 - len(kept)} rows" in told
     assert len(set(kept)) == len(kept)
     assert texts(tmp_path) == [answer(seed, 5) for seed in range(40)]
-    assert "40 rows, all of them computed before" in run_job(write_job(tmp_path, engine=TOY, shard_rows=7))
+    assert "40 rows, all of them computed before" in run_job(
+        write_job(tmp_path, engine=TOY, shard_rows=7)
+    )
 
 
 @pytest.mark.usefixtures("toy")
 def test_another_input_or_other_settings_are_refused_and_taken_anew(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(3))
     run_job(write_job(tmp_path, engine=TOY))
-    told = run_job(write_job(tmp_path, engine={**TOY, "dtype": "bfloat16"}, sampling={"top_k": 3}, seed=1), code=2)
+    told = run_job(
+        write_job(tmp_path, engine={**TOY, "dtype": "bfloat16"}, sampling={"top_k": 3}, seed=1),
+        code=2,
+    )
     assert "engine.dtype: was 'auto', now it is 'bfloat16'" in told
     assert "sampling.top_k: was None, now it is 3" in told
     assert "seed: was 0, now it is 1" in told
     assert "--anew" in told
     write_rows(tmp_path / "rows.jsonl", toy_rows(5))
-    assert "its answers are of an input with other content: its SHA-256 was" in run_job(write_job(tmp_path, engine=TOY), code=2)
+    assert "its answers are of an input with other content: its SHA-256 was" in run_job(
+        write_job(tmp_path, engine=TOY), code=2
+    )
     assert len(texts(tmp_path)) == 3
     (tmp_path / "answers" / "notes.txt").write_text("mine")
     run_job(write_job(tmp_path, engine=TOY, shard_rows=2), "--anew")
@@ -199,27 +238,50 @@ def test_another_input_or_other_settings_are_refused_and_taken_anew(tmp_path: Pa
 
 @pytest.mark.usefixtures("toy")
 def test_formats_hold_the_same_answers(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [*toy_rows(3), {"id": "bad", "prompt": 5}, {"id": "\ud800", "prompt": "x"}])
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [*toy_rows(3), {"id": "bad", "prompt": 5}, {"id": "\ud800", "prompt": "x"}],
+    )
     run_job(write_job(tmp_path, engine=TOY))
     wanted = answers(tmp_path)
-    assert wanted[-1].pop("id") == "\ud800", "half a surrogate pair, which JSON has and Parquet hasn't"
+    assert wanted[-1].pop("id") == "\ud800", (
+        "half a surrogate pair, which JSON has and Parquet hasn't"
+    )
     wanted[-1]["id"] = r"\ud800"
     parquet = pytest.importorskip("pyarrow.parquet")
-    run_job(write_job(tmp_path, engine=TOY, output={"path": str(tmp_path / "columns"), "format": "parquet"}))
+    run_job(
+        write_job(
+            tmp_path, engine=TOY, output={"path": str(tmp_path / "columns"), "format": "parquet"}
+        )
+    )
     table = parquet.read_table(tmp_path / "columns" / "part-000000.parquet").to_pylist()
     for one, row in zip(wanted, table, strict=True):
-        assert [row[key] for key in ("id", "row", "error", "prompt_tokens")] == [one[key] for key in ("id", "row", "error", "prompt_tokens")]
-        assert [(sample["text"], sample["token_ids"]) for sample in row["outputs"]] == [(s["text"], s["token_ids"]) for s in one["outputs"]]
+        assert [row[key] for key in ("id", "row", "error", "prompt_tokens")] == [
+            one[key] for key in ("id", "row", "error", "prompt_tokens")
+        ]
+        assert [(sample["text"], sample["token_ids"]) for sample in row["outputs"]] == [
+            (s["text"], s["token_ids"]) for s in one["outputs"]
+        ]
 
 
 @pytest.mark.usefixtures("toy")
 def test_a_file_of_openais_batch_api_becomes_one(tmp_path: Path) -> None:
     def line(name: str, url: str, **body: Any) -> dict[str, Any]:
-        return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": {"model": "toy", "seed": 3, "ignore_eos": True, **body}}
+        return {
+            "custom_id": name,
+            "method": "POST",
+            "url": f"/v1/{url}",
+            "body": {"model": "toy", "seed": 3, "ignore_eos": True, **body},
+        }
 
     lines = [
         line("a", "completions", prompt="ROMEO:", max_tokens=5),
-        line("b", "chat/completions", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=6),
+        line(
+            "b",
+            "chat/completions",
+            messages=[{"role": "user", "content": "hi"}],
+            max_completion_tokens=6,
+        ),
         line("c", "completions", prompt=[1, 2], max_tokens=7, temperature=None, user="x"),
         line("d", "embeddings", input="x"),
         line("e", "chat/completions", messages=[{"role": "user", "content": "hi"}], tools=[]),
@@ -237,9 +299,21 @@ def test_a_file_of_openais_batch_api_becomes_one(tmp_path: Path) -> None:
     assert "failed: 5 rows" in run_job(job)
     found = {one["custom_id"]: one for one in answers(tmp_path)}
     assert list(found) == list("abcdefgh")
-    assert found["a"]["response"]["body"]["choices"][0] == {"index": 0, "text": answer(3, 5), "logprobs": None, "finish_reason": "length"}
-    assert found["b"]["response"]["body"]["choices"][0]["message"] == {"role": "assistant", "content": answer(3, 6)}
-    assert found["c"]["response"]["body"]["usage"] == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+    assert found["a"]["response"]["body"]["choices"][0] == {
+        "index": 0,
+        "text": answer(3, 5),
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert found["b"]["response"]["body"]["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": answer(3, 6),
+    }
+    assert found["c"]["response"]["body"]["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 7,
+        "total_tokens": 9,
+    }
     for name, part in {
         "h": "logprobs: answers in the format openai have none",
         "d": "pooling: this job's task is generate",
@@ -266,7 +340,10 @@ def test_a_job_embeds_rows_as_embed_does(tmp_path: Path) -> None:
     found = answers(tmp_path)
     with LLM("demo") as llm:
         sizes: list[tuple[Any, int]] = [("ROMEO:", 4), ([5, 6, 7], 8)]
-        wanted = [llm.embed(prompt, pooling_params=PoolingParams(dimensions=size), use_tqdm=False)[0] for prompt, size in sizes]
+        wanted = [
+            llm.embed(prompt, pooling_params=PoolingParams(dimensions=size), use_tqdm=False)[0]
+            for prompt, size in sizes
+        ]
     for one, output in zip(found, wanted, strict=False):
         assert output.outputs is not None
         assert one["embedding"] == pytest.approx(output.outputs.embedding, abs=1e-6)
@@ -279,20 +356,38 @@ def test_a_job_embeds_rows_as_embed_does(tmp_path: Path) -> None:
     )
     for one, part in zip(found[2:], said, strict=True):
         assert part in one["error"]
-    lines = [{"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "ROMEO:", "dimensions": 4}}]
+    lines = [
+        {
+            "custom_id": "a",
+            "url": "/v1/embeddings",
+            "body": {"model": "m", "input": "ROMEO:", "dimensions": 4},
+        }
+    ]
     lines += [{"custom_id": "b", "url": "/v1/embeddings", "body": {"input": ["x", "y"]}}]
     write_rows(tmp_path / "rows.jsonl", lines)
-    parts = {"input": {"path": str(tmp_path / "rows.jsonl"), "format": "openai"}, "output": {"path": str(tmp_path / "lines"), "format": "openai"}}
+    parts = {
+        "input": {"path": str(tmp_path / "rows.jsonl"), "format": "openai"},
+        "output": {"path": str(tmp_path / "lines"), "format": "openai"},
+    }
     run_job(write_job(tmp_path, task="embed", **parts))
-    [line, failed] = [json.loads(text) for text in (tmp_path / "lines" / "part-000000.jsonl").read_text().splitlines()]
-    assert line["response"]["body"]["data"][0]["embedding"] == pytest.approx(found[0]["embedding"], abs=1e-6)
+    [line, failed] = [
+        json.loads(text)
+        for text in (tmp_path / "lines" / "part-000000.jsonl").read_text().splitlines()
+    ]
+    assert line["response"]["body"]["data"][0]["embedding"] == pytest.approx(
+        found[0]["embedding"], abs=1e-6
+    )
     assert "one text" in failed["error"]["message"]
 
 
 def test_parameters_of_another_task_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "x"}])
-    assert "sampling: a job that embeds has" in run_job(write_job(tmp_path, task="embed", sampling={"seed": 1}), code=2)
-    assert "pooling: it is for jobs with" in run_job(write_job(tmp_path, pooling={"dimensions": 1}), code=2)
+    assert "sampling: a job that embeds has" in run_job(
+        write_job(tmp_path, task="embed", sampling={"seed": 1}), code=2
+    )
+    assert "pooling: it is for jobs with" in run_job(
+        write_job(tmp_path, pooling={"dimensions": 1}), code=2
+    )
 
 
 @pytest.mark.usefixtures("toy")
@@ -300,14 +395,22 @@ def test_an_engine_that_dies_takes_no_row_with_it(tmp_path: Path) -> None:
     """The device is lost: no row is reported as failed, and the next run computes it."""
     write_rows(tmp_path / "rows.jsonl", toy_rows(40, tokens=4))
     lost = {**TOY, "executor": {"name": "toy", "fails_at_step": 12}}
-    assert "engine 0 has failed: " in run_job(write_job(tmp_path, engine=lost, shard_rows=10), code=1)
-    kept = [json.loads(line) for path in (tmp_path / "answers").glob("part-*") for line in path.read_text().splitlines()]
+    assert "engine 0 has failed: " in run_job(
+        write_job(tmp_path, engine=lost, shard_rows=10), code=1
+    )
+    kept = [
+        json.loads(line)
+        for path in (tmp_path / "answers").glob("part-*")
+        for line in path.read_text().splitlines()
+    ]
     assert 0 < len(kept) < 40
     assert all(one["error"] is None for one in kept)
 
 
 @pytest.mark.usefixtures("toy")
-def test_an_input_is_read_in_one_pass_however_small_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_is_read_in_one_pass_however_small_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a format can't be entered anywhere, as with the large groups of rows in Parquet, beginning again for each shard would take forever."""
     begun: list[int] = []
     records = Jsonl.records
@@ -328,7 +431,9 @@ def test_an_input_is_read_in_one_pass_however_small_the_shards(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("toy")
-def test_an_input_that_changes_while_it_is_read_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_changes_while_it_is_read_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", toy_rows(5))
     scan = open_job.scan
 
@@ -338,7 +443,9 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job(tmp_path: Path, mon
         return found
 
     monkeypatch.setattr(open_job, "scan", changed)
-    assert "rows.jsonl: it was changed while the job ran" in run_job(write_job(tmp_path, engine=TOY), code=2)
+    assert "rows.jsonl: it was changed while the job ran" in run_job(
+        write_job(tmp_path, engine=TOY), code=2
+    )
 
 
 def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +453,9 @@ def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
 
     class Process:
-        def __init__(self, command: list[str], *, env: Mapping[str, str], pass_fds: list[int], **others: Any) -> None:
+        def __init__(
+            self, command: list[str], *, env: Mapping[str, str], pass_fds: list[int], **others: Any
+        ) -> None:
             seen.append(env.get("CUDA_VISIBLE_DEVICES", "all"))
             ends.append(os.dup(pass_fds[0]))
 
@@ -371,7 +480,9 @@ def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, "", "gpus: 2 engines of 1 need 2 GPUs, and CUDA_VISIBLE_DEVICES names 0"),
     ],
 )
-def test_a_number_of_gpus_is_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Any, visible: str | None, seen: Any) -> None:
+def test_a_number_of_gpus_is_shared_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Any, visible: str | None, seen: Any
+) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -397,7 +508,9 @@ def test_an_engine_that_cannot_start_is_reported(tmp_path: Path) -> None:
     assert "engine: " in run_job(write_job(tmp_path, engine=str(tmp_path / "no-model")), code=2)
 
 
-def test_an_engine_whose_process_is_stopped_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_process_is_stopped_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class StoppedLink(EngineLink):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
@@ -407,12 +520,18 @@ def test_an_engine_whose_process_is_stopped_ends_the_job(tmp_path: Path, monkeyp
     for module in (process_watch, runner):
         monkeypatch.setattr(module, "STOPPED_S", 0.1)
     write_rows(tmp_path / "rows.jsonl", toy_rows(2))
-    assert "engine 0 has failed: it had been stopped (SIGSTOP) for 0.1 s" in run_job(write_job(tmp_path), code=1)
+    assert "engine 0 has failed: it had been stopped (SIGSTOP) for 0.1 s" in run_job(
+        write_job(tmp_path), code=1
+    )
 
 
 @pytest.mark.full
-def test_a_job_that_is_killed_again_and_again_is_whole(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["batch", "kills", "--rows", "20000", "--kills", "5", "--step-s", "0.01"])
+def test_a_job_that_is_killed_again_and_again_is_whole(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["batch", "kills", "--rows", "20000", "--kills", "5", "--step-s", "0.01"]
+    )
     bench_main()
     assert capfd.readouterr().out.count("{'lost': 0, 'doubled': 0, 'wrong': 0}") == 2
 
@@ -420,19 +539,25 @@ def test_a_job_that_is_killed_again_and_again_is_whole(monkeypatch: pytest.Monke
 def test_an_engine_loads_its_tokenizer_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Path | str] = []
     load = Tokenizer.load
-    monkeypatch.setattr(Tokenizer, "load", lambda directory: loaded.append(directory) or load(directory))
+    monkeypatch.setattr(
+        Tokenizer, "load", lambda directory: loaded.append(directory) or load(directory)
+    )
     with start_engine({"model": "demo"}) as engine:
         assert len(loaded) == 1
         assert engine.tokenizer.encode("ROMEO:")
         assert len(loaded) == 1
 
 
-def test_an_engine_without_a_tokenizer_starts_for_rows_of_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_a_tokenizer_starts_for_rows_of_token_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none(directory: Path | str) -> Tokenizer:
         raise ModelLoadError("it has none")
 
     monkeypatch.setattr(Tokenizer, "load", none)
     with start_engine({"model": "demo"}) as engine:
-        output = engine.add_request("a", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2, detokenize=False))
+        output = engine.add_request(
+            "a", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2, detokenize=False)
+        )
         assert output is None
         assert engine.has_unfinished_requests()

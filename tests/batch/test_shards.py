@@ -43,7 +43,11 @@ def complete(store: ShardStore, seed: int, told: int | None = None) -> None:
 
 
 def answered(directory: Path) -> list[int]:
-    return [json.loads(line)["row"] for path in sorted(directory.glob("part-*.jsonl")) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)["row"]
+        for path in sorted(directory.glob("part-*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
 
 
 def killed_at(operation: int, directory: Path, seed: int) -> tuple[bool, set[int]]:
@@ -84,7 +88,9 @@ def test_a_job_killed_at_any_file_operation_resumes_with_the_rest(tmp_path: Path
         assert store.answered == ROWS - len(left)
         complete(store, seed=0)
         assert answered(directory) == list(range(1, ROWS + 1))
-        assert {path.suffix for path in directory.iterdir()} == {".jsonl"}, "nothing else stays behind"
+        assert {path.suffix for path in directory.iterdir()} == {".jsonl"}, (
+            "nothing else stays behind"
+        )
     assert operation > 20, "it was killed somewhere"
 
 
@@ -104,9 +110,21 @@ def test_a_last_line_cut_anywhere_is_computed_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"{}", b"[]", b"5", b'{"row": 1}', b'{"row": []}', json.dumps(answer(2)).encode(), json.dumps(answer(9)).encode(), b"[" * 10**5]
+    "line",
+    [
+        b"{}",
+        b"[]",
+        b"5",
+        b'{"row": 1}',
+        b'{"row": []}',
+        json.dumps(answer(2)).encode(),
+        json.dumps(answer(9)).encode(),
+        b"[" * 10**5,
+    ],
 )
-def test_a_line_that_is_no_answer_of_its_shard_and_those_behind_it_are_computed_again(tmp_path: Path, line: bytes) -> None:
+def test_a_line_that_is_no_answer_of_its_shard_and_those_behind_it_are_computed_again(
+    tmp_path: Path, line: bytes
+) -> None:
     store = store_in(tmp_path)
     store.add([answer(2)])
     opened = tmp_path / "part-000000.jsonl.open"
@@ -127,14 +145,17 @@ def test_a_shard_whose_file_is_empty_is_computed_again(tmp_path: Path) -> None:
     assert answered(tmp_path) == list(range(1, ROWS + 1))
 
 
-def test_a_full_disk_ends_the_job_with_a_sentence_and_it_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_job_with_a_sentence_and_it_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         with pytest.raises(
-            UnwritableOutput, match=r"part-00000\d\.jsonl: can't be written: No space left on device; once it can be, the same command"
+            UnwritableOutput,
+            match=r"part-00000\d\.jsonl: can't be written: No space left on device; once it can be, the same command",
         ):
             complete(store_in(tmp_path), seed=1)
     assert not list(tmp_path.glob("*.tmp"))

@@ -36,17 +36,29 @@ class FakeServer:
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer a request. False ends the connection."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(head.split("content-length: ")[1].split("\r\n")[0]) if "content-length" in head else 0
+        length = (
+            int(head.split("content-length: ")[1].split("\r\n")[0])
+            if "content-length" in head
+            else 0
+        )
         body: Body = json.loads(await reader.readexactly(length)) if length else {}
         if head.startswith("get /v1/models"):
             answered = b'{"data": [{"id": "toy"}]}'
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answered), answered))
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answered), answered)
+            )
             return True
         self.bodies.append(body)
         if self.behave == "refuse":
-            writer.write(b'HTTP/1.1 429 Too Many Requests\r\nContent-Length: 20\r\n\r\n{"error": "too many"}'[:-1])
+            writer.write(
+                b'HTTP/1.1 429 Too Many Requests\r\nContent-Length: 20\r\n\r\n{"error": "too many"}'[
+                    :-1
+                ]
+            )
             return True
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
+        )
         for event in self._events(body):
             if self.behave == "split":  # an event in pieces that are chunks of their own
                 for piece in (event[:9], event[9:-1], event[-1:]):
@@ -68,11 +80,28 @@ class FakeServer:
         size = 3 if self.behave == "bundle" else 1
         for start in range(0, len(text) // (2 if self.behave == "cut" else 1), size):
             piece = text[start : start + size]
-            yield _event({"choices": [{"index": 0, **({"delta": {"content": piece}} if "messages" in body else {"text": piece})}]})
+            yield _event(
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            **(
+                                {"delta": {"content": piece}}
+                                if "messages" in body
+                                else {"text": piece}
+                            ),
+                        }
+                    ]
+                }
+            )
         if self.behave == "error":
             yield _event({"error": {"message": "the engine died", "code": 500}})
         prompt = body.get("prompt") or body["messages"][0]["content"]
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text), "prompt_tokens_details": {"cached_tokens": 1}}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(text),
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
         if self.behave != "cut":
             yield b": a comment\n\n"
             yield _event({"choices": [], "usage": usage})
@@ -89,7 +118,9 @@ class FakeServer:
     @contextmanager
     def running(self) -> Iterator[str]:
         ready = threading.Event()
-        thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._start(ready)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._start(ready)), daemon=True
+        )
         thread.start()
         assert ready.wait(10)
         try:

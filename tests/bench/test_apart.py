@@ -14,7 +14,9 @@ def test_a_function_runs_in_another_process_and_what_it_returns_comes_back() -> 
     assert apart(sorted, [3, 1, 2]) == [1, 2, 3]
 
 
-def test_a_process_without_a_result_ends_the_program_with_its_status(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_without_a_result_ends_the_program_with_its_status(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit, match="_exit ended with status 3, and no result"):
         apart(os._exit, 3)
     with pytest.raises(SystemExit, match="exit ended with status 1, and no result"):

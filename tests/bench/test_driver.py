@@ -20,12 +20,21 @@ def test_every_token_is_stamped_in_order_and_none_before_its_request_arrives() -
         driver, ended = Driver(engine), []
         begin = engine.now()
         for index in range(4):
-            driver.schedule("request", begin + 0.01 * index, [3, 1, 4, 1, 5 + index], 3 + index, then=ended.append)
+            driver.schedule(
+                "request",
+                begin + 0.01 * index,
+                [3, 1, 4, 1, 5 + index],
+                3 + index,
+                then=ended.append,
+            )
         driver.schedule("other", begin, [2, 7], 1)
         driver.run()
     timelines = driver.of("request")
     assert [len(timeline.stamps) for timeline in timelines] == [3, 4, 5, 6]
-    assert all(list(timeline.stamps) == sorted(timeline.stamps) and timeline.ttft > 0 for timeline in timelines)
+    assert all(
+        list(timeline.stamps) == sorted(timeline.stamps) and timeline.ttft > 0
+        for timeline in timelines
+    )
     assert sorted(ended) == sorted(timeline.stamps[-1] for timeline in timelines)
     assert sum(driver.decodes) == 2 + 3 + 4 + 5
     assert [len(timeline.stamps) for timeline in driver.of("other")] == [1]
@@ -49,14 +58,24 @@ def test_each_step_is_reported_with_what_it_computed_and_the_longest_first() -> 
         driver.run()
     assert sum(step.prefill_tokens for step in driver.steps) == 15
     assert sum(step.decode_tokens for step in driver.steps) == 9
-    assert all(step.since_last_s > 0 and step.device_s > 0 and step.core_s > 0 for step in driver.steps)
+    assert all(
+        step.since_last_s > 0 and step.device_s > 0 and step.core_s > 0 for step in driver.steps
+    )
     longest = driver.longest(2, driver.steps[0].ended, float("inf"))
-    assert [step.since_last_s for step in longest] == sorted((step.since_last_s for step in driver.steps if step.decode_tokens), reverse=True)[:2]
+    assert [step.since_last_s for step in longest] == sorted(
+        (step.since_last_s for step in driver.steps if step.decode_tokens), reverse=True
+    )[:2]
     assert driver.longest(2, 0.0, driver.steps[0].ended) == []
 
 
 def test_what_a_run_prints_of_a_list_is_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    show({"steps": [{"ended": 1.5, "tokens": 3}, {"ended": 2.5, "tokens": 4}], "quantiles": {"p50": 1.0}, "count": 7})
+    show(
+        {
+            "steps": [{"ended": 1.5, "tokens": 3}, {"ended": 2.5, "tokens": 4}],
+            "quantiles": {"p50": 1.0},
+            "count": 7,
+        }
+    )
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line] == [
         "steps ended 1.5 tokens 3",
         "ended 2.5 tokens 4",

@@ -74,19 +74,32 @@ def check_asked(llm: type[Engine], prompts_of: Any) -> None:
     assert len({str(prompts) for prompts, _ in calls}) == len(calls), "each run has fresh prompts"
     for prompts, given in calls:
         assert [len(prompt) for prompt in prompts_of(prompts)] == [5, 7]
-        assert [(one.temperature, one.ignore_eos, one.max_tokens) for one in given] == [(0.6, True, 3), (0.6, True, 2)]
+        assert [(one.temperature, one.ignore_eos, one.max_tokens) for one in given] == [
+            (0.6, True, 3),
+            (0.6, True, 2),
+        ]
 
 
-def test_vllm_gets_random_weights_the_lengths_and_room_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_random_weights_the_lengths_and_room_for_all_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, "vllm", VLLM)
     measured = engines.run_vllm(WORK, DIRECTORY, {})
-    expected = {"model": str(DIRECTORY), "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 9, "max_num_seqs": 2}
+    expected = {
+        "model": str(DIRECTORY),
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": 9,
+        "max_num_seqs": 2,
+    }
     assert VLLM.made == expected | {"tensor_parallel_size": 1, "quantization": None}
     assert len(measured.seconds) == engines.RUNS
     check_asked(VLLM, lambda prompts: [prompt["prompt_token_ids"] for prompt in prompts])
 
 
-def test_nano_vllm_gets_weights_the_lengths_and_room_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nano_vllm_gets_weights_the_lengths_and_room_for_all_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, "nanovllm", NanoVLLM)
     filled: list[Path] = []
     monkeypatch.setattr(engines, "write_weights", filled.append)
@@ -96,7 +109,12 @@ def test_nano_vllm_gets_weights_the_lengths_and_room_for_all_requests(monkeypatc
     engines.run_nano_vllm(WORK, DIRECTORY, {})
     assert not left, "it isn't ended twice"
     assert filled == [DIRECTORY]
-    assert NanoVLLM.made == {"model": str(DIRECTORY), "enforce_eager": False, "max_model_len": 9, "max_num_seqs": 2}
+    assert NanoVLLM.made == {
+        "model": str(DIRECTORY),
+        "enforce_eager": False,
+        "max_model_len": 9,
+        "max_num_seqs": 2,
+    }
     assert NanoVLLM.asked[-1] == "exit"
     check_asked(NanoVLLM, lambda prompts: prompts)
 
@@ -112,14 +130,20 @@ class Manager:
         self.requests.append((input_ids, max_new_tokens))
         for tokens in (1, max_new_tokens):
             finished = tokens == max_new_tokens
-            result = SimpleNamespace(error=None, generated_tokens=[0] * tokens, is_finished=lambda finished=finished: finished)
+            result = SimpleNamespace(
+                error=None,
+                generated_tokens=[0] * tokens,
+                is_finished=lambda finished=finished: finished,
+            )
             self._results.insert(0, result)
 
     def get_result(self, timeout: float) -> Any:
         return self._results.pop() if self._results else None
 
 
-def test_transformers_gets_each_requests_length_and_never_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_gets_each_requests_length_and_never_stops_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import transformers
 
     manager, given = Manager(), []
@@ -130,27 +154,58 @@ def test_transformers_gets_each_requests_length_and_never_stops_early(monkeypatc
 
         @contextmanager
         def continuous_batching_context_manager(self, generation_config: Any) -> Iterator[Manager]:
-            assert not engines.torch.is_inference_mode_enabled(), "its thread changes tensors that are made here, and isn't in that mode"
+            assert not engines.torch.is_inference_mode_enabled(), (
+                "its thread changes tensors that are made here, and isn't in that mode"
+            )
             given.append(generation_config)
             yield manager
 
-    monkeypatch.setattr(engines.torch, "device", lambda name: engines.torch.autocast("cpu", enabled=False))  # any context
+    monkeypatch.setattr(
+        engines.torch, "device", lambda name: engines.torch.autocast("cpu", enabled=False)
+    )  # any context
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda directory: "config")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda directory: SimpleNamespace(batch_decode=lambda outputs: outputs))
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, dtype: Model())
+    monkeypatch.setattr(
+        transformers.AutoTokenizer,
+        "from_pretrained",
+        lambda directory: SimpleNamespace(batch_decode=lambda outputs: outputs),
+    )
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_config", lambda config, dtype: Model()
+    )
     engines.run_transformers(WORK, DIRECTORY, {})
     [config] = given
-    assert (config.do_sample, config.temperature, config.top_k, config.eos_token_id) == (True, 0.6, 0, -1)
-    assert [(len(prompt), out) for prompt, out in manager.requests] == [(5, 3), (7, 2)] * (1 + engines.RUNS)
+    assert (config.do_sample, config.temperature, config.top_k, config.eos_token_id) == (
+        True,
+        0.6,
+        0,
+        -1,
+    )
+    assert [(len(prompt), out) for prompt, out in manager.requests] == [(5, 3), (7, 2)] * (
+        1 + engines.RUNS
+    )
 
 
 @pytest.mark.parametrize("name", ["vllm", "nano-vllm"])
-def test_an_engine_that_is_not_there_is_left_out_and_said_so(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_is_not_there_is_left_out_and_said_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, name.replace("-", ""), None)
     assert engines.run_engine(name, WORK, DIRECTORY, {}) is None
     assert f"{name}: left out, since it can't be imported: " in capsys.readouterr().out
 
 
 def test_settings_are_read_as_the_command_line_reads_them() -> None:
-    given = engines.settings_of(["kv_cache_memory=4GiB", "overlap=false", "max_num_seqs=8", "scheduler={name: priority, aging_s: null}"])
-    assert given == {"kv_cache_memory": "4GiB", "overlap": False, "max_num_seqs": 8, "scheduler": {"name": "priority", "aging_s": None}}
+    given = engines.settings_of(
+        [
+            "kv_cache_memory=4GiB",
+            "overlap=false",
+            "max_num_seqs=8",
+            "scheduler={name: priority, aging_s: null}",
+        ]
+    )
+    assert given == {
+        "kv_cache_memory": "4GiB",
+        "overlap": False,
+        "max_num_seqs": 8,
+        "scheduler": {"name": "priority", "aging_s": None},
+    }

@@ -13,7 +13,11 @@ from bench.workloads import WORKLOADS
 
 COUNT = "import pathlib, sys; file = pathlib.Path(sys.argv[1]); file.write_text(file.read_text() + 'x' if file.exists() else 'x'); print('done')"
 GOOD = Part("good-part", ("-c", COUNT, FIGURES), 60)
-BAD = Part("bad-part", ("-c", "import sys; print('first'); print('went wrong', file=sys.stderr); sys.exit(3)"), 60)
+BAD = Part(
+    "bad-part",
+    ("-c", "import sys; print('first'); print('went wrong', file=sys.stderr); sys.exit(3)"),
+    60,
+)
 ENDLESS = Part("endless", ("-c", "while True: pass"), 0)
 
 
@@ -47,21 +51,28 @@ def test_each_part_leaves_its_text_its_figures_and_how_it_ended(
     assert "ran out of time after" in told[2]
 
 
-def test_a_part_that_has_passed_is_not_run_again_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_has_passed_is_not_run_again_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for arguments, times in (([], 1), ([], 1), (["--again"], 2)):
         assert call(monkeypatch, "--out", tmp_path, "--parts", "good", *arguments) is False
         assert (tmp_path / "good-part.json").read_text() == "x" * times
 
 
 @pytest.mark.full
-def test_no_part_begins_that_may_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_part_begins_that_may_not_end_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(monkeypatch, "--out", tmp_path, "--seconds", 59) is True
     assert not (tmp_path / "good-part.txt").exists()
     assert "left for another call: it may take 60 s" in capsys.readouterr().out
 
 
 def test_an_unknown_part_is_reported_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(monkeypatch, "--parts", "goo") == "--parts goo: no such part; there are good-part, bad-part, endless"
+    assert (
+        call(monkeypatch, "--parts", "goo")
+        == "--parts goo: no such part; there are good-part, bad-part, endless"
+    )
 
 
 def test_without_a_folder_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,4 +82,8 @@ def test_without_a_folder_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_workloads_are_measured_with_both_backends_and_no_name_stands_for_two() -> None:
     names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
-    assert {f"{workload}-{attention}" for workload in WORKLOADS for attention in ("triton", "flash_attn")} <= set(names)
+    assert {
+        f"{workload}-{attention}"
+        for workload in WORKLOADS
+        for attention in ("triton", "flash_attn")
+    } <= set(names)

@@ -13,8 +13,19 @@ from bench import limits
 from bench.engines import settings_of
 from bench.limits import sustained_seconds
 
-PROGRAMS = sorted(path.stem for path in Path(bench.__path__[0]).glob("*.py") if "\ndef main(" in path.read_text())
-NEED_A_GPU = ["adapters", "attention", "embeddings", "kv_fp8", "latency", "products", "profile_decode", "throughput"]
+PROGRAMS = sorted(
+    path.stem for path in Path(bench.__path__[0]).glob("*.py") if "\ndef main(" in path.read_text()
+)
+NEED_A_GPU = [
+    "adapters",
+    "attention",
+    "embeddings",
+    "kv_fp8",
+    "latency",
+    "products",
+    "profile_decode",
+    "throughput",
+]
 needs_triton = {"attention", "kv_fp8", "products"}
 
 
@@ -29,7 +40,9 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_explains_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(name, monkeypatch, "--help") == 0
     doc = import_module(f"bench.{name}").__doc__
     assert doc is not None
@@ -39,7 +52,9 @@ def test_a_program_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", NEED_A_GPU)
-def test_without_a_gpu_a_program_that_measures_one_fails_with_a_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_a_program_that_measures_one_fails_with_a_message(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(name, monkeypatch) == f"this measures a GPU, and torch {torch.__version__} sees none"
 
 
@@ -48,7 +63,9 @@ def test_a_setting_without_a_value_is_reported_as_such() -> None:
         settings_of(["overlap"])
 
 
-def test_a_rate_that_is_kept_up_is_measured_over_as_many_runs_as_fill_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_that_is_kept_up_is_measured_over_as_many_runs_as_fill_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A stand-in for the device's clock: the first hundred runs take 0.25 s, those after them 0.5."""
     runs = [0]
 

@@ -19,7 +19,17 @@ from tests.bench.fake_server import FakeServer
 
 def plan(url: str, requests: int | None = 12, **fields: Any) -> Plan:
     work = drawn_workload(8, 10, requests or 12, seed=1, max_id=90)
-    return Plan(**{"url": url, "model": "toy", "work": work, "requests": requests, "concurrency": 4, "checked": True, **fields})
+    return Plan(
+        **{
+            "url": url,
+            "model": "toy",
+            "work": work,
+            "requests": requests,
+            "concurrency": 4,
+            "checked": True,
+            **fields,
+        }
+    )
 
 
 def ended(behave: str, **fields: Any) -> Record:
@@ -38,7 +48,9 @@ def kinds(record: Record) -> Counter[str]:
 def test_a_good_answer_is_completed_however_it_is_cut(behave: str, chat: bool) -> None:
     record, lens = ended(behave, chat=chat), drawn_workload(8, 10, 12, seed=1, max_id=90).lens
     assert kinds(record) == {COMPLETED: 12}
-    assert sorted((one.prompt_tokens, one.output_tokens) for one in record.outcomes) == sorted(lens), "as usage says, not as events are"
+    assert sorted((one.prompt_tokens, one.output_tokens) for one in record.outcomes) == sorted(
+        lens
+    ), "as usage says, not as events are"
     assert all(one.sent <= one.first <= one.last for one in record.outcomes)
     assert record.events == len(record.gaps) + 12
     assert (record.events == sum(output for _, output in lens)) == (behave != "bundle")
@@ -124,11 +136,31 @@ def test_the_program_runs_a_plan_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,3\n2023-11-16 18:15:46.1,7,4\n")
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,3\n2023-11-16 18:15:46.1,7,4\n"
+    )
     server, out = FakeServer(), tmp_path / "out.json"
     with server.running() as url:
-        for load in (["--trace", str(trace)], ["--prompt", "4", "--output", "6", "--requests", "8", "--concurrency", "2", "--processes", "2"]):
-            monkeypatch.setattr(sys, "argv", ["serve", "--url", url, *load, "--check-toy", "--max-id", "90", "--json", str(out)])
+        for load in (
+            ["--trace", str(trace)],
+            [
+                "--prompt",
+                "4",
+                "--output",
+                "6",
+                "--requests",
+                "8",
+                "--concurrency",
+                "2",
+                "--processes",
+                "2",
+            ],
+        ):
+            monkeypatch.setattr(
+                sys,
+                "argv",
+                ["serve", "--url", url, *load, "--check-toy", "--max-id", "90", "--json", str(out)],
+            )
             with pytest.raises(SystemExit) as status:
                 serve.main()
             assert status.value.code == 0, capsys.readouterr().out

@@ -29,7 +29,11 @@ def test_an_answer_depends_only_on_its_seed(toy: dict[str, object]) -> None:
     """There are fewer rows, blocks and tokens a step than requests need at once: prompts come in chunks, and some requests are preempted."""
     wanted = [(seed, 20 + seed % 7 * 30) for seed in range(20)]
     with LLM("demo", **toy, max_num_seqs=8, max_num_batched_tokens=64) as llm:
-        outputs = llm.generate([[1 + seed] * 100 for seed, _ in wanted], [asked(*one) for one in wanted], use_tqdm=False)
+        outputs = llm.generate(
+            [[1 + seed] * 100 for seed, _ in wanted],
+            [asked(*one) for one in wanted],
+            use_tqdm=False,
+        )
         assert llm.engine.stats().preemptions > 0
     assert [output.outputs[0].text for output in outputs] == [answer(*one) for one in wanted]
 
@@ -41,5 +45,8 @@ def test_answers_of_other_seeds_are_other_answers() -> None:
 
 
 def test_a_device_can_be_lost_when_a_test_wants_it(toy: dict[str, object]) -> None:
-    with LLM("demo", executor={"name": "toy", "fails_at_step": 5}) as llm, pytest.raises(EngineDeadError, match="lost at step 5"):
+    with (
+        LLM("demo", executor={"name": "toy", "fails_at_step": 5}) as llm,
+        pytest.raises(EngineDeadError, match="lost at step 5"),
+    ):
         llm.generate("ROMEO:", asked(1, 50), use_tqdm=False)

@@ -25,7 +25,11 @@ class Echo:
     made: Any = None
 
     def __init__(self, config: Any) -> None:
-        self.config, self.requests, self.closed = config, dict[str, tuple[str, SamplingParams]](), False
+        self.config, self.requests, self.closed = (
+            config,
+            dict[str, tuple[str, SamplingParams]](),
+            False,
+        )
         self.tokenizer, self.capacity = self, SimpleNamespace(max_model_len=1024)
         self.asked: dict[str, SamplingParams] = {}
         Echo.made = self
@@ -60,13 +64,23 @@ class Echo:
         if prompt == "dead":
             raise EngineDeadError("the device is gone")
         if prompt == "failed":
-            return [RequestOutput(name, prompt, [1], [CompletionOutput(0, "", [], finish_reason="error", stop_reason="out of luck")], True)]
+            return [
+                RequestOutput(
+                    name,
+                    prompt,
+                    [1],
+                    [CompletionOutput(0, "", [], finish_reason="error", stop_reason="out of luck")],
+                    True,
+                )
+            ]
         text = str(prompt)[: params.max_tokens]
         pieces = list(text) if params.output_kind is OutputKind.DELTA else [text]
         samples = [[CompletionOutput(i, piece, [1]) for i in range(params.n)] for piece in pieces]
         for sample in samples[-1]:
             sample.finish_reason = "length"
-        return [RequestOutput(name, prompt, [1], outputs, outputs is samples[-1]) for outputs in samples]
+        return [
+            RequestOutput(name, prompt, [1], outputs, outputs is samples[-1]) for outputs in samples
+        ]
 
     def __enter__(self) -> Echo:
         return self
@@ -97,7 +111,10 @@ def test_prompt_is_streamed_and_the_engine_closed() -> None:
 
 def test_trace_out_adds_an_observer_to_those_of_the_config() -> None:
     assert generate("x", "--set", "observers=[log]", "--trace-out", "t.json").exit_code == 0
-    assert [(one.name, one.options) for one in Echo.made.config.observers] == [("log", {}), ("dovetail:perfetto", {"path": "t.json"})]
+    assert [(one.name, one.options) for one in Echo.made.config.observers] == [
+        ("log", {}),
+        ("dovetail:perfetto", {"path": "t.json"}),
+    ]
 
 
 def test_prompt_from_standard_input_and_chat() -> None:
@@ -108,27 +125,65 @@ def test_prompt_from_standard_input_and_chat() -> None:
 def test_sampling_parameters_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(Echo, "add_request", lambda self, name, prompt, params: seen.append(params))
-    generate("x", "--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--seed", "4", "--stop", "a", "--stop", "b", "--param", "min_tokens=2")
+    generate(
+        "x",
+        "--temperature",
+        "0",
+        "--top-p",
+        "0.5",
+        "--top-k",
+        "3",
+        "--seed",
+        "4",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--param",
+        "min_tokens=2",
+    )
     (params,) = seen
-    assert (params.temperature, params.top_p, params.top_k, params.seed, params.stop, params.min_tokens) == (0, 0.5, 3, 4, ("a", "b"), 2)
+    assert (
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        params.seed,
+        params.stop,
+        params.min_tokens,
+    ) == (0, 0.5, 3, 4, ("a", "b"), 2)
 
 
 def test_json_is_an_object_a_request(tmp_path: Path) -> None:
     (shown,) = map(json.loads, generate("hi", "--json", "--param", "n=2").stdout.splitlines())
-    assert (shown["id"], shown["prompt"], [o["text"] for o in shown["outputs"]]) == ("0", "hi", ["hi", "hi"])
+    assert (shown["id"], shown["prompt"], [o["text"] for o in shown["outputs"]]) == (
+        "0",
+        "hi",
+        ["hi", "hi"],
+    )
 
 
 def test_file_of_prompts_is_printed_in_its_order(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('"one"\n{"prompt": "two", "id": "b", "n": 2}\n{"messages": [{"role": "user", "content": "three"}]}\n')
+    path.write_text(
+        '"one"\n{"prompt": "two", "id": "b", "n": 2}\n{"messages": [{"role": "user", "content": "three"}]}\n'
+    )
     done = generate("--prompts-file", str(path))
-    assert (done.exit_code, done.stdout) == (0, "--- 1\none\n--- b (0)\ntwo\n--- b (1)\ntwo\n--- 3\n<three>\n")
-    assert {json.loads(line)["id"] for line in generate("--prompts-file", str(path), "--json").stdout.splitlines()} == {"1", "b", "3"}
+    assert (done.exit_code, done.stdout) == (
+        0,
+        "--- 1\none\n--- b (0)\ntwo\n--- b (1)\ntwo\n--- 3\n<three>\n",
+    )
+    assert {
+        json.loads(line)["id"]
+        for line in generate("--prompts-file", str(path), "--json").stdout.splitlines()
+    } == {"1", "b", "3"}
     assert generate("--prompts-file", "-", input='"one"\n').stdout == "one\n"
 
 
 def test_file_of_plain_text_and_chat_with_a_file() -> None:
-    assert generate("--prompts-file", "-", "--plain", input="one\r\ntwo\n").stdout == "--- 1\none\n--- 2\ntwo\n"
+    assert (
+        generate("--prompts-file", "-", "--plain", input="one\r\ntwo\n").stdout
+        == "--- 1\none\n--- 2\ntwo\n"
+    )
     assert generate("--prompts-file", "-", "--plain", "--chat", input="one\n").stdout == "<one>\n"
 
 
@@ -144,14 +199,24 @@ def test_rules_of_the_answer_are_sampling_parameters(tmp_path: Path) -> None:
     ):
         assert generate("x", *args).exit_code == 0
         seen.append(Echo.made.asked["0"].structured)
-    expected = ({"json_schema": {"type": "object"}}, {"regex": "a+"}, {"choice": ["a", "b"]}, {"json_object": True})
+    expected = (
+        {"json_schema": {"type": "object"}},
+        {"regex": "a+"},
+        {"choice": ["a", "b"]},
+        {"json_object": True},
+    )
     assert seen == [Structured(**rule) for rule in expected]  # type: ignore[arg-type]
 
 
 def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
     line = '{"id": "\\ud800", "prompt": "x"}\n{"id": 2, "prompt": "y"}'
     assert generate("--prompts-file", "-", input=line).stdout == "--- \\ud800\nx\n--- 2\ny\n"
-    assert json.loads(generate("--prompts-file", "-", "--json", input=line).stdout.splitlines()[1])["id"] == "\ud800"
+    assert (
+        json.loads(generate("--prompts-file", "-", "--json", input=line).stdout.splitlines()[1])[
+            "id"
+        ]
+        == "\ud800"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,15 +227,27 @@ def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
         (["--prompts-file", "/there/is/none"], 2, "can't be read: No such file"),
         (["x", "--plain"], 2, "--plain says how to read a --prompts-file"),
         (["x", "--max-tokens", "0"], 2, "max_tokens must be an integer >= 1"),
-        (["x", "--param", "tempature=1"], 2, "--param: tempature: unknown sampling parameter, did you mean temperature?"),
+        (
+            ["x", "--param", "tempature=1"],
+            2,
+            "--param: tempature: unknown sampling parameter, did you mean temperature?",
+        ),
         (
             ["x", "--param", "eagle=x"],
             2,
             '--param: eagle: unknown sampling parameter: not there yet; "Models that draft" is on the roadmap',
         ),
         (["x", "--regex", "a", "--choice", "b"], 2, "--regex and --choice contradict each other"),
-        (["x", "--regex", "a", "--param", "structured={regex: b}"], 2, "--regex and --param structured contradict each other"),
-        (["x", "--json-schema", "/there/is/none"], 2, "--json-schema: /there/is/none: can't be read: No such file"),
+        (
+            ["x", "--regex", "a", "--param", "structured={regex: b}"],
+            2,
+            "--regex and --param structured contradict each other",
+        ),
+        (
+            ["x", "--json-schema", "/there/is/none"],
+            2,
+            "--json-schema: /there/is/none: can't be read: No such file",
+        ),
         (["x", "--regex", ""], 2, "structured.regex: it must be a non-empty string"),
         (["x", "--param", "n"], 2, "--param: expected key=value"),
         (["x", "--set", "zzz=1"], 2, "--set: zzz: unknown key"),

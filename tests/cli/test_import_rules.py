@@ -43,9 +43,14 @@ assert not heavy, heavy
 
 
 def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")]),
+    }
     environment.pop("DOVETAIL_PLUGINS", None)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
 
 
 def test_core_and_built_in_declarations_need_no_torch() -> None:
@@ -60,9 +65,18 @@ def test_help_and_list_import_nothing_heavy() -> None:
 
 
 def test_no_import_circle_not_even_for_types_or_inside_a_function() -> None:
-    packages = [folder.name for kind in ("plugins", "apps") for folder in (ROOT / kind).glob("*/dovetail_*") if (folder / "__init__.py").exists()]
+    packages = [
+        folder.name
+        for kind in ("plugins", "apps")
+        for folder in (ROOT / kind).glob("*/dovetail_*")
+        if (folder / "__init__.py").exists()
+    ]
     assert {"dovetail_schedulers", "dovetail_server"} <= set(packages)
     graph = grimp.build_graph("dovetail", *packages, exclude_type_checking_imports=False)
-    imported_by = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    imported_by = {
+        module: graph.find_modules_directly_imported_by(module) for module in graph.modules
+    }
     assert "dovetail.cli.plugins" in imported_by["dovetail.cli.app"]
-    TopologicalSorter(imported_by).prepare()  # raises CycleError, which names the modules of a circle
+    TopologicalSorter(
+        imported_by
+    ).prepare()  # raises CycleError, which names the modules of a circle

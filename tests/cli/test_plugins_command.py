@@ -25,13 +25,18 @@ def dovetail(*args: str) -> Any:
 
 def install_commands(site: Site, distribution: str, **commands: str) -> None:
     module = distribution.replace("-", "_")
-    specs = ", ".join(f"CommandSpec({name!r}, {target!r}, 'does {name}')" for name, target in commands.items())
+    specs = ", ".join(
+        f"CommandSpec({name!r}, {target!r}, 'does {name}')" for name, target in commands.items()
+    )
     site.install(distribution, modules={module: COMMANDS.format(specs)})
 
 
 def test_list_works_with_any_number_of_broken_plugins(site: Site) -> None:
     for number in range(20):
-        site.install(f"dovetail-broken-{number}", modules={f"broken_{number}": f"import sys; print('chatter'); sys.exit({number})"})
+        site.install(
+            f"dovetail-broken-{number}",
+            modules={f"broken_{number}": f"import sys; print('chatter'); sys.exit({number})"},
+        )
     site.install_scheduler("dovetail-fair", summary="Fair to all")
     done = dovetail("plugins", "list")
     assert done.exit_code == 0
@@ -42,14 +47,19 @@ def test_list_works_with_any_number_of_broken_plugins(site: Site) -> None:
     assert failed.count("SystemExit: ") == failed.count("    chatter") == 20
 
 
-def test_list_says_what_cannot_be_used_and_what_is_ambiguous(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_says_what_cannot_be_used_and_what_is_ambiguous(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.install_scheduler("dovetail-old", "aged", api="0.0")
     site.install_scheduler("dovetail-a")
     site.install_scheduler("dovetail-b")
     site.install_scheduler("dovetail-c", "see")
     monkeypatch.setenv("DOVETAIL_PLUGINS", "deny=dovetail-c")
     lines = dovetail("plugins", "list").stdout.splitlines()
-    assert any("aged" in line and "CAN'T BE USED" in line and "upgrade dovetail-old" in line for line in lines)
+    assert any(
+        "aged" in line and "CAN'T BE USED" in line and "upgrade dovetail-old" in line
+        for line in lines
+    )
     assert any("dovetail-a:fair" in line for line in lines)
     assert "  dovetail-c/main 1.0 is denied by plugins.deny" in lines
 
@@ -58,11 +68,23 @@ def test_list_as_json(site: Site) -> None:
     site.install("dovetail-broken", "2.0", modules={"broken": "print('noise'); 1/0"})
     site.install_scheduler("dovetail-fair")
     shown = json.loads(dovetail("plugins", "list", "--json").stdout)
-    (fair,) = [component for component in shown["components"] if component["distribution"] == "dovetail-fair"]
+    (fair,) = [
+        component
+        for component in shown["components"]
+        if component["distribution"] == "dovetail-fair"
+    ]
     assert fair["qualified_name"] == "dovetail-fair:fair"
     assert (fair["ambiguous"], fair["problem"], fair["version"]) == (False, None, "1.0")
-    broken = {"plugin": "dovetail-broken/main", "distribution": "dovetail-broken", "version": "2.0", "phase": "import"}
-    assert broken | {"error": "ZeroDivisionError", "message": "division by zero", "output": "noise\n"} in shown["failures"]
+    broken = {
+        "plugin": "dovetail-broken/main",
+        "distribution": "dovetail-broken",
+        "version": "2.0",
+        "phase": "import",
+    }
+    assert (
+        broken | {"error": "ZeroDivisionError", "message": "division by zero", "output": "noise\n"}
+        in shown["failures"]
+    )
     assert set(json.loads(dovetail("plugins", "list", "--json", "--failed").stdout)) == {"failures"}
 
 
@@ -87,15 +109,22 @@ def test_info_tells_options_claims_and_origin(site: Site) -> None:
 def test_info_tells_what_requests_may_say_to_a_logits_processor(site: Site) -> None:
     spec = 'kind="logits_processor", name="shun", target="tests.e2e.processing:Shun"'
     site.install("dovetail-processing", modules={"processing": components(spec)})
-    options, _, arguments = dovetail("plugins", "info", "logits_processor", "shun").stdout.partition("arguments of requests:\n")
+    options, _, arguments = dovetail(
+        "plugins", "info", "logits_processor", "shun"
+    ).stdout.partition("arguments of requests:\n")
     assert options.endswith("options:\n  none\n")
-    assert [line.split() for line in arguments.splitlines()[1:3]] == [["amount", "float", "2.0"], ["window", "int", "8"]]
+    assert [line.split() for line in arguments.splitlines()[1:3]] == [
+        ["amount", "float", "2.0"],
+        ["window", "int", "8"],
+    ]
 
 
 def test_info_of_nothing_is_an_error() -> None:
     done = dovetail("plugins", "info", "kv_cache", "prefx")
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: plugins info: unknown kv_cache 'prefx', did you mean prefix?")
+    assert done.stderr.startswith(
+        "error: plugins info: unknown kv_cache 'prefx', did you mean prefix?"
+    )
     assert "Traceback" not in done.stderr
     assert "did you mean kv_cache" in dovetail("plugins", "info", "kvcache", "prefix").stderr
 
@@ -125,11 +154,16 @@ def test_plugin_commands_are_listed_without_their_import_and_run_with_it(site: S
 
 
 def test_plugin_command_that_fails_to_import_is_an_error(site: Site) -> None:
-    install_commands(site, "dovetail-more", hello="there_is_no_such_module:app", odd="dovetail_more:__name__")
+    install_commands(
+        site, "dovetail-more", hello="there_is_no_such_module:app", odd="dovetail_more:__name__"
+    )
     assert dovetail("--help").exit_code == 0
     done = dovetail("hello", "x")
     assert done.exit_code == 2
-    assert "command 'hello' of plugin dovetail-more/main 1.0: importing there_is_no_such_module failed: ModuleNotFoundError" in done.stderr
+    assert (
+        "command 'hello' of plugin dovetail-more/main 1.0: importing there_is_no_such_module failed: ModuleNotFoundError"
+        in done.stderr
+    )
     assert "not a Typer app" in dovetail("odd").stderr
 
 
@@ -150,7 +184,10 @@ def test_a_command_of_a_built_ins_name_leaves_the_built_in_as_it_is(site: Site) 
     assert dovetail("dovetail-a:serve").stdout == "run\n"
     listed = [line.split()[0] for line in dovetail("--help").stdout.splitlines() if line.strip()]
     assert {"dovetail-a:serve", "serve"} <= set(listed)
-    assert any(line.split()[:2] == ["command", "dovetail-a:serve"] for line in dovetail("plugins", "list").stdout.splitlines())
+    assert any(
+        line.split()[:2] == ["command", "dovetail-a:serve"]
+        for line in dovetail("plugins", "list").stdout.splitlines()
+    )
 
 
 def test_unknown_command_names_the_plugins_that_failed(site: Site) -> None:
@@ -163,7 +200,10 @@ def test_unknown_command_names_the_plugins_that_failed(site: Site) -> None:
 
 def test_a_command_to_come_points_to_the_roadmap() -> None:
     done = dovetail("moe", "--port", "80")
-    assert (done.exit_code, done.stderr) == (2, 'error: dovetail moe: not there yet; "Mixture of experts" is on the roadmap, docs/roadmap.md\n')
+    assert (done.exit_code, done.stderr) == (
+        2,
+        'error: dovetail moe: not there yet; "Mixture of experts" is on the roadmap, docs/roadmap.md\n',
+    )
 
 
 def test_one_bad_environment_variable_is_one_clean_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,4 +216,8 @@ def test_one_bad_environment_variable_is_one_clean_message(monkeypatch: pytest.M
 
 def test_two_components_in_one_plugin(site: Site) -> None:
     site.install("dovetail-two", modules={"two": components(scheduler("one"), scheduler("other"))})
-    assert {"one", "other"} <= {line.split()[1] for line in dovetail("plugins", "list").stdout.splitlines() if line.startswith("scheduler")}
+    assert {"one", "other"} <= {
+        line.split()[1]
+        for line in dovetail("plugins", "list").stdout.splitlines()
+        if line.startswith("scheduler")
+    }

@@ -31,24 +31,35 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "crashes": "import ctypes\nctypes.string_at(0)",
     "crashes by a signal without a name": "import os\nos.kill(os.getpid(), 40)",
     "import-fails with an error without a text": "class E(Exception):\n    def __str__(self): raise E\nraise E",
-    "prints until it fails": "import os\ntry:\n    while True: os.write(1, bytes(2**20))\nexcept OSError: pass\n" + GOOD,
-    "prints to any open file": "import os\nfor n in range(1, 64):\n    try: os.write(n, b'\\xff[1]')\n    except OSError: pass\n" + GOOD,
+    "prints until it fails": "import os\ntry:\n    while True: os.write(1, bytes(2**20))\nexcept OSError: pass\n"
+    + GOOD,
+    "prints to any open file": "import os\nfor n in range(1, 64):\n    try: os.write(n, b'\\xff[1]')\n    except OSError: pass\n"
+    + GOOD,
     "hook-unknown": "from dovetail.api import hookimpl\n@hookimpl\ndef dovetail_component(): return []",
     "hook-unknown beside a good one": GOOD + "def dovetail_comands(): return []",
     "hook-unknown for want of a mark": GOOD + "def dovetail_commands(): return []",
     "hook-missing": "x = 1",
     "declaration-wrong": components(scheduler("Fair!")),
-    "declaration-wrong in requires": components(scheduler(package="good", requires=("dovetail[torch]>=0.1",))),
+    "declaration-wrong in requires": components(
+        scheduler(package="good", requires=("dovetail[torch]>=0.1",))
+    ),
     "imports-torch": "import torch\n" + GOOD,
     "prints": "print('hello')\n" + GOOD,
     "prints past its guard": "import os\nos.write(1, b'hello')\n" + GOOD,
-    "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n" + GOOD,
+    "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n"
+    + GOOD,
     "api-mismatch": components(scheduler(package="good", api="0.0")),
     "api-older": components('kind="drafter", api="0.1", name="x", target="good_drafter:Quiet"'),
-    "requirement-missing": components(scheduler(package="good", requires=("there-is-no-such-package>=2",))),
+    "requirement-missing": components(
+        scheduler(package="good", requires=("there-is-no-such-package>=2",))
+    ),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
-    "target-fails by its kind": components('kind="sampler", api="0.4", name="x", target="good_policy:Fair"'),
-    "target-fails by its options": components('kind="scheduler", api="0.4", name="x", target="good_policy:Fair", options="good_policy:Fair"'),
+    "target-fails by its kind": components(
+        'kind="sampler", api="0.4", name="x", target="good_policy:Fair"'
+    ),
+    "target-fails by its options": components(
+        'kind="scheduler", api="0.4", name="x", target="good_policy:Fair", options="good_policy:Fair"'
+    ),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(
         'kind="scheduler", api="0.4", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
@@ -65,7 +76,9 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         site = Site(tmp_path_factory.mktemp("site"))
         patch.setattr(sys, "path", [str(site.path), *sys.path])
         (site.path / "good_policy.py").write_text(SCHEDULER)
-        (site.path / "good_drafter.py").write_text("from dovetail.api import Drafter\nclass Quiet(Drafter):\n    def propose(self, *_): return []\n")
+        (site.path / "good_drafter.py").write_text(
+            "from dovetail.api import Drafter\nclass Quiet(Drafter):\n    def propose(self, *_): return []\n"
+        )
         (site.path / "torch.py").write_text("")
         for what, source in BAD_PLUGINS.items():
             site.install(name_of(what), modules={name_of(what).replace("-", "_"): source})
@@ -82,28 +95,59 @@ def install_bad_metadata(site: Site) -> None:
     def info(name: str) -> Path:
         return site.path / f"{name.replace('-', '_')}-1.0.dist-info"
 
-    site.install("dovetail-metadata-unreadable", modules={"m": GOOD}, raw_entry_points="[dovetail.plugins]\nx = m\nx = n\n")
+    site.install(
+        "dovetail-metadata-unreadable",
+        modules={"m": GOOD},
+        raw_entry_points="[dovetail.plugins]\nx = m\nx = n\n",
+    )
     site.install("dovetail-metadata-twice", modules={"twice": GOOD})
     site.install("dovetail-metadata-twice", "0.9", modules={"twice": GOOD})
     site.install("dovetail-files-gone", modules={"stays": GOOD})
     (info("dovetail-files-gone") / "RECORD").write_text("stays.py,,\nleft.py,,\n")
     site.install("dovetail-source-moved", modules={"moved": GOOD})
-    (info("dovetail-source-moved") / "direct_url.json").write_text(json.dumps(editable(site.path / "nowhere")))
+    (info("dovetail-source-moved") / "direct_url.json").write_text(
+        json.dumps(editable(site.path / "nowhere"))
+    )
     site.install("dovetail-entry-points-stale", modules={"stale": GOOD})
     source = site.path / "with a space"
     source.mkdir()
-    (source / "pyproject.toml").write_text('[project]\nname = "x"\n[project.entry-points."dovetail.plugins"]\nmain = "stale"\nmore = "stale_too"\n')
-    (info("dovetail-entry-points-stale") / "direct_url.json").write_text(json.dumps(editable(source)))
-    site.install("dovetail-wrong-group", modules={"wrong": GOOD}, raw_entry_points="[dovetail_plugins]\nmain = wrong\n")
-    site.install("dovetail-dependency-missing", modules={"lacks": GOOD}, metadata="Requires-Dist: there-is-no-such-package>=3\n")
+    (source / "pyproject.toml").write_text(
+        '[project]\nname = "x"\n[project.entry-points."dovetail.plugins"]\nmain = "stale"\nmore = "stale_too"\n'
+    )
+    (info("dovetail-entry-points-stale") / "direct_url.json").write_text(
+        json.dumps(editable(source))
+    )
+    site.install(
+        "dovetail-wrong-group",
+        modules={"wrong": GOOD},
+        raw_entry_points="[dovetail_plugins]\nmain = wrong\n",
+    )
+    site.install(
+        "dovetail-dependency-missing",
+        modules={"lacks": GOOD},
+        metadata="Requires-Dist: there-is-no-such-package>=3\n",
+    )
     needs = 'Requires-Dist: dovetail[torch]<0.2,>=0.1\nRequires-Dist: dovetail[testing]; extra == "test"\n'
     site.install("dovetail-wrong-dovetail", modules={"older": GOOD}, metadata=needs)
-    site.install("dovetail-points-nowhere", modules={"elsewhere": GOOD}, entry_points={"main": "nowhere"})
-    site.install("dovetail-points-nowhere-in-it", modules={"there": GOOD}, entry_points={"main": "there:plugin"})
+    site.install(
+        "dovetail-points-nowhere", modules={"elsewhere": GOOD}, entry_points={"main": "nowhere"}
+    )
+    site.install(
+        "dovetail-points-nowhere-in-it",
+        modules={"there": GOOD},
+        entry_points={"main": "there:plugin"},
+    )
     same = components(scheduler("same", package="good"))
-    site.install("dovetail-offered-twice", modules={"one": same, "other": same}, entry_points={"one": "one", "other": "other"})
+    site.install(
+        "dovetail-offered-twice",
+        modules={"one": same, "other": same},
+        entry_points={"one": "one", "other": "other"},
+    )
     for name in "ab":
-        site.install(f"dovetail-name-collision-{name}", modules={f"arch_{name}": components(MODEL.format(name))})
+        site.install(
+            f"dovetail-name-collision-{name}",
+            modules={f"arch_{name}": components(MODEL.format(name))},
+        )
 
 
 def editable(source: Path) -> dict[str, object]:
@@ -111,7 +155,9 @@ def editable(source: Path) -> dict[str, object]:
 
 
 def of(diagnosis: Diagnosis, distribution: str) -> list[Finding]:
-    return [finding for finding in diagnosis.findings if finding.origin.distribution == distribution]
+    return [
+        finding for finding in diagnosis.findings if finding.origin.distribution == distribution
+    ]
 
 
 def problems_of(diagnosis: Diagnosis, distribution: str) -> set[str]:
@@ -120,7 +166,11 @@ def problems_of(diagnosis: Diagnosis, distribution: str) -> set[str]:
 
 EVERYTHING = [
     *map(name_of, BAD_PLUGINS),
-    *(name_of(what) for what in PROBLEMS if what not in BAD_PLUGINS and what not in ("no-plugin", "name-collision")),
+    *(
+        name_of(what)
+        for what in PROBLEMS
+        if what not in BAD_PLUGINS and what not in ("no-plugin", "name-collision")
+    ),
 ]
 
 
@@ -149,7 +199,9 @@ def test_a_good_plugin_has_nothing_said_of_it(diagnosis: Diagnosis) -> None:
     assert "good/main" in {origin.id for origin in diagnosis.examined}
 
 
-def test_an_editable_installation_is_one_though_its_build_left_metadata_in_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_editable_installation_is_one_though_its_build_left_metadata_in_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site, source = Site(tmp_path / "site"), Site(tmp_path / "project" / "src")
     for one in (site, source):
         one.path.mkdir(parents=True)
@@ -157,8 +209,13 @@ def test_an_editable_installation_is_one_though_its_build_left_metadata_in_the_s
     left = source.path / "dovetail_edited.egg-info"
     (source.path / "dovetail_edited-1.0.dist-info").rename(left)
     (left / "METADATA").rename(left / "PKG-INFO")
-    (site.path / "dovetail_edited-1.0.dist-info" / "direct_url.json").write_text(json.dumps(editable(tmp_path / "project")))
-    for path in ([site.path, source.path], [source.path, site.path]):  # as pip makes it, and as it is in the source's folder
+    (site.path / "dovetail_edited-1.0.dist-info" / "direct_url.json").write_text(
+        json.dumps(editable(tmp_path / "project"))
+    )
+    for path in (
+        [site.path, source.path],
+        [source.path, site.path],
+    ):  # as pip makes it, and as it is in the source's folder
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [*map(str, path), *sys.path])
             assert metadata_findings("dovetail-edited") == []
@@ -166,16 +223,37 @@ def test_an_editable_installation_is_one_though_its_build_left_metadata_in_the_s
 
 SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-import-fails": ("there_is_no_such_module", "install there_is_no_such_module"),
-    "dovetail-exits-at-once": ("declaring ended the process with exit code 3; its last words: good bye", "neither importing nor declaring"),
+    "dovetail-exits-at-once": (
+        "declaring ended the process with exit code 3; its last words: good bye",
+        "neither importing nor declaring",
+    ),
     "dovetail-hangs": ("longer than 5 s", "--time-limit"),
     "dovetail-crashes": ("SIGSEGV", "faulthandler"),
     "dovetail-hook-unknown": ("dovetail_component", "did you mean dovetail_components?"),
-    "dovetail-hook-unknown-beside-a-good-one": ("dovetail_comands() is no hook, did you mean dovetail_commands?", "@hookimpl"),
-    "dovetail-imports-torch": ("imports torch while it declares, in dovetail_imports_torch", "target"),
-    "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.4: upgrade dovetail-api-mismatch", "versions"),
-    "dovetail-api-older": ("is written for drafter api 0.1; this Dovetail has 0.2 and runs it as it is", "head is optional; then declare"),
-    "dovetail-requirement-missing": ("there-is-no-such-package>=2 (not installed)", 'pip install "there-is-no-such-package>=2"'),
-    "dovetail-dependency-missing": ("there-is-no-such-package>=3", 'pip install "there-is-no-such-package>=3"'),
+    "dovetail-hook-unknown-beside-a-good-one": (
+        "dovetail_comands() is no hook, did you mean dovetail_commands?",
+        "@hookimpl",
+    ),
+    "dovetail-imports-torch": (
+        "imports torch while it declares, in dovetail_imports_torch",
+        "target",
+    ),
+    "dovetail-api-mismatch": (
+        "scheduler api 0.0, this Dovetail has 0.4: upgrade dovetail-api-mismatch",
+        "versions",
+    ),
+    "dovetail-api-older": (
+        "is written for drafter api 0.1; this Dovetail has 0.2 and runs it as it is",
+        "head is optional; then declare",
+    ),
+    "dovetail-requirement-missing": (
+        "there-is-no-such-package>=2 (not installed)",
+        'pip install "there-is-no-such-package>=2"',
+    ),
+    "dovetail-dependency-missing": (
+        "there-is-no-such-package>=3",
+        'pip install "there-is-no-such-package>=3"',
+    ),
     "dovetail-wrong-dovetail": (
         "it depends on dovetail[torch]<0.2,>=0.1, dovetail[testing]; the index's dovetail is another project",
         'write "dovetail-llm[torch]<0.2,>=0.1" and "dovetail-llm[testing]" in its pyproject.toml',
@@ -188,17 +266,29 @@ SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-metadata-twice": ("installed 2 times: ", "pip uninstall dovetail-metadata-twice"),
     "dovetail-files-gone": ("left.py", "--force-reinstall"),
     "dovetail-source-moved": ("nowhere", "pip install -e"),
-    "dovetail-entry-points-stale": ("main = stale, more = stale_too, installed are main = stale", "pip install -e"),
+    "dovetail-entry-points-stale": (
+        "main = stale, more = stale_too, installed are main = stale",
+        "pip install -e",
+    ),
     "dovetail-wrong-group": ("'dovetail_plugins'", "dovetail.plugins"),
     "dovetail-points-nowhere": ("module nowhere, which isn't installed", "pyproject.toml"),
     "dovetail-points-nowhere-in-it": ("there:plugin", "pyproject.toml"),
-    "dovetail-name-collision-with-a-built-in": ("the built-in is used unless", "dovetail-name-collision-with-a-built-in:fcfs"),
-    "dovetail-name-collision-with-a-command": ("'config' is one of Dovetail's own", "dovetail-name-collision-with-a-command:config"),
+    "dovetail-name-collision-with-a-built-in": (
+        "the built-in is used unless",
+        "dovetail-name-collision-with-a-built-in:fcfs",
+    ),
+    "dovetail-name-collision-with-a-command": (
+        "'config' is one of Dovetail's own",
+        "dovetail-name-collision-with-a-command:config",
+    ),
     "dovetail-name-collision-a": (
         "architecture 'SameForCausalLM' is offered by dovetail-name-collision-b/main 1.0 too; neither is used unless it is named in full",
         "`model: {path: …, component: dovetail-name-collision-a:",
     ),
-    "dovetail-offered-twice": ("scheduler 'same' is offered by dovetail-offered-twice/", "offer it once"),
+    "dovetail-offered-twice": (
+        "scheduler 'same' is offered by dovetail-offered-twice/",
+        "offer it once",
+    ),
 }
 
 
@@ -219,10 +309,18 @@ def test_one_distribution_is_looked_at_and_collisions_with_others_are_seen(site:
 
 @pytest.mark.parametrize("distribution", [None, "dovetail"])
 @pytest.mark.parametrize("with_plugins", [True, False])
-def test_a_distribution_called_dovetail_is_found_whosever_it_is(site: Site, distribution: str | None, with_plugins: bool) -> None:
-    site.install("dovetail", "0.4", modules={"stranger": GOOD}, raw_entry_points=None if with_plugins else "")
+def test_a_distribution_called_dovetail_is_found_whosever_it_is(
+    site: Site, distribution: str | None, with_plugins: bool
+) -> None:
+    site.install(
+        "dovetail", "0.4", modules={"stranger": GOOD}, raw_entry_points=None if with_plugins else ""
+    )
     (finding,) = examine(distribution).findings
-    assert (str(finding.origin), finding.problem, finding.severity) == ("dovetail/? 0.4", "wrong-dovetail", "error")
+    assert (str(finding.origin), finding.problem, finding.severity) == (
+        "dovetail/? 0.4",
+        "wrong-dovetail",
+        "error",
+    )
     assert finding.remedy == "pip uninstall dovetail dovetail-llm, then install dovetail-llm again"
 
 
@@ -234,13 +332,20 @@ def test_a_distribution_without_plugins_says_how_to_declare_some(site: Site) -> 
 
 
 def test_entry_points_that_cannot_be_parsed_are_found(site: Site) -> None:
-    site.install("dovetail-fair", modules={"fair": GOOD}, raw_entry_points="[dovetail.plugins]\nthis is no entry point\n")
+    site.install(
+        "dovetail-fair",
+        modules={"fair": GOOD},
+        raw_entry_points="[dovetail.plugins]\nthis is no entry point\n",
+    )
     assert problems_of(examine("dovetail-fair"), "dovetail-fair") == {"metadata-unreadable"}
 
 
 def test_a_distribution_that_is_not_installed_is_an_error(site: Site) -> None:
     site.install_scheduler("dovetail-fair")
-    with pytest.raises(PluginError, match="no distribution 'dovetail-fare' is installed, did you mean dovetail-fair"):
+    with pytest.raises(
+        PluginError,
+        match="no distribution 'dovetail-fare' is installed, did you mean dovetail-fair",
+    ):
         examine("dovetail-fare")
 
 
@@ -248,13 +353,21 @@ def test_what_is_denied_is_not_imported(site: Site, monkeypatch: pytest.MonkeyPa
     site.install("dovetail-broken", modules={"broken": "1/0"})
     monkeypatch.setenv("DOVETAIL_PLUGINS", "deny=dovetail-broken")
     diagnosis = examine("dovetail-broken")
-    assert ([origin.id for origin in diagnosis.denied], diagnosis.findings) == (["dovetail-broken/main"], ())
+    assert ([origin.id for origin in diagnosis.denied], diagnosis.findings) == (
+        ["dovetail-broken/main"],
+        (),
+    )
 
 
 def test_the_command_knows_the_names_of_all_core_commands(site: Site) -> None:
-    site.install("dovetail-taken", modules={"taken": COMMAND.format("generate", "taken:run") + "def run(): pass\n"})
+    site.install(
+        "dovetail-taken",
+        modules={"taken": COMMAND.format("generate", "taken:run") + "def run(): pass\n"},
+    )
     done = CliRunner().invoke(dovetail_app, ["plugins", "doctor", "dovetail-taken", "--json"])
-    assert [finding["what"] for finding in json.loads(done.stdout)["findings"]] == ["command 'generate' is one of Dovetail's own"]
+    assert [finding["what"] for finding in json.loads(done.stdout)["findings"]] == [
+        "command 'generate' is one of Dovetail's own"
+    ]
 
 
 @pytest.mark.slow("starts processes that import everything")
@@ -265,23 +378,36 @@ def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site
     site.install("dovetail-broken", modules={"broken": "1/0"})
     text = CliRunner().invoke(app, ["dovetail-broken"])
     assert text.exit_code == 1
-    assert "dovetail-broken/main 1.0\n  error import-fails: importing broken failed: ZeroDivisionError" in text.stdout
+    assert (
+        "dovetail-broken/main 1.0\n  error import-fails: importing broken failed: ZeroDivisionError"
+        in text.stdout
+    )
     assert "plugins examined: 1, errors: 1, warnings: 0" in text.stdout
     shown = CliRunner().invoke(app, ["dovetail-fair", "--json"])
     assert shown.exit_code == 0, "warnings alone are no failure"
     (finding,) = json.loads(shown.stdout)["findings"]
-    assert (finding["plugin"], finding["severity"], finding["problem"]) == ("dovetail-fair/main", "warning", "requirement-missing")
+    assert (finding["plugin"], finding["severity"], finding["problem"]) == (
+        "dovetail-fair/main",
+        "warning",
+        "requirement-missing",
+    )
 
 
 @pytest.mark.parametrize(
     ("offers", "words"),
     [
-        (([], False, ["gloo"]), "no CUDA device; ranks of the executor tensor are processes on the CPU, which sum through gloo"),
+        (
+            ([], False, ["gloo"]),
+            "no CUDA device; ranks of the executor tensor are processes on the CPU, which sum through gloo",
+        ),
         (
             ([], False, []),
             "no CUDA device; ranks of the executor tensor are processes on the CPU, which can't sum: this torch was built without gloo",
         ),
-        ((["H200"], False, ["gloo", "nccl"]), "1 CUDA device (H200): one rank, so the executor tensor has nothing to split"),
+        (
+            (["H200"], False, ["gloo", "nccl"]),
+            "1 CUDA device (H200): one rank, so the executor tensor has nothing to split",
+        ),
         (
             (["H200", "H200"], True, ["gloo", "nccl"]),
             "2 CUDA devices (H200), which can read each other's memory; as many ranks of the executor tensor, which sum through nccl",
@@ -292,10 +418,14 @@ def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site
         ),
     ],
 )
-def test_what_a_machine_offers_to_ranks_is_said(offers: tuple[list[str], bool, list[str]], words: str) -> None:
+def test_what_a_machine_offers_to_ranks_is_said(
+    offers: tuple[list[str], bool, list[str]], words: str
+) -> None:
     assert in_words(*offers) == words
 
 
 @pytest.mark.full
 def test_this_machine_is_asked() -> None:
-    assert re.match("no CUDA device; ranks|1 CUDA device|[2-9] CUDA devices", str(look_at_machine(60)))
+    assert re.match(
+        "no CUDA device; ranks|1 CUDA device|[2-9] CUDA devices", str(look_at_machine(60))
+    )

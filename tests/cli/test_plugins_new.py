@@ -35,7 +35,15 @@ from tests.registry.fakes import Site, modules_forgotten
 from tests.support import FULL, examples
 
 LONGEST = "a" * 19 + "_" + "b" * 20
-PIP_INSTALL = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+PIP_INSTALL = [
+    "pip",
+    "install",
+    "--quiet",
+    "--no-deps",
+    "--no-build-isolation",
+    "--no-index",
+    "--disable-pip-version-check",
+]
 ROOT = Path(__file__).parents[2]
 
 names = st.from_regex(r"(dovetail-)?[a-z][a-z0-9]{0,9}([_-][a-z0-9]{1,9}){0,2}", fullmatch=True)
@@ -57,7 +65,12 @@ def site_packages(projects: dict[Kind, Path], tmp_path_factory: pytest.TempPathF
         return folder
     for project in projects.values():
         metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
-        Site(folder).install(project.name, metadata["version"], modules={}, entry_points=metadata["entry-points"]["dovetail.plugins"])
+        Site(folder).install(
+            project.name,
+            metadata["version"],
+            modules={},
+            entry_points=metadata["entry-points"]["dovetail.plugins"],
+        )
         for package in (project / "src").iterdir():
             shutil.copytree(package, folder / package.name)
     return folder
@@ -85,7 +98,14 @@ def project(projects: dict[Kind, Path], kind: Kind) -> Path:
 
 def python(cwd: Path, *args: str, **environ: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ}
-    done = subprocess.run([sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, f"{args}:\n{done.stdout}\n{done.stderr}"
 
 
@@ -104,7 +124,9 @@ def test_the_doctor_finds_nothing_wrong(installed: Path) -> None:
 
 
 NEEDS_TIME = ("scheduler", "kv_cache", "sampler", "attention", "model", "logits_processor")
-SUITES = [pytest.param(kind, marks=pytest.mark.full if kind in NEEDS_TIME else ()) for kind in KINDS]
+SUITES = [
+    pytest.param(kind, marks=pytest.mark.full if kind in NEEDS_TIME else ()) for kind in KINDS
+]
 
 
 @pytest.mark.parametrize("kind", SUITES)
@@ -114,7 +136,9 @@ def test_it_passes_the_suite_of_its_kind(installed: Path, kind: Kind) -> None:
     assert not verdict.findings, str(verdict)
 
 
-def test_its_config_names_it_and_an_engine_runs_with_it(installed: Path, project: Path, kind: Kind) -> None:
+def test_its_config_names_it_and_an_engine_runs_with_it(
+    installed: Path, project: Path, kind: Kind
+) -> None:
     config = EngineConfig.load(project / "engine.yaml")
     if kind in ("model", "parser"):
         return  # chosen by the model's config.json, or by the server
@@ -143,9 +167,14 @@ def test_its_types_are_strict(tmp_path: Path) -> None:
 
 
 def test_its_ci_installs_it_and_runs_its_suite(project: Path, kind: Kind) -> None:
-    commands = "\n".join(step["run"] for step in steps_of(project, "conformance", "suite") if "run" in step).splitlines()
+    commands = "\n".join(
+        step["run"] for step in steps_of(project, "conformance", "suite") if "run" in step
+    ).splitlines()
     assert f"dovetail plugins doctor {project.name}" in commands
-    assert f'dovetail plugins test {kind} my_{kind} --json --badge "badge/$DOVETAIL.json" > verdict.json' in commands
+    assert (
+        f'dovetail plugins test {kind} my_{kind} --json --badge "badge/$DOVETAIL.json" > verdict.json'
+        in commands
+    )
     assert commands[-1] == "python -m pytest"
     tests = ast.parse((project / "tests/test_conformance.py").read_text())
     (suite,) = [node for node in tests.body if isinstance(node, ast.ClassDef)]
@@ -165,7 +194,10 @@ def steps_of(project: Path, name: str, job: str) -> list[dict[str, Any]]:
 
 def test_its_ci_calls_the_reusable_workflow_with_each_dovetail(projects: dict[Kind, Path]) -> None:
     project = projects["scheduler"]
-    called, text = workflow(project, "conformance"), (project / ".github/workflows/conformance.yml").read_text()
+    called, text = (
+        workflow(project, "conformance"),
+        (project / ".github/workflows/conformance.yml").read_text(),
+    )
     inputs = called["on"]["workflow_call"]["inputs"]
     assert set(re.findall(r"inputs\.(\w+)", text)) == set(inputs)
     caller = workflow(project, "ci")["jobs"]["conformance"]
@@ -185,17 +217,33 @@ def test_its_ci_calls_the_reusable_workflow_with_each_dovetail(projects: dict[Ki
     [
         ("oldest", ["install .[test] -c oldest.txt"]),
         ("newest", ["install .[test]"]),
-        ("main", ["install .[test]", f"install --upgrade {DISTRIBUTION}[testing] @ git+https://example.org/it"]),
+        (
+            "main",
+            [
+                "install .[test]",
+                f"install --upgrade {DISTRIBUTION}[testing] @ git+https://example.org/it",
+            ],
+        ),
     ],
 )
-def test_its_ci_installs_the_dovetail_that_it_names(projects: dict[Kind, Path], tmp_path: Path, dovetail: str, installs: list[str]) -> None:
+def test_its_ci_installs_the_dovetail_that_it_names(
+    projects: dict[Kind, Path], tmp_path: Path, dovetail: str, installs: list[str]
+) -> None:
     project = projects["model"]  # it depends on Dovetail with an extra
     pip = tmp_path / "pip"
     pip.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
     pip.chmod(0o755)
-    (script,) = [step["run"] for step in steps_of(project, "conformance", "suite") if step.get("name") == "Install"]
+    (script,) = [
+        step["run"]
+        for step in steps_of(project, "conformance", "suite")
+        if step.get("name") == "Install"
+    ]
     (tmp_path / "pyproject.toml").write_text((project / "pyproject.toml").read_text())
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DOVETAIL": dovetail, "SOURCE": "https://example.org/it"}
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "DOVETAIL": dovetail,
+        "SOURCE": "https://example.org/it",
+    }
     subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environ, check=True)
     assert (tmp_path / "calls").read_text().splitlines() == installs
     if dovetail == "oldest":
@@ -205,7 +253,12 @@ def test_its_ci_installs_the_dovetail_that_it_names(projects: dict[Kind, Path], 
 
 @pytest.mark.parametrize("name", ["ci", "conformance"])
 def test_the_commands_of_its_ci_are_shell(projects: dict[Kind, Path], name: str) -> None:
-    scripts = [step["run"] for job in workflow(projects["scheduler"], name)["jobs"].values() for step in job.get("steps", ()) if "run" in step]
+    scripts = [
+        step["run"]
+        for job in workflow(projects["scheduler"], name)["jobs"].values()
+        for step in job.get("steps", ())
+        if "run" in step
+    ]
     assert scripts
     for script in scripts:
         subprocess.run(["bash", "-n", "-c", script], check=True)
@@ -229,19 +282,45 @@ def test_no_word_of_the_template_is_left(project: Path) -> None:
 
 @given(names, st.sampled_from(KINDS))
 @examples(quick=15, full=300)
-def test_any_name_gives_names_that_are_valid_and_collide_with_no_import(tmp_path_factory: pytest.TempPathFactory, name: str, kind: Kind) -> None:
+def test_any_name_gives_names_that_are_valid_and_collide_with_no_import(
+    tmp_path_factory: pytest.TempPathFactory, name: str, kind: Kind
+) -> None:
     project = write_package(kind, name, tmp_path_factory.mktemp("new"))
     component = component_name(name)
     assert is_normalized_name(project.name)
     ComponentSpec(kind, component, "a:B")
     for path in project.rglob("*.py"):
         tree = ast.parse(path.read_text())
-        defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-        imported = [alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        defined = [
+            node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        ]
+        imported = [
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        ]
         assert len({*defined, *imported}) == len(defined) + len(imported), path
 
 
-@pytest.mark.parametrize("name", ["", "My", "3d", "a b", "a--b", "_a", "a.b", "../a", "a/b", "é", "dovetail-", "a" * (MAX_NAME + 1), "a\n"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "My",
+        "3d",
+        "a b",
+        "a--b",
+        "_a",
+        "a.b",
+        "../a",
+        "a/b",
+        "é",
+        "dovetail-",
+        "a" * (MAX_NAME + 1),
+        "a\n",
+    ],
+)
 def test_a_name_that_will_not_do_is_refused_with_what_would(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected lower case letters and digits"):
         write_package("scheduler", name, tmp_path)
@@ -279,5 +358,8 @@ def test_the_command_says_what_is_next(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["kv_cache", "my_cache", "--dir", str(tmp_path)])
     assert done.exit_code == 0
     assert (tmp_path / "dovetail-my-cache" / "pyproject.toml").exists()
-    for line in ("dovetail plugins test kv_cache my_cache", "dovetail plugins doctor dovetail-my-cache"):
+    for line in (
+        "dovetail plugins test kv_cache my_cache",
+        "dovetail plugins doctor dovetail-my-cache",
+    ):
         assert f"  {line}\n" in done.stdout

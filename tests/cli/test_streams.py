@@ -25,13 +25,22 @@ DOVETAIL = f"{sys.executable} -m dovetail"
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = f"set -o pipefail; {command}"
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    return subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_one_message_and_exit_code_1(unbuffered: str) -> None:
     done = shell(f"{DOVETAIL} --version > /dev/full", PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stderr) == (1, "error: standard output can't be written to: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: standard output can't be written to: No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -69,8 +78,15 @@ def test_closed_and_full_streams_change_no_exit_code(command: str, code: int) ->
 def test_json_is_json_in_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     value = {"id": "\ud800", "prompt": "é"}
     for encoding in ("ascii", "utf-8"):
-        code = f"from dovetail.cli.streams import *; make_any_text_printable(); echo_json({value!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=True)
+        code = (
+            f"from dovetail.cli.streams import *; make_any_text_printable(); echo_json({value!r})"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            check=True,
+        )
         assert json.loads(done.stdout) == value
     assert echo_json.__doc__
 
@@ -82,7 +98,9 @@ def test_an_unexpected_error_is_a_message_too(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(EngineConfig, "load_what_is_right", fails)
     done = CliRunner().invoke(app, ["config", "show"])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: KeyError: 'foreseen by nobody'\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`")
+    assert done.stderr.startswith(
+        "error: KeyError: 'foreseen by nobody'\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`"
+    )
     assert "Traceback" in CliRunner().invoke(app, ["--traceback", "config", "show"]).stderr
 
 
@@ -121,17 +139,35 @@ ODD = [
     "!!bool maybe",
     "é",
 ]
-WORDS = st.sampled_from([*ODD, "scheduler", "fcfs", "demo", "--chat", "--plain", "--json", "--traceback"]) | st.text(max_size=4)
+WORDS = st.sampled_from(
+    [*ODD, "scheduler", "fcfs", "demo", "--chat", "--plain", "--json", "--traceback"]
+) | st.text(max_size=4)
 OPTIONS = st.tuples(
     st.sampled_from(["--set", "--param", "--options", "--seed", "--prompts-file", "--stop"]),
-    st.sampled_from([*EngineConfig.model_fields, "n", "logit_bias", "stop", "scheduler.x", "observers.0", "a.b", ""]),
+    st.sampled_from(
+        [
+            *EngineConfig.model_fields,
+            "n",
+            "logit_bias",
+            "stop",
+            "scheduler.x",
+            "observers.0",
+            "a.b",
+            "",
+        ]
+    ),
     WORDS,
 ).map(lambda option: [option[0], f"{option[1]}={option[2]}"])
 
 
 @examples(quick=30, full=3000)
-@given(st.sampled_from(COMMANDS), st.lists(WORDS.map(lambda word: [word]) | OPTIONS, min_size=1, max_size=3))
-def test_any_arguments_end_in_a_message_and_an_exit_code(command: tuple[list[str], list[str]], rest: list[list[str]]) -> None:
+@given(
+    st.sampled_from(COMMANDS),
+    st.lists(WORDS.map(lambda word: [word]) | OPTIONS, min_size=1, max_size=3),
+)
+def test_any_arguments_end_in_a_message_and_an_exit_code(
+    command: tuple[list[str], list[str]], rest: list[list[str]]
+) -> None:
     before, after = command
     done = CliRunner().invoke(app, [*before, *(word for words in rest for word in words), *after])
     assert isinstance(done.exception, SystemExit | None)

@@ -25,9 +25,16 @@ from tests.clients.agents import served_agents
 PROGRAMS = Path(__file__).parent / "programs"
 DEMO = Path(dovetail_models.__file__).parent / "demo"
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
-CONFIG_CHANGES = {"max_position_embeddings": 8192}  # the prompts of some clients are longer than the demo's 1,024 tokens
+CONFIG_CHANGES = {
+    "max_position_embeddings": 8192
+}  # the prompts of some clients are longer than the demo's 1,024 tokens
 INSTALL_S, CHECKS_S, START_S = 1200, 600, 120
-QUIET = {"HAYSTACK_TELEMETRY_ENABLED": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "true", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+QUIET = {
+    "HAYSTACK_TELEMETRY_ENABLED": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "true",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +88,21 @@ class Verdict:
     def row(self) -> tuple[str, str, str]:
         """Return the cells of the table."""
         failed = [name for name, error in self.checks.items() if error]
-        return self.name, self.version, self.trouble or (f"FAILED: {', '.join(failed)}" if failed else "passed: " + ", ".join(self.checks))
+        return (
+            self.name,
+            self.version,
+            self.trouble
+            or (f"FAILED: {', '.join(failed)}" if failed else "passed: " + ", ".join(self.checks)),
+        )
 
 
 def program_of(name: str) -> Path:
     """Return the file with the checks of a client."""
     client = CLIENTS[name]
-    return PROGRAMS / f"with_{name.replace('-', '_')}.{'mjs' if client.npm and not client.agent else 'py'}"
+    return (
+        PROGRAMS
+        / f"with_{name.replace('-', '_')}.{'mjs' if client.npm and not client.agent else 'py'}"
+    )
 
 
 def results_of(stdout: str) -> dict[str, str | None]:
@@ -106,10 +121,17 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}" for row in rows)
 
 
-def _run(command: Sequence[str | Path], timeout_s: float, environment: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+def _run(
+    command: Sequence[str | Path],
+    timeout_s: float,
+    environment: dict[str, str] | None = None,
+    cwd: Path | None = None,
+) -> str:
     """Return the stdout of a command. Raise RuntimeError with the end of its stderr if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=cwd)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=cwd
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(str(error)) from None
     if done.returncode:
@@ -122,11 +144,30 @@ def _python_client(name: str, directory: Path, url: str) -> tuple[str, str]:
     packages, python = CLIENTS[name].packages, directory / "bin" / "python"
     if not python.exists():
         _run([sys.executable, "-m", "venv", directory], INSTALL_S)
-    _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], INSTALL_S)
+    _run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages],
+        INSTALL_S,
+    )
     own = re.split(r"[\[=<>]", packages[0])[0]
-    version = _run([python, "-c", "import sys; from importlib.metadata import version; print(version(sys.argv[1]))", own], CHECKS_S).strip()
-    environment = {**os.environ, **QUIET, "PYTHONPATH": "", "OPENAI_API_KEY": "none", "DOVETAIL_TEST_TOKENIZER": str(DEMO)}
-    return version, _run([python, PROGRAMS / "run.py", program_of(name).stem, url], CHECKS_S, environment)
+    version = _run(
+        [
+            python,
+            "-c",
+            "import sys; from importlib.metadata import version; print(version(sys.argv[1]))",
+            own,
+        ],
+        CHECKS_S,
+    ).strip()
+    environment = {
+        **os.environ,
+        **QUIET,
+        "PYTHONPATH": "",
+        "OPENAI_API_KEY": "none",
+        "DOVETAIL_TEST_TOKENIZER": str(DEMO),
+    }
+    return version, _run(
+        [python, PROGRAMS / "run.py", program_of(name).stem, url], CHECKS_S, environment
+    )
 
 
 def _npm_client(name: str, directory: Path, url: str) -> tuple[str, str]:
@@ -135,11 +176,21 @@ def _npm_client(name: str, directory: Path, url: str) -> tuple[str, str]:
             raise RuntimeError(f"{tool} isn't installed")
     directory.mkdir(parents=True, exist_ok=True)
     packages = CLIENTS[name].packages
-    _run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", directory, *packages], INSTALL_S)
-    version = json.loads((directory / "node_modules" / packages[0] / "package.json").read_text(encoding="utf-8"))["version"]
+    _run(
+        ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", directory, *packages],
+        INSTALL_S,
+    )
+    version = json.loads(
+        (directory / "node_modules" / packages[0] / "package.json").read_text(encoding="utf-8")
+    )["version"]
     if CLIENTS[name].agent:
-        environment = {**os.environ, "PATH": f"{directory / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}"}
-        return version, _run([sys.executable, PROGRAMS / "run.py", program_of(name).stem, url], CHECKS_S, environment)
+        environment = {
+            **os.environ,
+            "PATH": f"{directory / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}",
+        }
+        return version, _run(
+            [sys.executable, PROGRAMS / "run.py", program_of(name).stem, url], CHECKS_S, environment
+        )
     program = shutil.copy(program_of(name), directory)  # Node looks for packages beside the program
     return version, _run(["node", program, url], CHECKS_S)
 
@@ -148,7 +199,9 @@ def verdict_on(name: str, directory: Path, url: str) -> Verdict:
     """Install a client in `directory` and run its checks. A failure is part of the verdict."""
     version = "-"
     try:
-        version, stdout = (_npm_client if CLIENTS[name].npm else _python_client)(name, directory, url)
+        version, stdout = (_npm_client if CLIENTS[name].npm else _python_client)(
+            name, directory, url
+        )
         return Verdict(name, version, results_of(stdout))
     except (RuntimeError, ValueError) as error:
         return Verdict(name, version, trouble=f"FAILED: {error}")
@@ -175,7 +228,15 @@ def _line_of(stdout: IO[str]) -> str:
 def served(directory: Path) -> Iterator[str]:
     """Serve the demo model, with a longer context and a template that knows tools; the URL."""
     make_checkpoint(directory / "demo")
-    flags = ["--port", "0", "--no-log-requests", "--served-model-name", "demo", "--chat-template", str(CHAT_TEMPLATE)]
+    flags = [
+        "--port",
+        "0",
+        "--no-log-requests",
+        "--served-model-name",
+        "demo",
+        "--chat-template",
+        str(CHAT_TEMPLATE),
+    ]
     command = [sys.executable, "-m", "dovetail", "serve", str(directory / "demo"), *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -187,14 +248,28 @@ def served(directory: Path) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the clients that are named, or all; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)}; default: all")
-    parser.add_argument("--environments", type=Path, help="keep the environments in this folder, and use those that are there")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)}; default: all"
+    )
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        help="keep the environments in this folder, and use those that are there",
+    )
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in CLIENTS]:
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
     verdicts = []
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url, served_agents() as agents_url:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder)) as url,
+        served_agents() as agents_url,
+    ):
         for name in given.names or CLIENTS:
             print(f"{name} ...", file=sys.stderr)
             directory = (given.environments or Path(folder)) / name

@@ -35,7 +35,9 @@ class AgentEngine(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.info = dataclasses.replace(self.info, model=MODEL, intake=dataclasses.replace(self.info.intake, max_model_len=ROOM))
+        self.info = dataclasses.replace(
+            self.info, model=MODEL, intake=dataclasses.replace(self.info.intake, max_model_len=ROOM)
+        )
         self.chat = ChatFrontEnd(self.tokenizer, Limits(), ROOM)
 
     async def _run(self, request: FakeRequest) -> None:

@@ -27,10 +27,14 @@ class FakeRay(ModuleType):
         """`nodes` are the resources of the cluster's machines."""
         super().__init__("ray")
         self.machines = nodes
-        self.dies_after: set[int] = set()  # numbers of answered groups, after which the worker of the next is lost
+        self.dies_after: set[int] = (
+            set()
+        )  # numbers of answered groups, after which the worker of the next is lost
         self.loses: set[int] = set()  # numbers of answered groups that never come
         self.doubles: set[int] = set()
-        self.fails_after: int | None = None  # number of answered groups after which all ends with an error of Ray's
+        self.fails_after: int | None = (
+            None  # number of answered groups after which all ends with an error of Ray's
+        )
         self.answered = 0  # groups, in all data sets
         self.workers_started = 0
         self.connected = False
@@ -62,7 +66,9 @@ class FakeRay(ModuleType):
         return [{"Alive": True, "Resources": machine} for machine in self.machines]
 
     def cluster_resources(self) -> Mapping[str, float]:
-        return {kind: sum(machine.get(kind, 0) for machine in self.machines) for kind in ("CPU", "GPU")}
+        return {
+            kind: sum(machine.get(kind, 0) for machine in self.machines) for kind in ("CPU", "GPU")
+        }
 
     def get_runtime_context(self) -> FakeRay:
         return self
@@ -71,7 +77,9 @@ class FakeRay(ModuleType):
         return "here"
 
     def from_items(self, items: list[Any]) -> FakeDataset:
-        return FakeDataset(self, lambda: ({key: [value] for key, value in item.items()} for item in items))
+        return FakeDataset(
+            self, lambda: ({key: [value] for key, value in item.items()} for item in items)
+        )
 
 
 class DataContext:
@@ -89,7 +97,12 @@ class ActorPoolStrategy:
     """A pool of actors of a fixed size."""
 
     def __init__(
-        self, *, size: int, max_tasks_in_flight_per_actor: int, max_concurrent_calls_per_actor: int, enable_true_multi_threading: bool
+        self,
+        *,
+        size: int,
+        max_tasks_in_flight_per_actor: int,
+        max_concurrent_calls_per_actor: int,
+        enable_true_multi_threading: bool,
     ) -> None:
         assert enable_true_multi_threading
         assert max_tasks_in_flight_per_actor >= max_concurrent_calls_per_actor
@@ -116,9 +129,16 @@ class FakeDataset:
     ) -> FakeDataset:
         assert batch_size == 1
         if compute is not None:
-            return FakeDataset(self._ray, lambda: self._computed(lambda: fn(*fn_constructor_args), compute))
+            return FakeDataset(
+                self._ray, lambda: self._computed(lambda: fn(*fn_constructor_args), compute)
+            )
         assert label_selector == {"ray.io/node-id": "here"}, "the input is where the driver is"
-        return FakeDataset(self._ray, lambda: (given for batch in self._batches() for given in fn(batch, **(fn_kwargs or {}))))
+        return FakeDataset(
+            self._ray,
+            lambda: (
+                given for batch in self._batches() for given in fn(batch, **(fn_kwargs or {}))
+            ),
+        )
 
     def iter_batches(self, *, batch_size: None, prefetch_batches: int) -> Iterator[Batch]:
         return self._batches()
@@ -141,7 +161,10 @@ class FakeDataset:
 
             turn = 0
             while True:
-                while len(under_way) < pool.size * pool.calls and (group := next(groups, None)) is not None:
+                while (
+                    len(under_way) < pool.size * pool.calls
+                    and (group := next(groups, None)) is not None
+                ):
                     submit(turn % pool.size, group)
                     turn += 1
                 if not under_way:

@@ -82,7 +82,9 @@ def real_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluste
 
 
 @pytest.fixture
-def place(real_cluster: RayCluster | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(
+    real_cluster: RayCluster | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Place:
     """A cluster; this process and it know the executor `toy`."""
     installed_in(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))

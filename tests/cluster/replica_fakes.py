@@ -73,7 +73,9 @@ class FakeRouter:
             return None
         told = dict(self.listed)
         self.listed = {
-            url: Listed.READY if how is Listed.JOINING else how for url, how in told.items() if how is not Listed.LEAVING or url in self.busy
+            url: Listed.READY if how is Listed.JOINING else how
+            for url, how in told.items()
+            if how is not Listed.LEAVING or url in self.busy
         }
         return told
 
@@ -119,14 +121,27 @@ class FakeCluster:
         self.said: list[str] = []
         self.fewest = 0  # replicas that got requests at any tick since it was last set
         settings = ClusterSettings.model_validate({"engine": "demo", **keys})
-        self.controller = Controller(settings, self.launcher, self.router, self.prober, clock=lambda: self.now, say=self.said.append)
+        self.controller = Controller(
+            settings,
+            self.launcher,
+            self.router,
+            self.prober,
+            clock=lambda: self.now,
+            say=self.said.append,
+        )
 
     def tick(self, times: int = 1, serve: bool = True) -> None:
         """Advance time by this many seconds. `serve`: starting replicas serve at once, and draining ones finish at once."""
         for _ in range(times):
             self.now += 1
             self.controller.tick()
-            self.fewest = min(self.fewest, len(self.router.ready & {replica.url for replica in self.launcher.alive if not replica.drains}))
+            self.fewest = min(
+                self.fewest,
+                len(
+                    self.router.ready
+                    & {replica.url for replica in self.launcher.alive if not replica.drains}
+                ),
+            )
             for replica in self.launcher.alive:
                 if replica.drains and replica.url not in self.router.busy:
                     replica.die("ended")

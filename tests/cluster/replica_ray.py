@@ -42,7 +42,15 @@ class FakeCalls(RayCalls):
         self._give()
         return self._groups[-1]
 
-    def start(self, group: FakeGroup, cpus: int, gpus: int, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> FakeActor:
+    def start(
+        self,
+        group: FakeGroup,
+        cpus: int,
+        gpus: int,
+        name: str,
+        settings: Mapping[str, Any],
+        api_keys: tuple[str, ...],
+    ) -> FakeActor:
         assert group.needs == {"CPU": cpus, "GPU": gpus}
         actor = FakeActor(name)
         actor.group = group
@@ -78,7 +86,9 @@ class FakeCalls(RayCalls):
 
     def _give(self) -> None:
         for group in self._groups:
-            if not group.has_room and all(self._free[name] >= count for name, count in group.needs.items()):
+            if not group.has_room and all(
+                self._free[name] >= count for name, count in group.needs.items()
+            ):
                 group.has_room = True
                 for name, count in group.needs.items():
                     self._free[name] -= count

@@ -32,8 +32,13 @@ def anyio_backend() -> str:
 async def gate(play: Play, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gate whose router does as `play` says."""
     async with await asyncio.start_server(play, "127.0.0.1", 0) as router:
-        app = create_gate(ServerSettings(page=False, **settings), router.sockets[0].getsockname()[1], "inner")
-        async with serving_app(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        app = create_gate(
+            ServerSettings(page=False, **settings), router.sockets[0].getsockname()[1], "inner"
+        )
+        async with (
+            serving_app(app) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+        ):
             yield client
 
 
@@ -49,12 +54,30 @@ def telling(heads: list[bytes], answer: bytes = OK) -> Play:
 async def test_only_health_and_readiness_are_passed_on_without_a_key() -> None:
     heads: list[bytes] = []
     async with gate(telling(heads), api_keys=("mine",)) as client:
-        for path in (*POSTED, "/v1/models", "/v1/models/m", "/engine_metrics", "/loads", "/", "/v1/models/../../loads", "//health", "/health/"):
-            for key in ({}, {"authorization": "Bearer other"}, {"authorization": "Bearer inner"}, {"x-api-key": "inner"}):
+        for path in (
+            *POSTED,
+            "/v1/models",
+            "/v1/models/m",
+            "/engine_metrics",
+            "/loads",
+            "/",
+            "/v1/models/../../loads",
+            "//health",
+            "/health/",
+        ):
+            for key in (
+                {},
+                {"authorization": "Bearer other"},
+                {"authorization": "Bearer inner"},
+                {"x-api-key": "inner"},
+            ):
                 for method in ("GET", "POST"):
                     assert (await client.request(method, path, headers=key)).status_code == 401
         assert not heads
-        assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+        assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [
+            200,
+            200,
+        ]
         assert [head.split()[1] for head in heads] == [b"/health", b"/readiness"]
 
 
@@ -62,18 +85,41 @@ async def test_a_client_reaches_the_apis_of_replicas_and_nothing_else_of_the_rou
     heads: list[bytes] = []
     async with gate(telling(heads), api_keys=("mine",)) as client:
         client.headers["x-api-key"] = "mine"
-        for path in ("/engine_metrics", "/loads", "/workers", "/wasm", "/flush_cache", "/readiness", "/v1/models/", "/generate"):
-            assert {(await client.request(method, path, follow_redirects=True)).status_code for method in ("GET", "POST", "DELETE")} <= {
+        for path in (
+            "/engine_metrics",
+            "/loads",
+            "/workers",
+            "/wasm",
+            "/flush_cache",
+            "/readiness",
+            "/v1/models/",
+            "/generate",
+        ):
+            assert {
+                (await client.request(method, path, follow_redirects=True)).status_code
+                for method in ("GET", "POST", "DELETE")
+            } <= {
                 404,
                 405,
                 200,
             }
         assert {head.split()[1] for head in heads} <= {b"/v1/models", b"/v1/models/"}
         heads.clear()
-        assert (await client.post(f"{COMPLETIONS}?a=b", content=b"{}", headers={"connection": "x", "te": "trailers", "x-a": "1"})).json() == {}
+        assert (
+            await client.post(
+                f"{COMPLETIONS}?a=b",
+                content=b"{}",
+                headers={"connection": "x", "te": "trailers", "x-a": "1"},
+            )
+        ).json() == {}
         lines = heads[0].lower().split(b"\r\n")
         assert lines[0] == b"post /v1/completions?a=b http/1.1"
-        assert {b"authorization: bearer inner", b"content-length: 2", b"connection: close", b"x-a: 1"} <= set(lines)
+        assert {
+            b"authorization: bearer inner",
+            b"content-length: 2",
+            b"connection: close",
+            b"x-a: 1",
+        } <= set(lines)
         assert not any(line.startswith((b"x-api-key", b"te:", b"connection: x")) for line in lines)
 
 
@@ -82,11 +128,18 @@ async def test_of_pooling_requests_the_router_forwards_some_and_others_are_named
     async with gate(telling(heads)) as client:
         for path in POOLED:
             assert (await client.post(path, json={})).status_code == 200
-        assert [head.split()[1] for head in heads] == [b"/v1/embeddings", b"/v1/classify", b"/v1/classify"]
+        assert [head.split()[1] for head in heads] == [
+            b"/v1/embeddings",
+            b"/v1/classify",
+            b"/v1/classify",
+        ]
         for path in NOT_ROUTED:
             refused = await client.post(path, json={})
             assert refused.status_code == 404
-            assert f"doesn't forward {path}: of pooling requests it forwards /v1/embeddings" in refused.json()["error"]["message"]
+            assert (
+                f"doesn't forward {path}: of pooling requests it forwards /v1/embeddings"
+                in refused.json()["error"]["message"]
+            )
         assert len(heads) == len(POOLED)
 
 
@@ -100,7 +153,10 @@ async def test_a_stream_is_passed_on_as_it_comes() -> None:
         writer.close()
 
     async with gate(play) as client, client.stream("POST", COMPLETIONS, json={}) as answer:
-        assert (answer.headers["content-type"], answer.headers.get_list("x-request-id")) == ("text/event-stream", ["7"])
+        assert (answer.headers["content-type"], answer.headers.get_list("x-request-id")) == (
+            "text/event-stream",
+            ["7"],
+        )
         pieces = answer.aiter_bytes()
         assert await anext(pieces) == b"one"
         go_on.set()
@@ -117,7 +173,11 @@ async def test_an_answer_that_breaks_off_is_not_told_as_whole() -> None:
 async def test_a_router_that_does_not_answer_is_a_503(answer: bytes) -> None:
     async with gate(telling([], answer)) as client:
         told = await client.post(COMPLETIONS, json={})
-        assert (told.status_code, told.json()["error"]["code"], told.headers["retry-after"]) == (503, "router_down", "1")
+        assert (told.status_code, told.json()["error"]["code"], told.headers["retry-after"]) == (
+            503,
+            "router_down",
+            "1",
+        )
 
 
 async def test_a_client_that_goes_away_ends_its_request_to_the_router() -> None:
@@ -141,5 +201,7 @@ async def test_a_body_that_is_too_large_never_reaches_the_router() -> None:
     heads: list[bytes] = []
     async with gate(telling(heads), max_body_bytes=10) as client:
         assert (await client.post(COMPLETIONS, content=b"x" * 11)).status_code == 413
-        assert (await client.post("/v1/messages", content=b"x" * 11)).json()["error"]["type"] == "request_too_large"
+        assert (await client.post("/v1/messages", content=b"x" * 11)).json()["error"][
+            "type"
+        ] == "request_too_large"
         assert not heads

@@ -29,7 +29,13 @@ BODY = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 12, "temperature": 0.
 
 def of_generate() -> str:
     with LLM("demo") as llm:
-        return llm.generate("ROMEO:", SamplingParams(max_tokens=12, temperature=0.8, seed=7), use_tqdm=False)[0].outputs[0].text
+        return (
+            llm.generate(
+                "ROMEO:", SamplingParams(max_tokens=12, temperature=0.8, seed=7), use_tqdm=False
+            )[0]
+            .outputs[0]
+            .text
+        )
 
 
 def metric(name: str) -> float:
@@ -63,7 +69,9 @@ def test_a_replica_streams_the_text_of_generate() -> None:
         replica = cls(config, settings)
         routes = await replica.__serve_build_asgi_app__()
         replica.check_health()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://replica") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(routes), base_url="http://replica"
+        ) as client:
             answer = await client.post("/v1/completions", json={**BODY, "stream": True})
         replica.__del__()
         return [line for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -71,16 +79,22 @@ def test_a_replica_streams_the_text_of_generate() -> None:
     lines = asyncio.run(streamed())
     assert lines[-1] == "data: [DONE]"
     assert len(lines) > 3
-    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == of_generate()
+    assert (
+        "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == of_generate()
+    )
 
 
 @fake_only
 @pytest.mark.usefixtures("place", "fake_serve")
 def test_a_replica_whose_engine_has_died_is_not_healthy() -> None:
     async def dies() -> None:
-        replica = ServeReplica({"model": "demo", "executor": {"name": "toy", "fails_at_step": 2}}, {})
+        replica = ServeReplica(
+            {"model": "demo", "executor": {"name": "toy", "fails_at_step": 2}}, {}
+        )
         routes = await replica.__serve_build_asgi_app__()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://replica") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(routes), base_url="http://replica"
+        ) as client:
             answer = await client.post("/v1/completions", json=BODY)
         assert answer.status_code >= 500
         async with asyncio.timeout(10):
@@ -95,11 +109,24 @@ def test_a_replica_whose_engine_has_died_is_not_healthy() -> None:
 @fake_only
 @pytest.mark.usefixtures("fake_serve")
 def test_arguments_become_options_of_ray_and_of_the_server() -> None:
-    arguments = {"engine": {"model": "demo", "max_num_seqs": 4}, "replicas": "2", "gpus": "1", "api_keys": "a,b", "request_timeout_s": "null"}
+    arguments = {
+        "engine": {"model": "demo", "max_num_seqs": 4},
+        "replicas": "2",
+        "gpus": "1",
+        "api_keys": "a,b",
+        "request_timeout_s": "null",
+    }
     cls, (config, settings), options = app(arguments)
     assert cls is ServeReplica
-    assert (config["max_num_seqs"], settings["api_keys"], settings["request_timeout_s"]) == (4, ["a", "b"], None)
-    assert (options["num_replicas"], options["ray_actor_options"]) == (2, {"num_cpus": 1, "num_gpus": 1})
+    assert (config["max_num_seqs"], settings["api_keys"], settings["request_timeout_s"]) == (
+        4,
+        ["a", "b"],
+        None,
+    )
+    assert (options["num_replicas"], options["ray_actor_options"]) == (
+        2,
+        {"num_cpus": 1, "num_gpus": 1},
+    )
 
 
 @fake_only
@@ -132,7 +159,9 @@ def test_without_ray_the_pip_line_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 @real_only
-def test_ray_serve_streams_the_text_of_generate_and_aborts_unread_streams(real_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_serve_streams_the_text_of_generate_and_aborts_unread_streams(
+    real_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     import openai
     import ray
@@ -141,11 +170,15 @@ def test_ray_serve_streams_the_text_of_generate_and_aborts_unread_streams(real_c
     ray.init(address=real_cluster.address, log_to_driver=False)
     try:
         serve.run(app({"engine": "demo", "max_queued_requests": "4"}), route_prefix="/")
-        client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(
+            base_url="http://127.0.0.1:8000/v1", api_key="none", max_retries=0, timeout=60
+        )
         chunks = [chunk.choices[0].text for chunk in client.completions.create(**BODY, stream=True)]  # type: ignore[call-overload]
         assert len(chunks) > 3
         assert "".join(chunks) == of_generate()
-        unread = client.completions.create(model="demo", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+        unread = client.completions.create(
+            model="demo", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
         next(iter(unread))
         assert metric("vllm:num_requests_running") == 1
         unread.close()

@@ -181,7 +181,9 @@ def test_a_death_in_a_rolling_restart_is_made_up_for() -> None:
 
 
 def test_a_long_queue_starts_replicas_up_to_the_most_and_an_empty_one_ends_them() -> None:
-    cluster = up({"min": 1, "max": 3}, scale={"queue_per_replica": 4, "up_after_s": 5, "down_after_s": 20})
+    cluster = up(
+        {"min": 1, "max": 3}, scale={"queue_per_replica": 4, "up_after_s": 5, "down_after_s": 20}
+    )
     cluster.prober.waiting = 5
     cluster.tick(60)
     assert len(cluster.names()) == 3

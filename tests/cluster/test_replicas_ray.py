@@ -38,7 +38,9 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayLauncher]:
     """A launcher with room for two replicas of half of all CPUs each."""
     monkeypatch.delenv("DOVETAIL_API_KEYS", raising=False)
     cpus = (os.cpu_count() or 2) // 2 if REAL else 1
-    settings = ClusterSettings.model_validate({"engine": "demo", "place": "ray", "ray": {"cpus": cpus}, "serve": {"drain_timeout_s": 5}})
+    settings = ClusterSettings.model_validate(
+        {"engine": "demo", "place": "ray", "ray": {"cpus": cpus}, "serve": {"drain_timeout_s": 5}}
+    )
     launcher = RayLauncher(settings, calls=RayCalls() if REAL else FakeCalls())
     yield launcher
     launcher.close()
@@ -57,7 +59,9 @@ def test_a_replica_starts_serves_drains_and_gives_its_room_back(launcher: RayLau
     assert second.look().ended is None
 
 
-def test_a_replica_that_is_killed_has_ended_at_once_and_its_server_too(launcher: RayLauncher) -> None:
+def test_a_replica_that_is_killed_has_ended_at_once_and_its_server_too(
+    launcher: RayLauncher,
+) -> None:
     replica = launcher.start("one")
     until(lambda: replica.look().url is not None)
     url = replica.look().url

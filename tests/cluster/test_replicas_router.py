@@ -29,7 +29,9 @@ from dovetail_cluster.settings import ClusterSettings
 from dovetail_cluster.smg_router import SmgRouter
 
 PATIENCE_S = 60.0
-needs_smg = pytest.mark.skipif(find_spec("smg") is None, reason='needs the router: pip install "dovetail-llm[router]"')
+needs_smg = pytest.mark.skipif(
+    find_spec("smg") is None, reason='needs the router: pip install "dovetail-llm[router]"'
+)
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -65,7 +67,9 @@ class Worker(BaseHTTPRequestHandler):
     def _reply(self, value: Any) -> None:
         data = json.dumps(value).encode()
         found = 404 if value is None else 200
-        self.send_response(found if self.path in ("/health", "/ready") or self._is_allowed() else 401)
+        self.send_response(
+            found if self.path in ("/health", "/ready") or self._is_allowed() else 401
+        )
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -106,7 +110,13 @@ def settings() -> ClusterSettings:
 
 
 def complete(url: str, key: str | None = None) -> int:
-    return ask(f"{url}/v1/completions", key=key, method="POST", body={"model": "m", "prompt": "a"}, timeout_s=20)[0]
+    return ask(
+        f"{url}/v1/completions",
+        key=key,
+        method="POST",
+        body={"model": "m", "prompt": "a"},
+        timeout_s=20,
+    )[0]
 
 
 @needs_smg
@@ -119,14 +129,18 @@ def test_replicas_come_and_go(worker: str) -> None:
         until(lambda: router.look() == {worker: Listed.READY})
         assert complete(router.url) == 200
         router.remove(worker)
-        until(lambda: router.look() in ({}, {worker: Listed.LEAVING}))  # it forgets a replica some seconds later
+        until(
+            lambda: router.look() in ({}, {worker: Listed.LEAVING})
+        )  # it forgets a replica some seconds later
         assert complete(router.url) in (404, 503)
 
 
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
 def test_the_router_takes_no_larger_bodies_than_its_replicas(worker: str) -> None:
-    limited = ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port()}, "serve": {"max_body_bytes": 10_000}})
+    limited = ClusterSettings.model_validate(
+        {"engine": "demo", "router": {"port": free_port()}, "serve": {"max_body_bytes": 10_000}}
+    )
     with closing(SmgRouter(limited)) as router:
         until(lambda: router.look() is not None)
         router.add(worker)
@@ -163,17 +177,28 @@ def test_a_router_that_hangs_is_killed_and_started_again(monkeypatch: pytest.Mon
 @pytest.mark.slow("starts a server's processes")
 def test_a_router_may_listen_on_a_name() -> None:
     port = free_port()
-    with closing(SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"host": "localhost", "port": port}}))) as router:
+    with closing(
+        SmgRouter(
+            ClusterSettings.model_validate(
+                {"engine": "demo", "router": {"host": "localhost", "port": port}}
+            )
+        )
+    ) as router:
         assert until(lambda: router.look() is not None)
         assert router.url == f"http://localhost:{port}"
 
 
 @pytest.mark.slow("starts a server's processes")
-def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
     monkeypatch.setattr(smg_router, "RESTART_S", 0.0)
     monkeypatch.setattr(SmgRouter, "_arguments", lambda self: ["--no-such-option"])
-    with closing(SmgRouter(settings())) as router, pytest.raises(DovetailError, match="the router ends before it answers"):
+    with (
+        closing(SmgRouter(settings())) as router,
+        pytest.raises(DovetailError, match="the router ends before it answers"),
+    ):
         until(router.look)
 
 
@@ -185,14 +210,22 @@ def test_clients_need_their_own_key_and_may_not_change_the_replicas(keyed_worker
         until(lambda: router.look() is not None)
         router.add(worker)
         until(lambda: router.look() == {worker: Listed.READY})
-        assert [complete(router.url, key) for key in (None, "other", "internal", "mine", "yours")] == [401, 401, 401, 200, 200]
+        assert [
+            complete(router.url, key) for key in (None, "other", "internal", "mine", "yours")
+        ] == [401, 401, 401, 200, 200]
         for key in (None, "mine", "internal"):
-            status, _ = ask(f"{router.url}/workers", key=key, method="POST", body={"url": "http://127.0.0.1:1"})
+            status, _ = ask(
+                f"{router.url}/workers", key=key, method="POST", body={"url": "http://127.0.0.1:1"}
+            )
             assert status in (401, 404)
         assert router.look() == {worker: Listed.READY}
-        command, environment = (Path(f"/proc/{router.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        command, environment = (
+            Path(f"/proc/{router.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
+        )
         found = re.search(rb"cluster:cluster:admin:([\w-]+)", environment)
-        assert found, "the key that changes the replicas is in the environment, which only this user can read"
+        assert found, (
+            "the key that changes the replicas is in the environment, which only this user can read"
+        )
         assert not any(secret in command for secret in (b"mine", b"internal", found[1]))
 
 
@@ -272,19 +305,28 @@ SERVED = (
 
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
-def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clients_reach_those_of_replicas_only(worker: str) -> None:
+def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clients_reach_those_of_replicas_only(
+    worker: str,
+) -> None:
     with closing(SmgRouter(settings(), ("mine",), "internal")) as router:
         until(lambda: router.look() is not None)
         router.add(worker)
         until(lambda: router.look() == {worker: Listed.READY})
         for path in SMG_ROUTES:
             for method, body in (("GET", None), ("POST", {}), ("DELETE", None)):
-                told = {key: ask(f"{router.url}{path}", key=key, method=method, body=body) for key in (None, "other", "internal", "mine")}
+                told = {
+                    key: ask(f"{router.url}{path}", key=key, method=method, body=body)
+                    for key in (None, "other", "internal", "mine")
+                }
                 assert worker not in str(told)
                 if path in ("/health", "/ready"):
-                    assert {status for status, _ in told.values()} == {200 if method == "GET" else 405}
+                    assert {status for status, _ in told.values()} == {
+                        200 if method == "GET" else 405
+                    }
                     continue
-                assert [told[key][0] for key in (None, "other", "internal")] == [401, 401, 401], path
+                assert [told[key][0] for key in (None, "other", "internal")] == [401, 401, 401], (
+                    path
+                )
                 if path not in SERVED:
                     assert told["mine"][0] == 404, path
 
@@ -294,7 +336,10 @@ def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clie
 def test_without_keys_too_strangers_may_not_change_the_replicas() -> None:
     with closing(SmgRouter(settings())) as router:
         until(lambda: router.look() is not None)
-        assert ask(f"{router.url}/workers", method="POST", body={"url": "http://127.0.0.1:1"})[0] == 404
+        assert (
+            ask(f"{router.url}/workers", method="POST", body={"url": "http://127.0.0.1:1"})[0]
+            == 404
+        )
 
 
 def test_without_the_router_the_error_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,24 +348,43 @@ def test_without_the_router_the_error_names_the_pip_line(monkeypatch: pytest.Mon
         SmgRouter(settings())
 
 
-def test_a_port_that_is_taken_is_reported_before_anything_starts(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_is_reported_before_anything_starts(
+    worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
     port = int(worker.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"):
+    with pytest.raises(
+        ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"
+    ):
         SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": port}}))
-    with pytest.raises(ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"):
-        SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port(), "metrics_port": port}}))
+    with pytest.raises(
+        ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"
+    ):
+        SmgRouter(
+            ClusterSettings.model_validate(
+                {"engine": "demo", "router": {"port": free_port(), "metrics_port": port}}
+            )
+        )
 
 
 @pytest.fixture(scope="module")
 def keyed_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a whole cluster of one replica, with the keys "mine" and "yours"."""
     folder, port = tmp_path_factory.mktemp("keyed"), free_port()
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1", "DOVETAIL_API_KEYS": "mine, yours"}
+    environment = {
+        **os.environ,
+        "XDG_RUNTIME_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "DOVETAIL_API_KEYS": "mine, yours",
+    }
     file, url = folder / "cluster.yaml", f"http://127.0.0.1:{port}"
-    file.write_text(json.dumps({"engine": "demo", "name": "keyed", "replicas": 1, "router": {"port": port}}))
+    file.write_text(
+        json.dumps({"engine": "demo", "name": "keyed", "replicas": 1, "router": {"port": port}})
+    )
     command = [sys.executable, "-m", "dovetail", "cluster", "up", str(file)]
-    up = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    up = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         until(lambda: ask(f"{url}/ready")[0] == 200)
         until(lambda: ask(f"{url}/v1/models", key="mine")[0] == 200)
@@ -341,22 +405,39 @@ def test_a_cluster_with_keys_serves_their_owners_in_every_api(keyed_cluster: str
         "/v1/responses": {"model": "demo", "input": "hi", "max_output_tokens": 2, "store": False},
     }
     for path, body in bodies.items():
-        told = {key: ask(f"{keyed_cluster}{path}", key=key, method="POST", body=body, timeout_s=60)[0] for key in (None, "other", "mine", "yours")}
+        told = {
+            key: ask(f"{keyed_cluster}{path}", key=key, method="POST", body=body, timeout_s=60)[0]
+            for key in (None, "other", "mine", "yours")
+        }
         assert told == {None: 401, "other": 401, "mine": 200, "yours": 200}, path
 
 
 @needs_smg
 @pytest.mark.full
-def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlives_a_killed_cluster(tmp_path: Path) -> None:
+def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlives_a_killed_cluster(
+    tmp_path: Path,
+) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     file = tmp_path / "cluster.yaml"
-    file.write_text(json.dumps({"engine": "demo", "name": "live", "replicas": 1, "unhealthy_after_s": 4, "router": {"port": free_port()}}))
+    file.write_text(
+        json.dumps(
+            {
+                "engine": "demo",
+                "name": "live",
+                "replicas": 1,
+                "unhealthy_after_s": 4,
+                "router": {"port": free_port()},
+            }
+        )
+    )
 
     def command(*words: str) -> list[str]:
         return [sys.executable, "-m", "dovetail", "cluster", *words]
 
     def status() -> dict[str, Any]:
-        done = subprocess.run(command("status", "live", "--json"), env=environment, capture_output=True, check=False)
+        done = subprocess.run(
+            command("status", "live", "--json"), env=environment, capture_output=True, check=False
+        )
         found: dict[str, Any] = json.loads(done.stdout or b'{"replicas": []}')
         return found
 
@@ -364,11 +445,21 @@ def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlive
         found = status()
         return found if [one["state"] for one in found["replicas"]] == ["serving"] else None
 
-    up = subprocess.Popen(command("up", str(file)), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    up = subprocess.Popen(
+        command("up", str(file)),
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         found = until(serving)
         body = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 2}
-        assert ask(f"{found['router']['url']}/v1/completions", method="POST", body=body, timeout_s=60)[0] == 200
+        assert (
+            ask(f"{found['router']['url']}/v1/completions", method="POST", body=body, timeout_s=60)[
+                0
+            ]
+            == 200
+        )
         first = found["replicas"][0]["pid"]
         up.send_signal(signal.SIGSTOP)
         time.sleep(8)  # after a suspension, nobody is blamed for the answers that weren't read
@@ -395,8 +486,13 @@ signal.pause()
 """
 
 
-@pytest.mark.skipif(not list(Path("/proc/self/task").glob("*/children")), reason="the kernel doesn't tell a process's children")
-def test_a_child_that_hangs_is_killed_with_its_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(
+    not list(Path("/proc/self/task").glob("*/children")),
+    reason="the kernel doesn't tell a process's children",
+)
+def test_a_child_that_hangs_is_killed_with_its_server(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     server = ServerProcess("it", ["hangs"], {**os.environ, "PYTHONPATH": str(tmp_path)})
     until(lambda: server.look().url)

@@ -7,7 +7,10 @@ from dovetail_cluster.settings import Replicas, Scale
 
 
 def scaler(**scale: float) -> Scaler:
-    return Scaler(Replicas(min=1, max=4), Scale(**{"queue_per_replica": 4.0, "up_after_s": 10.0, "down_after_s": 60.0, **scale}))
+    return Scaler(
+        Replicas(min=1, max=4),
+        Scale(**{"queue_per_replica": 4.0, "up_after_s": 10.0, "down_after_s": 60.0, **scale}),
+    )
 
 
 def test_one_more_after_the_queue_was_too_long_for_long_enough() -> None:
@@ -22,7 +25,9 @@ def test_a_queue_of_just_the_bound_is_none_too_long() -> None:
 
 def test_a_moment_without_a_long_queue_begins_the_time_anew() -> None:
     ours = scaler()
-    assert [ours.note(now, 1, waiting) for now, waiting in ((0, 5), (8, 3), (9, 5), (18, 5), (19, 5))] == [1, 1, 1, 1, 2]
+    assert [
+        ours.note(now, 1, waiting) for now, waiting in ((0, 5), (8, 3), (9, 5), (18, 5), (19, 5))
+    ] == [1, 1, 1, 1, 2]
 
 
 def test_nothing_is_decided_until_what_was_started_serves() -> None:

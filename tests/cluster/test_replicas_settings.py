@@ -36,16 +36,31 @@ def load(tmp_path: Path, text: str) -> ClusterSettings:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("engine: demo\nreplcas: 2", r"cluster.yaml:2: replcas: unknown key, did you mean replicas\?"),
+        (
+            "engine: demo\nreplcas: 2",
+            r"cluster.yaml:2: replcas: unknown key, did you mean replicas\?",
+        ),
         ("replicas: 2", "engine: this key is required"),
         ("engine: demo\nreplicas: 0", "cluster.yaml:2: replicas"),
         ("engine: demo\nreplicas: {min: 3, max: 2}", "min is 3, which is more than max, 2"),
         ("engine: demo\nreplicas: two", "cluster.yaml:2: replicas"),
-        ("engine: demo\nserve:\n  drain_timeot_s: 3", r"cluster.yaml:3: serve.drain_timeot_s: unknown option, did you mean drain_timeout_s\?"),
-        ("engine: demo\nserve:\n  port: 3", "cluster.yaml:3: serve.port: the cluster decides this itself"),
+        (
+            "engine: demo\nserve:\n  drain_timeot_s: 3",
+            r"cluster.yaml:3: serve.drain_timeot_s: unknown option, did you mean drain_timeout_s\?",
+        ),
+        (
+            "engine: demo\nserve:\n  port: 3",
+            "cluster.yaml:3: serve.port: the cluster decides this itself",
+        ),
         ("engine: demo\nserve: {api_keys: [secret]}", "DOVETAIL_API_KEYS: leave this out"),
-        ("engine: demo\nrouter: {policy: cache_awre}", "cluster.yaml:2: router.policy: expected 'cache_aware'"),
-        ("engine: demo\nrouter: {port: 81, metrics_port: 81}", "router: port and metrics_port are both 81"),
+        (
+            "engine: demo\nrouter: {policy: cache_awre}",
+            "cluster.yaml:2: router.policy: expected 'cache_aware'",
+        ),
+        (
+            "engine: demo\nrouter: {port: 81, metrics_port: 81}",
+            "router: port and metrics_port are both 81",
+        ),
         ("engine: {model: demo, schedler: fcfs}", "schedler"),
         ("engine: demo\nplace: slurm", "cluster.yaml:2: place: expected 'here' or 'ray'"),
         ("engine: demo\nname: ../else", "cluster.yaml:2: name"),
@@ -68,14 +83,26 @@ def test_a_number_of_replicas_is_both_bounds(tmp_path: Path) -> None:
 
 
 def test_every_option_of_the_server_can_be_given_and_is_read_as_it_was_meant() -> None:
-    options = {"max_queued_requests": None, "page": False, "served_model_name": ["a", "b"], "drain_timeout_s": 5.0, "log_requests": True}
-    module, command, *words = serve_command(ClusterSettings.model_validate({"engine": "demo", "serve": options}), "127.0.0.1")
+    options = {
+        "max_queued_requests": None,
+        "page": False,
+        "served_model_name": ["a", "b"],
+        "drain_timeout_s": 5.0,
+        "log_requests": True,
+    }
+    module, command, *words = serve_command(
+        ClusterSettings.model_validate({"engine": "demo", "serve": options}), "127.0.0.1"
+    )
     assert (module, command) == ("dovetail", "serve")
     app = typer.Typer()
     app.command()(serve)
     given = typer.main.get_command(app).make_context("serve", words).params
     assert given["source"] == "demo"
-    assert {name: given[name] for name in options} == {**options, "max_queued_requests": "null", "drain_timeout_s": given["drain_timeout_s"]}
+    assert {name: given[name] for name in options} == {
+        **options,
+        "max_queued_requests": "null",
+        "drain_timeout_s": given["drain_timeout_s"],
+    }
     assert float(given["drain_timeout_s"]) == 5.0
     assert (given["host"], given["port"]) == ("127.0.0.1", 0)
 
@@ -85,11 +112,18 @@ def test_replicas_log_no_requests_unless_told() -> None:
 
 
 def test_keys_of_an_engine_become_settings_of_its_command_line() -> None:
-    command = serve_command(ClusterSettings.model_validate({"engine": {"model": "demo", "scheduler": {"name": "fcfs"}}}), "127.0.0.1")
+    command = serve_command(
+        ClusterSettings.model_validate(
+            {"engine": {"model": "demo", "scheduler": {"name": "fcfs"}}}
+        ),
+        "127.0.0.1",
+    )
     assert command[2:5] == ["demo", "--set", 'scheduler={"name": "fcfs"}']
 
 
-def test_gpus_are_given_to_one_replica_each_and_too_few_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_given_to_one_replica_each_and_too_few_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 2,GPU-a")
     assert visible_gpus() == ["0", "2", "GPU-a"]
     settings = ClusterSettings.model_validate({"engine": "demo", "gpus": 2, "replicas": 2})
@@ -147,7 +181,9 @@ def test_invalid_messages_at_the_socket_do_not_affect_others() -> None:
         control.close()
 
 
-def test_a_look_at_the_lock_doesnt_keep_a_cluster_from_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_at_the_lock_doesnt_keep_a_cluster_from_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with (runtime_folder() / "one.lock").open("a") as look:
         fcntl.flock(look, fcntl.LOCK_SH)
         monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(look, fcntl.LOCK_UN))
@@ -162,7 +198,9 @@ def test_a_name_that_no_file_can_have_is_of_no_cluster() -> None:
 def test_what_a_cluster_refuses_is_an_error() -> None:
     control = ControlSocket("one")
     try:
-        thread = threading.Thread(target=control.serve_once, args=(10.0, lambda what: {"error": "no room"}))
+        thread = threading.Thread(
+            target=control.serve_once, args=(10.0, lambda what: {"error": "no room"})
+        )
         thread.start()
         with pytest.raises(DovetailError, match="the cluster one: no room"):
             tell("one", "restart")
@@ -172,7 +210,9 @@ def test_what_a_cluster_refuses_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("as_command", [False, True])
-def test_a_cluster_serves_even_if_its_output_is_not_read(monkeypatch: pytest.MonkeyPatch, as_command: bool) -> None:
+def test_a_cluster_serves_even_if_its_output_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, as_command: bool
+) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     with monkeypatch.context() as patch:

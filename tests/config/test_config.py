@@ -77,14 +77,29 @@ def errors_of(source: Any, **overrides: Any) -> list[str]:
 
 
 def test_the_whole_file_spelled_out_is_the_default(write: Any) -> None:
-    assert EngineConfig.load(write(DESIGN)) == EngineConfig() == EngineConfig.load(write("")) == EngineConfig.load({})
+    assert (
+        EngineConfig.load(write(DESIGN))
+        == EngineConfig()
+        == EngineConfig.load(write(""))
+        == EngineConfig.load({})
+    )
     assert list(EngineConfig.model_fields) == list(yaml.safe_load(DESIGN))
 
 
 def test_a_default_stays_the_built_in_whatever_is_installed(site: Site) -> None:
     """Third-party components have the names of the defaults, and of the built-ins that `auto` chooses from."""
-    same = [*DEFAULTS.items(), *((kind, name) for kind, names in PREFERENCE.items() for name in names)]
-    site.install("dovetail-same", modules={"same": components(*(f'kind="{kind}", name="{name}", target="a:B"' for kind, name in same))})
+    same = [
+        *DEFAULTS.items(),
+        *((kind, name) for kind, names in PREFERENCE.items() for name in names),
+    ]
+    site.install(
+        "dovetail-same",
+        modules={
+            "same": components(
+                *(f'kind="{kind}", name="{name}", target="a:B"' for kind, name in same)
+            )
+        },
+    )
     parts = find_parts(EngineConfig.load("demo", **{"kv_cache.reuse": False}), Registry.discover())
     assert {part.distribution for part in parts if part.spec.kind != "model"} == {DISTRIBUTION}
 
@@ -95,18 +110,26 @@ def test_every_key_is_described() -> None:
 
 def test_a_path_without_yaml_suffix_is_a_model() -> None:
     for model in ("Qwen/Qwen3-0.6B", "./here", "demo"):
-        assert EngineConfig.load(model) == EngineConfig.load(Path(model) if "/" not in model else model) == EngineConfig(model=model)
+        assert (
+            EngineConfig.load(model)
+            == EngineConfig.load(Path(model) if "/" not in model else model)
+            == EngineConfig(model=model)
+        )
 
 
 def test_component_is_a_name_or_a_name_with_options(write: Any) -> None:
-    config = EngineConfig.load(write("scheduler: {name: vtc, weight: 2}\nobservers: [log, {name: trace, path: x}]"))
+    config = EngineConfig.load(
+        write("scheduler: {name: vtc, weight: 2}\nobservers: [log, {name: trace, path: x}]")
+    )
     assert config.scheduler == ComponentChoice("vtc", {"weight": 2})
     assert config.observers == (ComponentChoice("log"), ComponentChoice("trace", {"path": "x"}))
     assert config.observers[1].where is not None
     assert config.observers[1].where.says("x") == "engine.yaml:2: observers.1: x"
 
 
-@pytest.mark.parametrize(("text", "size"), [("4GiB", 4 << 30), ("500 MB", 500_000_000), ("1024", 1024), (2048, 2048)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 << 30), ("500 MB", 500_000_000), ("1024", 1024), (2048, 2048)]
+)
 def test_sizes_are_bytes(text: Any, size: int) -> None:
     assert EngineConfig.load({"kv_cache_memory": text}).kv_cache_memory == size
 
@@ -114,10 +137,16 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("model: a\nmax_num_seq: 3", "engine.yaml:2: max_num_seq: unknown key, did you mean max_num_seqs?"),
+        (
+            "model: a\nmax_num_seq: 3",
+            "engine.yaml:2: max_num_seq: unknown key, did you mean max_num_seqs?",
+        ),
         ("\n\nzzz: 3", "engine.yaml:3: zzz: unknown key; valid are model, tokenizer, "),
         ("plugins:\n  alow: []", "engine.yaml:2: plugins.alow: unknown key, did you mean allow?"),
-        ("plugins:\n  deny:\n  - a\n  - dovetail", "engine.yaml:4: plugins.deny.1: the built-ins (dovetail) can't be denied"),
+        (
+            "plugins:\n  deny:\n  - a\n  - dovetail",
+            "engine.yaml:4: plugins.deny.1: the built-ins (dovetail) can't be denied",
+        ),
         ("max_num_seqs: many", "engine.yaml:1: max_num_seqs: expected a valid integer, got 'many'"),
         ("max_num_seqs: 0", "engine.yaml:1: max_num_seqs: expected greater than 0, got 0"),
         ("max_num_seqs: 1.5", "engine.yaml:1: max_num_seqs: expected a valid integer, got 1.5"),
@@ -125,31 +154,79 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ("overlap: 1", "engine.yaml:1: overlap: expected a valid boolean, got 1"),
         ("pace: 1", "engine.yaml:1: pace: expected greater than 1, got 1"),
         ("pace: .inf", "engine.yaml:1: pace: expected a finite number, got inf"),
-        ("model: 3", "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and 'component', got 3"),
-        ("model: ''", "engine.yaml:1: model: expected String should have at least 1 character, got ''"),
-        ("model:\n  path: a\n  by: b", "engine.yaml:3: model.by: unknown key; valid are path, component"),
+        (
+            "model: 3",
+            "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and 'component', got 3",
+        ),
+        (
+            "model: ''",
+            "engine.yaml:1: model: expected String should have at least 1 character, got ''",
+        ),
+        (
+            "model:\n  path: a\n  by: b",
+            "engine.yaml:3: model.by: unknown key; valid are path, component",
+        ),
         ("model: {component: a}", "engine.yaml:1: model.path: this key is required"),
-        ("model:\n  path: a\n  component: 3", "engine.yaml:3: model.component: expected a component's name"),
-        ("dtype: int8", "engine.yaml:1: dtype: expected 'auto', 'float32', 'float16' or 'bfloat16', got 'int8'"),
-        ("block_size: 0", "engine.yaml:1: block_size: expected auto or an integer of 1 or more, up to 2147483647, got 0"),
-        ("gpu_memory_utilization: 90", "engine.yaml:1: gpu_memory_utilization: expected less than or equal to 1, got 90"),
-        ("kv_cache_memory: 4 gallons", "engine.yaml:1: kv_cache_memory: expected a size like 4GiB, or a number of bytes, got '4 gallons'"),
+        (
+            "model:\n  path: a\n  component: 3",
+            "engine.yaml:3: model.component: expected a component's name",
+        ),
+        (
+            "dtype: int8",
+            "engine.yaml:1: dtype: expected 'auto', 'float32', 'float16' or 'bfloat16', got 'int8'",
+        ),
+        (
+            "block_size: 0",
+            "engine.yaml:1: block_size: expected auto or an integer of 1 or more, up to 2147483647, got 0",
+        ),
+        (
+            "gpu_memory_utilization: 90",
+            "engine.yaml:1: gpu_memory_utilization: expected less than or equal to 1, got 90",
+        ),
+        (
+            "kv_cache_memory: 4 gallons",
+            "engine.yaml:1: kv_cache_memory: expected a size like 4GiB, or a number of bytes, got '4 gallons'",
+        ),
         ("kv_cache_memory: -1", "engine.yaml:1: kv_cache_memory: expected greater than 0, got -1"),
-        ("scheduler: {aging_s: 1}", "engine.yaml:1: scheduler: expected a component's name, or a mapping with 'name'"),
+        (
+            "scheduler: {aging_s: 1}",
+            "engine.yaml:1: scheduler: expected a component's name, or a mapping with 'name'",
+        ),
         ("scheduler:", "engine.yaml:1: scheduler: expected a component's name"),
-        ("speculation: suffix", "engine.yaml:1: speculation: expected keys and values below it, got 'suffix'"),
-        ("speculation:\n  drafter: 3", "engine.yaml:2: speculation.drafter: expected a component's name"),
-        ("speculation:\n  max_drafts: 65", "engine.yaml:2: speculation.max_drafts: expected less than or equal to 64, got 65"),
-        ("speculation: {max_draft: 1}", "engine.yaml:1: speculation.max_draft: unknown key, did you mean max_drafts?"),
-        ("speculative_config: {}", "engine.yaml:1: speculative_config: unknown key: here it is `speculation: {drafter: suffix"),
+        (
+            "speculation: suffix",
+            "engine.yaml:1: speculation: expected keys and values below it, got 'suffix'",
+        ),
+        (
+            "speculation:\n  drafter: 3",
+            "engine.yaml:2: speculation.drafter: expected a component's name",
+        ),
+        (
+            "speculation:\n  max_drafts: 65",
+            "engine.yaml:2: speculation.max_drafts: expected less than or equal to 64, got 65",
+        ),
+        (
+            "speculation: {max_draft: 1}",
+            "engine.yaml:1: speculation.max_draft: unknown key, did you mean max_drafts?",
+        ),
+        (
+            "speculative_config: {}",
+            "engine.yaml:1: speculative_config: unknown key: here it is `speculation: {drafter: suffix",
+        ),
         ("observers: log", "engine.yaml:1: observers: expected a list of components, got 'log'"),
         ("observers:\n- log\n- 3", "engine.yaml:3: observers.1: expected a component's name"),
         ("model: a\nmodel: b", "engine.yaml:2: key 'model' is here twice, first at engine.yaml:1"),
-        ("scheduler:\n  name: a\n  x: 1\n  x: 2", "engine.yaml:4: key 'x' is here twice, first at engine.yaml:3"),
+        (
+            "scheduler:\n  name: a\n  x: 1\n  x: 2",
+            "engine.yaml:4: key 'x' is here twice, first at engine.yaml:3",
+        ),
         ("a: [\nb: 1", "engine.yaml:2: not valid YAML: "),
         ("a: b: c", "engine.yaml:1: not valid YAML: mapping values are not allowed here"),
         ("a: 1\n\tb: 2", "engine.yaml:2: not valid YAML: "),
-        ("a: !!python/object:os.system {}", "engine.yaml:1: not valid YAML: could not determine a constructor"),
+        (
+            "a: !!python/object:os.system {}",
+            "engine.yaml:1: not valid YAML: could not determine a constructor",
+        ),
         ("a: *nobody", "engine.yaml:1: not valid YAML: "),
         ("a: &x [*x]", "engine.yaml:1: an alias to what contains it"),
         ("a: 1\n---\nb: 2", "engine.yaml:2: not valid YAML: "),
@@ -166,7 +243,9 @@ def test_what_is_wrong_is_reported_with_file_and_line(write: Any, text: str, say
 
 def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(write: Any) -> None:
     lines = errors_of(write("zzz: 1\nseed: x\ndtype: y\nmodel: 1"))
-    assert [line.split(": ")[:2] for line in lines] == [[f"engine.yaml:{n}", key] for n, key in enumerate(("zzz", "seed", "dtype", "model"), 1)]
+    assert [line.split(": ")[:2] for line in lines] == [
+        [f"engine.yaml:{n}", key] for n, key in enumerate(("zzz", "seed", "dtype", "model"), 1)
+    ]
 
 
 def test_unreadable_files_are_reported(tmp_path: Path) -> None:
@@ -188,7 +267,11 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
         ({"scheduler.aging_s": 5}, "scheduler", ComponentChoice("slow", {"x": 1, "aging_s": 5})),
         ({"scheduler.name": "vtc"}, "scheduler", ComponentChoice("vtc", {"x": 1})),
         ({"scheduler.a.b": 5, "scheduler.a": {"b": 1}}, "scheduler", None),
-        ({"kv_cache.reuse": False}, "kv_cache", ComponentChoice("dovetail:prefix", {"reuse": False})),
+        (
+            {"kv_cache.reuse": False},
+            "kv_cache",
+            ComponentChoice("dovetail:prefix", {"reuse": False}),
+        ),
         ({"observers.0.every_s": 1}, "observers", (ComponentChoice("log", {"every_s": 1}),)),
         ({"observers": []}, "observers", ()),
         ({"scheduler": "vtc", "scheduler.a": 1}, "scheduler", ComponentChoice("vtc", {"a": 1})),
@@ -198,16 +281,26 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
             "speculation",
             Speculation(drafter={"name": "dovetail:suffix", "x": 1}, max_drafts=3),
         ),
-        ({"speculation": {"drafter": "a"}, "speculation.drafter.x": 1}, "speculation", Speculation(drafter={"name": "a", "x": 1})),
+        (
+            {"speculation": {"drafter": "a"}, "speculation.drafter.x": 1},
+            "speculation",
+            Speculation(drafter={"name": "a", "x": 1}),
+        ),
     ],
 )
 def test_overrides(write: Any, overrides: dict[str, Any], key: str, expected: Any) -> None:
     source = write("max_model_len: 100\nscheduler: {name: slow, x: 1}\nobservers: [log]")
     if expected is None and key == "scheduler":
-        assert errors_of(source, **overrides) == ["override: scheduler.a: there is nothing below this key"]
+        assert errors_of(source, **overrides) == [
+            "override: scheduler.a: there is nothing below this key"
+        ]
         return
     before = EngineConfig.load(source)
-    assert getattr(EngineConfig.load(source, **overrides), key) == getattr(EngineConfig.load(before, **overrides), key) == expected
+    assert (
+        getattr(EngineConfig.load(source, **overrides), key)
+        == getattr(EngineConfig.load(before, **overrides), key)
+        == expected
+    )
     assert EngineConfig.load(source) == before
 
 
@@ -230,7 +323,9 @@ def test_wrong_overrides_are_reported(overrides: dict[str, Any], says: str) -> N
 
 
 def test_override_of_a_line_in_a_file_is_blamed_on_the_override(write: Any) -> None:
-    assert errors_of(write("seed: 1"), seed="x") == ["override: seed: expected a valid integer, got 'x'"]
+    assert errors_of(write("seed: 1"), seed="x") == [
+        "override: seed: expected a valid integer, got 'x'"
+    ]
 
 
 def test_mapping_given_is_not_changed() -> None:
@@ -245,17 +340,37 @@ def test_frozen() -> None:
 
 
 def test_executor_config_has_its_share(tmp_path: Path) -> None:
-    config = EngineConfig(kv_cache_memory=1 << 20, block_size=32, max_model_len=10, overlap=False).executor_config(tmp_path)
-    assert (config.model, config.kv_cache_memory, config.block_size, config.max_model_len) == (str(tmp_path), 1 << 20, 32, 10)
+    config = EngineConfig(
+        kv_cache_memory=1 << 20, block_size=32, max_model_len=10, overlap=False
+    ).executor_config(tmp_path)
+    assert (config.model, config.kv_cache_memory, config.block_size, config.max_model_len) == (
+        str(tmp_path),
+        1 << 20,
+        32,
+        10,
+    )
     assert not config.overlap
     assert EngineConfig().executor_config(tmp_path).block_size is None
     assert EngineConfig().executor_config(tmp_path).max_drafts == 0
-    assert EngineConfig(speculation=Speculation(max_drafts=3)).executor_config(tmp_path).max_drafts == 3
+    assert (
+        EngineConfig(speculation=Speculation(max_drafts=3)).executor_config(tmp_path).max_drafts
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("5", 5), ("1e-3", 1e-3), ("-2E5", -2e5), ("1.5e3", 1500.0), ("a", "a"), ("", None), ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}), ("e5", "e5")],
+    [
+        ("5", 5),
+        ("1e-3", 1e-3),
+        ("-2E5", -2e5),
+        ("1.5e3", 1500.0),
+        ("a", "a"),
+        ("", None),
+        ("[1, a]", [1, "a"]),
+        ("{a: 1}", {"a": 1}),
+        ("e5", "e5"),
+    ],
 )
 def test_values_of_the_command_line_are_yaml(text: str, value: Any) -> None:
     assert parse_yaml(text, "--set").value == value
@@ -263,12 +378,16 @@ def test_values_of_the_command_line_are_yaml(text: str, value: Any) -> None:
 
 def _texts(**sizes: int) -> st.SearchStrategy[str]:
     """But for those like 1e5, which PyYAML takes for text and we, as YAML 1.2, for numbers."""
-    return st.text(**sizes).filter(lambda text: not re.fullmatch(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+", text))
+    return st.text(**sizes).filter(
+        lambda text: not re.fullmatch(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+", text)
+    )
 
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _texts(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(_texts(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -285,7 +404,17 @@ def test_yaml_reads_as_pyyaml_does_and_knows_every_line(value: dict[str, Any]) -
 @examples(quick=100, full=5000)
 @given(
     st.dictionaries(
-        st.sampled_from([*EngineConfig.model_fields, "scheduler.x", "plugins.deny", "observers.0", "speculation.drafter"]), PLAIN, max_size=3
+        st.sampled_from(
+            [
+                *EngineConfig.model_fields,
+                "scheduler.x",
+                "plugins.deny",
+                "observers.0",
+                "speculation.drafter",
+            ]
+        ),
+        PLAIN,
+        max_size=3,
     )
 )
 def test_any_value_is_taken_or_refused_with_a_config_error(values: dict[str, Any]) -> None:
@@ -299,18 +428,28 @@ def test_any_value_is_taken_or_refused_with_a_config_error(values: dict[str, Any
 
 def test_component_keys_are_those_of_the_config() -> None:
     sections = {"": EngineConfig, "speculation.": Speculation}
-    fields = {f"{prefix}{key}": field for prefix, model in sections.items() for key, field in model.model_fields.items()}
-    assert [key for key, field in fields.items() if "ComponentChoice" in str(field.annotation)] == list(COMPONENT_KEYS)
+    fields = {
+        f"{prefix}{key}": field
+        for prefix, model in sections.items()
+        for key, field in model.model_fields.items()
+    }
+    assert [
+        key for key, field in fields.items() if "ComponentChoice" in str(field.annotation)
+    ] == list(COMPONENT_KEYS)
 
 
 def test_a_limit_can_be_set_by_a_dotted_key() -> None:
     assert EngineConfig.load("demo", **{"limits.max_n": 4}).limits.max_n == 4
-    assert EngineConfig.load({"limits": {"max_n": 4}}, **{"limits.max_stop_strings": 0}).limits == Limits(max_n=4, max_stop_strings=0)
+    assert EngineConfig.load(
+        {"limits": {"max_n": 4}}, **{"limits.max_stop_strings": 0}
+    ).limits == Limits(max_n=4, max_stop_strings=0)
 
 
 @pytest.mark.parametrize("key", ["limits", "plugins"])
 @pytest.mark.parametrize("value", ["", " 3", " [a]"])
-def test_a_section_without_keys_is_reported_in_words_of_yaml(write: Any, key: str, value: str) -> None:
+def test_a_section_without_keys_is_reported_in_words_of_yaml(
+    write: Any, key: str, value: str
+) -> None:
     [error] = errors_of(write(f"{key}:{value}  # a: 1"))
     assert "expected keys and values below it, got " in error
     assert "dictionary" not in error
@@ -318,9 +457,16 @@ def test_a_section_without_keys_is_reported_in_words_of_yaml(write: Any, key: st
 
 @pytest.mark.parametrize(
     ("limit", "most", "too_much"),
-    [("max_template_s", 86_400, (86_401, 1e300, math.inf)), ("max_template_bytes", 2**63 - 1, (2**63, 10**30))],
+    [
+        ("max_template_s", 86_400, (86_401, 1e300, math.inf)),
+        ("max_template_bytes", 2**63 - 1, (2**63, 10**30)),
+    ],
 )
-def test_a_limit_that_the_system_could_not_hold_to_is_refused(limit: str, most: float, too_much: tuple[float, ...]) -> None:
+def test_a_limit_that_the_system_could_not_hold_to_is_refused(
+    limit: str, most: float, too_much: tuple[float, ...]
+) -> None:
     assert getattr(EngineConfig.load("demo", **{f"limits.{limit}": most}).limits, limit) == most
     for value in too_much:
-        assert errors_of("demo", **{f"limits.{limit}": value})[0].startswith(f"override: limits.{limit}: expected less than ")
+        assert errors_of("demo", **{f"limits.{limit}": value})[0].startswith(
+            f"override: limits.{limit}: expected less than "
+        )

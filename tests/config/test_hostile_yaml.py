@@ -33,18 +33,26 @@ def nested(opening: str, closing: str, depth: int) -> str:
 
 def doubling(line: str, lines: int) -> str:
     """Each line holds the one before nine times."""
-    return "a0: &a0 {x: 1}\n" + "".join(line.format(i, ", ".join([f"*a{i - 1}"] * 9)) for i in range(1, lines))
+    return "a0: &a0 {x: 1}\n" + "".join(
+        line.format(i, ", ".join([f"*a{i - 1}"] * 9)) for i in range(1, lines)
+    )
 
 
 HOSTILE = {
     "aliases": (doubling("a{0}: &a{0} [{1}]\n", 14), "engine.yaml:1: more than 20000 values"),
     "merges": (doubling("a{0}: &a{0} {{<<: [{1}]}}\n", 14), "more than 20000 values"),
-    "lists": ("a: " + nested("[", "]", 500), f"engine.yaml:1: not valid YAML: more than {MAX_DEPTH} levels"),
+    "lists": (
+        "a: " + nested("[", "]", 500),
+        f"engine.yaml:1: not valid YAML: more than {MAX_DEPTH} levels",
+    ),
     "mappings": (nested("{a: ", "}", 5000), f"more than {MAX_DEPTH} levels"),
     "dashes": ("- " * 5000, f"more than {MAX_DEPTH} levels"),
     "indents": ("\n".join(" " * i + "a:" for i in range(1000)), f"more than {MAX_DEPTH} levels"),
     "long": ("# " + "x" * MAX_CHARACTERS, "engine.yaml: more than 1048576 characters"),
-    "sixties": ("seed: 1" + ":59" * 30_000, "engine.yaml:1: not valid YAML: a number of 90001 characters, where 100 are the most"),
+    "sixties": (
+        "seed: 1" + ":59" * 30_000,
+        "engine.yaml:1: not valid YAML: a number of 90001 characters, where 100 are the most",
+    ),
     "digits": ("seed: " + "9" * 5000, "engine.yaml:1: not valid YAML: a number of 5000 characters"),
 }
 
@@ -57,9 +65,13 @@ def test_what_would_take_time_or_memory_without_end_is_refused(tmp_path: Path, n
     assert len(error) < 300
 
 
-def test_values_are_counted_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_counted_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dovetail.yaml_source.MAX_VALUES", 100)
-    assert error_of(tmp_path, "a:\n" + "-\n" * 200).startswith("engine.yaml:99: not valid YAML: more than")
+    assert error_of(tmp_path, "a:\n" + "-\n" * 200).startswith(
+        "engine.yaml:99: not valid YAML: more than"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,17 +87,34 @@ def test_values_are_counted_while_they_are_read(tmp_path: Path, monkeypatch: pyt
         ('seed: "\\UFFFFFFFF"', "engine.yaml:1: not valid YAML: "),
         ('model: "\\ud800"', "engine.yaml:1: '\\ud800' has half a surrogate pair"),
         ('"\\ud800": 1', "engine.yaml:1: '\\ud800' has half a surrogate pair"),
-        ("model: a\nseed: \x00", "engine.yaml:2: not valid YAML: the character '\\x00' is not allowed"),
+        (
+            "model: a\nseed: \x00",
+            "engine.yaml:2: not valid YAML: the character '\\x00' is not allowed",
+        ),
         ("x" * 5000 + ": 1", "engine.yaml:1: not valid YAML: "),
         ("? " + "x" * 5000 + "\n: 1", "engine.yaml:1: xxx"),
         ("seed: " + "x" * 5000, "engine.yaml:1: seed: expected a valid integer, got 'xxx"),
-        ("model: [" + "a, " * 300 + "]", "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and 'component', got ['a', "),
-        ("max_num_seqs: 2147483648", "engine.yaml:1: max_num_seqs: expected less than or equal to 2147483647"),
-        ("seed: 18446744073709551616", "engine.yaml:1: seed: expected less than 18446744073709551616"),
-        ("kv_cache_memory: 16EiB", "engine.yaml:1: kv_cache_memory: expected less than 9223372036854775808"),
+        (
+            "model: [" + "a, " * 300 + "]",
+            "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and 'component', got ['a', ",
+        ),
+        (
+            "max_num_seqs: 2147483648",
+            "engine.yaml:1: max_num_seqs: expected less than or equal to 2147483647",
+        ),
+        (
+            "seed: 18446744073709551616",
+            "engine.yaml:1: seed: expected less than 18446744073709551616",
+        ),
+        (
+            "kv_cache_memory: 16EiB",
+            "engine.yaml:1: kv_cache_memory: expected less than 9223372036854775808",
+        ),
     ],
 )
-def test_odd_values_are_reported_in_a_line_with_their_place(tmp_path: Path, text: str, says: str) -> None:
+def test_odd_values_are_reported_in_a_line_with_their_place(
+    tmp_path: Path, text: str, says: str
+) -> None:
     error = error_of(tmp_path, text)
     assert error.startswith(says)
     assert len(error) < 700
@@ -94,12 +123,20 @@ def test_odd_values_are_reported_in_a_line_with_their_place(tmp_path: Path, text
 @pytest.mark.parametrize(
     ("text", "first"),
     [
-        ("".join(f"key_number_{i}: 1\n" for i in range(30)), "engine.yaml:1: key_number_0: unknown key"),
-        ("plugins:\n  deny:\n" + "  - not a name\n" * 30, "engine.yaml:3: plugins.deny.0: expected the name of a distribution"),
+        (
+            "".join(f"key_number_{i}: 1\n" for i in range(30)),
+            "engine.yaml:1: key_number_0: unknown key",
+        ),
+        (
+            "plugins:\n  deny:\n" + "  - not a name\n" * 30,
+            "engine.yaml:3: plugins.deny.0: expected the name of a distribution",
+        ),
         ("observers:\n" + "- 3\n" * 30, "engine.yaml:2: observers.0: expected a component's name"),
     ],
 )
-def test_of_many_problems_ten_are_reported_and_the_rest_counted(tmp_path: Path, text: str, first: str) -> None:
+def test_of_many_problems_ten_are_reported_and_the_rest_counted(
+    tmp_path: Path, text: str, first: str
+) -> None:
     *lines, last = error_of(tmp_path, text).splitlines()
     assert len(lines) == LISTED
     assert lines[0].startswith(first)
@@ -117,7 +154,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 
 
 def test_aliases_within_reason_are_fine() -> None:
-    value, _ = parse_yaml("scheduler: &x {name: vtc, weights: {a: 1}}\nkv_cache: *x\nsampler: {<<: *x, name: default}", "f")
+    value, _ = parse_yaml(
+        "scheduler: &x {name: vtc, weights: {a: 1}}\nkv_cache: *x\nsampler: {<<: *x, name: default}",
+        "f",
+    )
     assert value["kv_cache"] == value["scheduler"] == value["sampler"] | {"name": "vtc"}
 
 
@@ -160,16 +200,22 @@ SCALARS = [
     "",
 ]
 KEYS = [*EngineConfig.model_fields, "name", "<<", "~", "allow"]
-PIECES = st.tuples(st.sampled_from(TAGS), st.sampled_from(SCALARS) | st.text(max_size=3)).map("".join)
+PIECES = st.tuples(st.sampled_from(TAGS), st.sampled_from(SCALARS) | st.text(max_size=3)).map(
+    "".join
+)
 YAML = st.recursive(
     PIECES,
     lambda inner: (
         st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]")
-        | st.lists(st.tuples(st.sampled_from(KEYS), inner), max_size=3).map(lambda pairs: f"{{{', '.join(': '.join(pair) for pair in pairs)}}}")
+        | st.lists(st.tuples(st.sampled_from(KEYS), inner), max_size=3).map(
+            lambda pairs: f"{{{', '.join(': '.join(pair) for pair in pairs)}}}"
+        )
     ),
     max_leaves=8,
 )
-LINES = st.lists(st.tuples(st.sampled_from(KEYS), YAML).map(": ".join) | PIECES, max_size=4).map("\n".join)
+LINES = st.lists(st.tuples(st.sampled_from(KEYS), YAML).map(": ".join) | PIECES, max_size=4).map(
+    "\n".join
+)
 
 
 @examples(quick=200, full=20_000)
@@ -182,7 +228,19 @@ def test_any_text_is_a_config_or_a_config_error_and_takes_work_by_its_length(tex
             assert len(str(error)) < 5000  # noqa: PT017
 
 
-@pytest.mark.parametrize("line", ["- 1\n", "- {a: 1}\n", "- [1]\n", "# comment\n", "- 'a\n", "- !!int 1\n", "- 2024-01-01\n", "- &a x\n- *a\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "- 1\n",
+        "- {a: 1}\n",
+        "- [1]\n",
+        "# comment\n",
+        "- 'a\n",
+        "- !!int 1\n",
+        "- 2024-01-01\n",
+        "- &a x\n- *a\n",
+    ],
+)
 def test_twice_the_text_is_twice_the_work(line: str) -> None:
     def calls(lines: int) -> int:
         with at_most(MUCH_WORK) as work, suppress(ConfigError):

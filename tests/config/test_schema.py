@@ -19,7 +19,9 @@ def names_in(choice: Any) -> list[str]:
 
 
 def shape_of(choice: Any, name: str) -> Any:
-    return next(shape for shape in choice["anyOf"][1:] if name in shape["properties"]["name"]["enum"])
+    return next(
+        shape for shape in choice["anyOf"][1:] if name in shape["properties"]["name"]["enum"]
+    )
 
 
 def test_all_keys_are_there_and_no_others_are_allowed() -> None:

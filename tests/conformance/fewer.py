@@ -19,7 +19,9 @@ def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
         repeatable.for_all(among, max(2, examples // 12), *rest)
 
     change(scheduler, "for_all", for_some)
-    change(scheduler_loads, "FLOOD_S", 200)  # requests: half as many, of which 100 that overtake are still too many
+    change(
+        scheduler_loads, "FLOOD_S", 200
+    )  # requests: half as many, of which 100 that overtake are still too many
     for name in ("SCRIPTS", "GROUP_SCRIPTS", "STATE_SCRIPTS"):
         change(kv_cache, name, getattr(kv_cache, name) // 3)
 

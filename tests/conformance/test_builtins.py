@@ -24,7 +24,9 @@ from dovetail.testing.suites import scheduler, scheduler_replay, suite_for
 from tests.conformance.fewer import use_fewer
 from tests.support import FULL
 
-BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
+BUILT_INS = [
+    component for component in Registry.discover().components() if component.origin.built_in
+]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
 COMPILES_S = 600.0  # of a check on a GPU, where each kernel is compiled first
@@ -49,14 +51,22 @@ NEEDS_TIME = {
     "granitemoehybrid",
     "roberta",
 }  # processes, many tensors, or layers that another model has: in the full profile alone
-SERVES_ANY = {"transformers"}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
-NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
-NEEDS_A_COLLECTOR = {"otlp"}  # spans wait in its queue and thread, by design: tests/observers/test_otlp.py
+SERVES_ANY = {
+    "transformers"
+}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
+NEEDS_MORE = {
+    "flash_attn"
+}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
+NEEDS_A_COLLECTOR = {
+    "otlp"
+}  # spans wait in its queue and thread, by design: tests/observers/test_otlp.py
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "dovetail_drafters.model:NamedModel": {"model": "demo"},
     "dovetail_drafters.heads:Eagle3Drafter": {"model": "head"},
 }  # target -> options that have no default
-OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile
+OPTIONS: Mapping[
+    str, tuple[Mapping[str, Any], ...]
+] = {  # tried beside the defaults in the full profile
     "priority": ({"aging_s": 5.0},),
     "mlfq": ({"levels": 3, "quantum": 4, "growth": 2, "starve_s": 3.0},),
     "vtc": ({"weights": {"a": 2.0}},),
@@ -71,7 +81,9 @@ OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the def
 
 def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[Suite]:
     spec = component.spec
-    name = "_".join(["Test", spec.kind, spec.name, *(f"{key}_{value}" for key, value in options.items())])
+    name = "_".join(
+        ["Test", spec.kind, spec.name, *(f"{key}_{value}" for key, value in options.items())]
+    )
     body = {"component": component.qualified_name, "options": options, "__module__": __name__}
     if spec.name in NEEDS_A_GPU:
         body["time_limit_s"] = COMPILES_S
@@ -87,8 +99,13 @@ def suites() -> Iterator[type[Suite]]:
             | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set())
             | (set() if FULL else NEEDS_TIME)
         )
-        if component.spec.kind == "parser" or component.spec.name not in left_out:  # some parsers are named after models
-            for options in (NEEDED.get(component.spec.target, {}), *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
+        if (
+            component.spec.kind == "parser" or component.spec.name not in left_out
+        ):  # some parsers are named after models
+            for options in (
+                NEEDED.get(component.spec.target, {}),
+                *(OPTIONS.get(component.spec.name, ()) if FULL else ()),
+            ):
                 yield suite_of(component, options)
 
 
@@ -120,7 +137,11 @@ def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def once(code: str, stdin: bytes, what: str, *args: str) -> None:
         if stdin and not FULL:
-            code, stdin, what = ALL_AT_ONCE, pickle.dumps((code, [suite().spawn_payload() for suite in SUITES])), "a new process can't start them all"
+            code, stdin, what = (
+                ALL_AT_ONCE,
+                pickle.dumps((code, [suite().spawn_payload() for suite in SUITES])),
+                "a new process can't start them all",
+            )
         _run_once(code, stdin, what, *args)
 
     monkeypatch.setattr(hygiene, "run_python", once)
@@ -130,7 +151,13 @@ def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def _all_plans() -> dict[type[Suite], list[str]]:
     """Return the plans of all built-in policies, made in one process."""
     of_policies = [suite for suite in SUITES if suite.kind == "scheduler"]
-    return dict(zip(of_policies, scheduler_replay.plans_elsewhere(*(suite() for suite in of_policies)), strict=True))
+    return dict(
+        zip(
+            of_policies,
+            scheduler_replay.plans_elsewhere(*(suite() for suite in of_policies)),
+            strict=True,
+        )
+    )
 
 
 @pytest.fixture(autouse=True)

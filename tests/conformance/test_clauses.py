@@ -13,7 +13,9 @@ from tests.docs.pages import DOCS
 
 SUBJECTS: tuple[Subject, ...] = (*KINDS, "component")
 CHECKS = {id for kind in KINDS for id in checks_of(suite_for(kind))}
-NAMED = {check for subject in SUBJECTS for clause in clauses_of(subject) for check in clause.checks}  # raises for a sentence without a mark
+NAMED = {
+    check for subject in SUBJECTS for clause in clauses_of(subject) for check in clause.checks
+}  # raises for a sentence without a mark
 
 
 def test_every_check_holds_a_clause_and_every_check_that_is_named_exists() -> None:
@@ -21,15 +23,23 @@ def test_every_check_holds_a_clause_and_every_check_that_is_named_exists() -> No
 
 
 def test_the_page_of_clauses_is_current() -> None:
-    assert (DOCS / "plugins" / "clauses.md").read_text(encoding="utf-8") == page(), "run: python -m tools.clauses > docs/plugins/clauses.md"
+    assert (DOCS / "plugins" / "clauses.md").read_text(encoding="utf-8") == page(), (
+        "run: python -m tools.clauses > docs/plugins/clauses.md"
+    )
 
 
 def test_a_new_sentence_is_a_clause_of_its_own() -> None:
     docstring = '"""One. Two\n    lines.\n\n        a drawing\n    """'
-    source = (
-        f'class A:\n    {docstring}\n\n    x: int = 1  # a comment\n    def f(self):\n        "`Three`. Four."\n    y: int = 2\n    "Five. Six."\n'
-    )
-    own = [("A", "One."), ("A", "Two lines."), ("A.x", "a comment"), ("A.f", "`Three`."), ("A.f", "Four."), ("A.y", "Five."), ("A.y", "Six.")]
+    source = f'class A:\n    {docstring}\n\n    x: int = 1  # a comment\n    def f(self):\n        "`Three`. Four."\n    y: int = 2\n    "Five. Six."\n'
+    own = [
+        ("A", "One."),
+        ("A", "Two lines."),
+        ("A.x", "a comment"),
+        ("A.f", "`Three`."),
+        ("A.f", "Four."),
+        ("A.y", "Five."),
+        ("A.y", "Six."),
+    ]
     assert list(sentences(source)) == own
 
 

@@ -13,6 +13,10 @@ from tests.docs.pages import DOCS
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_check_is_documented(kind: Kind) -> None:
-    pages = "".join(fill_in((DOCS / "plugins" / f"{page}.md").read_text()) for page in (kind, "conformance"))
-    missing = [check.id for check in checks_of(suite_for(kind)).values() if f"| `{check.id}`" not in pages]
+    pages = "".join(
+        fill_in((DOCS / "plugins" / f"{page}.md").read_text()) for page in (kind, "conformance")
+    )
+    missing = [
+        check.id for check in checks_of(suite_for(kind)).values() if f"| `{check.id}`" not in pages
+    ]
     assert not missing

@@ -22,7 +22,15 @@ from tests.support import FULL
 
 MUTANTS = list(mutants())
 # The last of each check, unless another is caught sooner.
-TRIED = MUTANTS if FULL else list({mutant.caught_by: mutant for mutant in sorted(MUTANTS, key=lambda mutant: mutant.soon)}.values())
+TRIED = (
+    MUTANTS
+    if FULL
+    else list(
+        {
+            mutant.caught_by: mutant for mutant in sorted(MUTANTS, key=lambda mutant: mutant.soon)
+        }.values()
+    )
+)
 CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has to be installed
 
 
@@ -54,7 +62,9 @@ def test_mutant_is_caught_by_its_check(mutant: Mutant, monkeypatch: pytest.Monke
     check = checks_of(mutant.suite)[mutant.caught_by]
     with pytest.raises(mutant.error) as raised:
         getattr(mutant.suite(), check.attribute)()
-    assert "positional argument" not in str(raised.value), "the mutant itself calls something wrongly"
+    assert "positional argument" not in str(raised.value), (
+        "the mutant itself calls something wrongly"
+    )
 
 
 def test_every_check_has_a_mutant() -> None:

@@ -27,7 +27,11 @@ from tests.registry.site import site  # noqa: F401
 from tests.support import FULL
 
 CHECK = "observer.failed_run"  # in which the unruly are unruly
-CHECKS = {CHECK, "observer.process_untouched", "observer.forgets"}  # those that play a failed run, up to the third: then the suite gives up
+CHECKS = {
+    CHECK,
+    "observer.process_untouched",
+    "observer.forgets",
+}  # those that play a failed run, up to the third: then the suite gives up
 LIMIT_S = 4.0
 # `dovetail.testing.runner.COMMAND`, with a suite that starts no processes of its own: test_builtins.py shows what it finds with them.
 COMMAND = """
@@ -53,7 +57,9 @@ def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.slow("runs suites of components in processes")
-def test_a_check_in_which_the_process_is_lost_has_failed_and_the_others_count(component: type, message: str, in_line: bool) -> None:
+def test_a_check_in_which_the_process_is_lost_has_failed_and_the_others_count(
+    component: type, message: str, in_line: bool
+) -> None:
     verdict = run("observer", component)
     lost, given_up = verdict.findings
     assert {lost.id, *lost.also} == CHECKS
@@ -70,7 +76,9 @@ def test_a_check_that_hangs_has_failed_and_the_others_count() -> None:
     verdict = run("observer", unruly.HangsInC, time_limit_s=LIMIT_S)
     (lost,) = verdict.findings
     assert {lost.id, *lost.also} < CHECKS
-    assert lost.message.startswith("it hung, and was ended after 4 s, without the time when others had the CPU; --time-limit")
+    assert lost.message.startswith(
+        "it hung, and was ended after 4 s, without the time when others had the CPU; --time-limit"
+    )
     assert "in misbehave (unruly.py:" in lost.message
     assert lost.help == ""
     assert verdict.passed == verdict.expected - 1
@@ -124,13 +132,23 @@ def test_a_call_that_blocks_is_mentioned() -> None:
 @pytest.mark.slow("runs suites of components in processes")
 def test_no_component_can_say_that_a_required_check_is_not_wanted() -> None:
     verdict = run("observer", unruly.SaysThatItIsAbsent)
-    assert f"the check broke off: Absent: anything isn't declared ({unruly.__file__}:" in verdict.findings[0].message
+    assert (
+        f"the check broke off: Absent: anything isn't declared ({unruly.__file__}:"
+        in verdict.findings[0].message
+    )
     assert (verdict.conformant, verdict.expected) == (False, 14)
 
 
 @pytest.mark.slow("runs suites of components in processes")
 def test_what_is_not_text_is_told_too(site: Site) -> None:  # noqa: F811
-    site.install("dovetail-mute", modules={"mute": components('kind="observer", name="mute", target="tests.conformance.unruly:RaisesNoText"')})
+    site.install(
+        "dovetail-mute",
+        modules={
+            "mute": components(
+                'kind="observer", name="mute", target="tests.conformance.unruly:RaisesNoText"'
+            )
+        },
+    )
     done = CliRunner().invoke(app, ["plugins", "test", "observer", "mute"])
     assert "ValueError: no text: \\udcff" in done.stdout
 
@@ -141,7 +159,9 @@ def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa
     site.install("dovetail-loud", modules={"loud": "print('noise')\n" + components(spec)})
     done = CliRunner().invoke(app, ["plugins", "test", "observer", "loud", "--json"])
     told = json.loads(done.stdout)
-    assert [told[key] for key in ("kind", "component", "distribution", "version", "written_for")] == [
+    assert [
+        told[key] for key in ("kind", "component", "distribution", "version", "written_for")
+    ] == [
         "observer",
         "loud",
         "dovetail-loud",
@@ -152,15 +172,32 @@ def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa
 
 @pytest.mark.slow("runs suites of components in processes")
 def test_a_verdict_for_machines_names_every_check(site: Site, tmp_path: Path) -> None:  # noqa: F811
-    site.install("dovetail-one", modules={"one": components('kind="observer", name="one", target="tests.conformance.unruly:RaisesNoText"')})
-    done = CliRunner().invoke(app, ["plugins", "test", "observer", "one", "--json", "--badge", str(tmp_path / "badge.json")])
+    site.install(
+        "dovetail-one",
+        modules={
+            "one": components(
+                'kind="observer", name="one", target="tests.conformance.unruly:RaisesNoText"'
+            )
+        },
+    )
+    done = CliRunner().invoke(
+        app,
+        ["plugins", "test", "observer", "one", "--json", "--badge", str(tmp_path / "badge.json")],
+    )
     told, badge = json.loads(done.stdout), json.loads((tmp_path / "badge.json").read_text())
     assert (done.exit_code, told["conformant"], told["dovetail"]) == (1, False, __version__)
     assert set(told["checks"]) == set(checks_of(ObserverSuite))
     counts = Counter(told["checks"].values())
-    assert (counts["passed"], counts["passed"] + counts["failed"]) == (told["passed"], told["expected"])
+    assert (counts["passed"], counts["passed"] + counts["failed"]) == (
+        told["passed"],
+        told["expected"],
+    )
     failed = {id for id, judged in told["checks"].items() if judged == "failed"}
-    assert failed == {id for finding in told["findings"] for id in (finding["id"], *finding["also"])} != set()
+    assert (
+        failed
+        == {id for finding in told["findings"] for id in (finding["id"], *finding["also"])}
+        != set()
+    )
     assert badge["message"] == f"observer not conformant, {told['passed']}/{told['expected']}"
     assert told["seconds"] > 0
 
@@ -173,22 +210,34 @@ def test_a_badge_that_cannot_be_written_is_refused_before_the_suite_runs(badge: 
 
 
 def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None:  # noqa: F811
-    site.install("dovetail-gone", modules={"gone": components('kind="observer", name="gone", target="nowhere.at_all:Gone"')})
+    site.install(
+        "dovetail-gone",
+        modules={"gone": components('kind="observer", name="gone", target="nowhere.at_all:Gone"')},
+    )
     done = CliRunner().invoke(app, ["plugins", "test", "observer", "gone"])
     assert done.exit_code == 1
     assert "importing nowhere.at_all failed" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith(f"NOT CONFORMANT observer api={API_VERSIONS['observer']}, 0/0")
+    assert done.stdout.splitlines()[-1].startswith(
+        f"NOT CONFORMANT observer api={API_VERSIONS['observer']}, 0/0"
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("raise SystemExit(0)", "dovetail-gone/main 1.0 failed (import): SystemExit: 0"),
-        (components('kind="observer", name="gone", target="nowhere:Gone", api="7.0"'), "written for observer api 7.0"),
+        (
+            components('kind="observer", name="gone", target="nowhere:Gone", api="7.0"'),
+            "written for observer api 7.0",
+        ),
     ],
 )
 @pytest.mark.slow("runs suites of components in processes")
-def test_a_component_whose_plugin_is_to_blame_has_a_verdict(site: Site, source: str, message: str) -> None:  # noqa: F811
+def test_a_component_whose_plugin_is_to_blame_has_a_verdict(
+    site: Site,  # noqa: F811
+    source: str,
+    message: str,
+) -> None:
     site.install("dovetail-gone", modules={"gone": source})
     verdict = run("observer", "gone")
     assert not verdict.conformant
@@ -213,7 +262,12 @@ def test_wrong_words_are_errors_and_no_verdict() -> None:
 
 @pytest.mark.slow("runs suites of components in processes")
 def test_waivers_reach_the_verdict() -> None:
-    verdict = run("observer", unruly.Raises, waivers={CHECK: Waiver("on purpose", "https://example.org/1")}, time_limit_s=60)
+    verdict = run(
+        "observer",
+        unruly.Raises,
+        waivers={CHECK: Waiver("on purpose", "https://example.org/1")},
+        time_limit_s=60,
+    )
     assert verdict.waived == (CHECK,)
     assert verdict.conformant
 
@@ -227,11 +281,24 @@ def command(*args: str) -> tuple[int, str]:
 def test_the_command_takes_waivers(site: Site) -> None:  # noqa: F811
     spec = 'kind="observer", name="raises", target="tests.conformance.unruly:Raises"'
     site.install("dovetail-raises", modules={"raises": components(spec)})
-    code, told = command("observer", "raises", "--waive", f"{CHECK}=on purpose (https://example.org/1)")
+    code, told = command(
+        "observer", "raises", "--waive", f"{CHECK}=on purpose (https://example.org/1)"
+    )
     assert (code, told.splitlines()[-1].startswith("CONFORMANT")) == (0, True)
     assert f"waived: {CHECK}: on purpose (https://example.org/1)" in told
-    code, told = command("observer", "log", "--waive", f"{CHECK}=on purpose https://example.org/1", "--waive", "observer.none=x https://x.org")
-    assert (code, f"{CHECK}: log: it is waived, but passes" in told, "observer.none: log: it is waived, but there is no such check" in told) == (
+    code, told = command(
+        "observer",
+        "log",
+        "--waive",
+        f"{CHECK}=on purpose https://example.org/1",
+        "--waive",
+        "observer.none=x https://x.org",
+    )
+    assert (
+        code,
+        f"{CHECK}: log: it is waived, but passes" in told,
+        "observer.none: log: it is waived, but there is no such check" in told,
+    ) == (
         1,
         True,
         True,
@@ -239,35 +306,78 @@ def test_the_command_takes_waivers(site: Site) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "wrong", ["observer.decisions", "observer.decisions=because", "observer.decisions=https://example.org/1", "=x https://x.org", ""]
+    "wrong",
+    [
+        "observer.decisions",
+        "observer.decisions=because",
+        "observer.decisions=https://example.org/1",
+        "=x https://x.org",
+        "",
+    ],
 )
 def test_a_waiver_needs_a_check_a_reason_and_an_issue(wrong: str) -> None:
     code, told = command("observer", "log", "--waive", wrong)
-    assert (code, "--waive: expected a check's id, the reason and the url of an issue" in told) == (2, True)
+    assert (code, "--waive: expected a check's id, the reason and the url of an issue" in told) == (
+        2,
+        True,
+    )
 
 
-def test_the_settings_of_a_kinds_suite_reach_it_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_a_kinds_suite_reach_it_by_every_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("dovetail.testing.runner.run", lambda *args, **kwargs: asked.update(kwargs) or sys.exit(7))
-    assert command("model", "qwen3", "--variant", "sliding_window=7", "--variant", "{head_dim: 4}", "--suite", "architectures=[A]")[0] == 7
-    assert asked["settings"] == {"architectures": ["A"], "variants": [{"sliding_window": 7}, {"head_dim": 4}]}
+    monkeypatch.setattr(
+        "dovetail.testing.runner.run", lambda *args, **kwargs: asked.update(kwargs) or sys.exit(7)
+    )
+    assert (
+        command(
+            "model",
+            "qwen3",
+            "--variant",
+            "sliding_window=7",
+            "--variant",
+            "{head_dim: 4}",
+            "--suite",
+            "architectures=[A]",
+        )[0]
+        == 7
+    )
+    assert asked["settings"] == {
+        "architectures": ["A"],
+        "variants": [{"sliding_window": 7}, {"head_dim": 4}],
+    }
     job = SuiteRun("model", "qwen3", False, {}, {}, asked["settings"], str(tmp_path), [])
     suite = generated_suite(str(job.write()))
-    assert (suite.architectures, suite.variants) == (("A",), ({"sliding_window": 7}, {"head_dim": 4}))
+    assert (suite.architectures, suite.variants) == (
+        ("A",),
+        ({"sliding_window": 7}, {"head_dim": 4}),
+    )
 
 
 @pytest.mark.slow("runs suites of components in processes")
 def test_a_setting_that_a_suite_does_not_have_is_refused_with_those_that_it_has() -> None:
     code, told = command("observer", "log", "--variant", "a=1")
-    assert (code, "the suite of kind observer has no setting 'variants'; it has: none" in told) == (2, True)
-    with pytest.raises(ConfigError, match="the suite of kind model has no setting 'component'; it has: architectures, variants"):
+    assert (code, "the suite of kind observer has no setting 'variants'; it has: none" in told) == (
+        2,
+        True,
+    )
+    with pytest.raises(
+        ConfigError,
+        match="the suite of kind model has no setting 'component'; it has: architectures, variants",
+    ):
         run("model", "qwen3", settings={"component": "x"})
 
 
 def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None:  # noqa: F811
     site.install(
         "dovetail-heavy",
-        modules={"heavy": "import torch\n" + components('kind="scheduler", api="0.4", name="heavy", target="tests.engine.policies:FCFS"')},
+        modules={
+            "heavy": "import torch\n"
+            + components(
+                'kind="scheduler", api="0.4", name="heavy", target="tests.engine.policies:FCFS"'
+            )
+        },
     )
     (site.path / "torch.py").write_text("")  # a light one will do
     from dovetail.testing.checks import CheckFailed
@@ -281,31 +391,69 @@ def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None: 
 def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> None:
     code = "import sys, pytest; import dovetail.testing.pytest_plugin; print(*sorted(m for m in sys.modules if m.startswith(('dovetail', 'torch'))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["dovetail", "dovetail.logs", "dovetail.testing", "dovetail.testing.pytest_plugin"]
+    assert done.stdout.split() == [
+        "dovetail",
+        "dovetail.logs",
+        "dovetail.testing",
+        "dovetail.testing.pytest_plugin",
+    ]
 
 
-SLOW = [("scheduler", "fcfs"), ("kv_cache", "prefix"), ("grammar", "llguidance"), ("observer", "decision_log"), ("observer", "prometheus")]
+SLOW = [
+    ("scheduler", "fcfs"),
+    ("kv_cache", "prefix"),
+    ("grammar", "llguidance"),
+    ("observer", "decision_log"),
+    ("observer", "prometheus"),
+]
 
 
 @pytest.mark.slow("runs suites of components in processes")
-@pytest.mark.parametrize(("kind", "name"), [("observer", "log"), *(pytest.param(*one, marks=pytest.mark.full) for one in SLOW)])
-def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folder(kind: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("observer", "log"), *(pytest.param(*one, marks=pytest.mark.full) for one in SLOW)],
+)
+def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folder(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n"
+    )
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
     code = f"import sys; from dovetail.testing import run; v = run({kind!r}, {name!r}); print(v.line); sys.exit(not v.conformant)"
     folder = tmp_path / "folder"
     folder.mkdir()
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=environ, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not list(folder.iterdir()), "where the command is called, not where an author keeps tests"
+    assert not list(folder.iterdir()), (
+        "where the command is called, not where an author keeps tests"
+    )
 
 
-WITH_TORCH = [("attention", "torch"), ("model", "llama"), ("sampler", "default"), ("executor", "local"), ("executor", "tensor")]
+WITH_TORCH = [
+    ("attention", "torch"),
+    ("model", "llama"),
+    ("sampler", "default"),
+    ("executor", "local"),
+    ("executor", "tensor"),
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "name"), WITH_TORCH)
-def test_suites_that_need_torch_leave_nothing_in_the_folder(kind: Kind, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suites_that_need_torch_leave_nothing_in_the_folder(
+    kind: Kind, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     options = {"size": 2, "device": "cpu"} if name == "tensor" else {}
     assert run(kind, name, options).conformant

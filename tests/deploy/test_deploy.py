@@ -34,7 +34,10 @@ def families() -> list[Metric]:
 def queries() -> list[str]:
     dashboard = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
     variables = [variable["query"]["query"] for variable in dashboard["templating"]["list"]]
-    return [*variables, *(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])]
+    return [
+        *variables,
+        *(target["expr"] for panel in dashboard["panels"] for target in panel["targets"]),
+    ]
 
 
 def compose() -> dict[str, Any]:
@@ -62,35 +65,64 @@ def test_the_dashboards_panels_lie_side_by_side() -> None:
 
 def test_compose_mounts_and_builds_what_is_here() -> None:
     services = compose()["services"]
-    mounts = [mount.split(":")[0] for service in services.values() for mount in service.get("volumes", ())]
-    assert all((DEPLOY / mount).exists() if mount.startswith(".") else mount in compose()["volumes"] for mount in mounts)
+    mounts = [
+        mount.split(":")[0] for service in services.values() for mount in service.get("volumes", ())
+    ]
+    assert all(
+        (DEPLOY / mount).exists() if mount.startswith(".") else mount in compose()["volumes"]
+        for mount in mounts
+    )
     build = services["dovetail"]["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
-    assert {name for service in services.values() for name in service.get("depends_on", ())} <= services.keys()
+    assert {
+        name for service in services.values() for name in service.get("depends_on", ())
+    } <= services.keys()
 
 
 def test_every_published_port_is_open_to_this_machine_only() -> None:
-    assert all(port.startswith("127.0.0.1:") for service in compose()["services"].values() for port in service.get("ports", ()))
+    assert all(
+        port.startswith("127.0.0.1:")
+        for service in compose()["services"].values()
+        for port in service.get("ports", ())
+    )
 
 
 def test_prometheus_asks_the_service_that_compose_starts_and_grafana_asks_prometheus() -> None:
     [job] = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"dovetail:{ServerSettings().port}"]}]
-    [source] = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    [source] = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text()
+    )["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert source["uid"] in (DEPLOY / "grafana/dashboard.json").read_text()
-    [provider] = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/dovetail.yaml").read_text())["providers"]
-    assert f"./grafana/dashboard.json:{provider['options']['path']}/dashboard.json:ro" in compose()["services"]["grafana"]["volumes"]
+    [provider] = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/dashboards/dovetail.yaml").read_text()
+    )["providers"]
+    assert (
+        f"./grafana/dashboard.json:{provider['options']['path']}/dashboard.json:ro"
+        in compose()["services"]["grafana"]["volumes"]
+    )
 
 
 def test_the_dockerfile_copies_what_the_build_needs_and_starts_the_server() -> None:
     lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    copied = [path for step, rest in steps if step == "COPY" and "--from" not in rest for path in rest.split()[:-1]]
+    copied = [
+        path
+        for step, rest in steps
+        if step == "COPY" and "--from" not in rest
+        for path in rest.split()[:-1]
+    ]
     assert all((ROOT / path).exists() for path in copied)
     assert {"pyproject.toml", "README.md", "LICENSE", "core", "plugins", "apps"} <= set(copied)
     last = dict(steps)
-    assert json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"]) == ["dovetail", "serve", "demo", "--host", "0.0.0.0"]
+    assert json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"]) == [
+        "dovetail",
+        "serve",
+        "demo",
+        "--host",
+        "0.0.0.0",
+    ]
 
 
 @pytest.mark.parametrize("command", ["unit", "compose", "image"])
@@ -100,7 +132,9 @@ def test_every_option_in_a_command_is_one_of_the_servers(command: str) -> None:
         "compose": shlex.join(compose()["services"]["dovetail"]["command"]),
         "image": (DEPLOY / "Dockerfile").read_text().split("ENTRYPOINT")[1],
     }[command]
-    assert {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", text)} <= ServerSettings.model_fields.keys()
+    assert {
+        name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", text)
+    } <= ServerSettings.model_fields.keys()
 
 
 def unit() -> configparser.ConfigParser:
@@ -114,7 +148,10 @@ def test_the_unit_gives_a_drain_its_time_and_starts_a_dead_server_again() -> Non
     service = unit()["Service"]
     assert int(service["TimeoutStopSec"]) > ServerSettings().drain_timeout_s
     assert (service["Restart"], service["KillMode"]) == ("on-failure", "mixed")
-    assert int(compose()["services"]["dovetail"]["stop_grace_period"].rstrip("s")) > ServerSettings().drain_timeout_s
+    assert (
+        int(compose()["services"]["dovetail"]["stop_grace_period"].rstrip("s"))
+        > ServerSettings().drain_timeout_s
+    )
 
 
 def test_nginx_collects_nothing_and_waits_as_long_as_a_request_may_take() -> None:
@@ -129,7 +166,10 @@ def test_nginx_collects_nothing_and_waits_as_long_as_a_request_may_take() -> Non
 def test_every_metric_is_on_its_page_with_its_type() -> None:
     page = Path(ROOT / "docs/serving/metrics.md").read_text()
     told = dict(re.findall(r"^\| `([\w:]+)` \| (\w+) \|", page, re.MULTILINE))
-    ours = {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families()}
+    ours = {
+        family.name + ("_total" if family.type == "counter" else ""): family.type
+        for family in families()
+    }
     assert ours.items() <= told.items()
 
 

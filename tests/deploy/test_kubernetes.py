@@ -31,7 +31,11 @@ VERSIONS = {
 
 
 def manifests() -> list[dict[str, Any]]:
-    return [one for file in sorted(FOLDER.glob("*.yaml")) for one in yaml.safe_load_all(file.read_text())]
+    return [
+        one
+        for file in sorted(FOLDER.glob("*.yaml"))
+        for one in yaml.safe_load_all(file.read_text())
+    ]
 
 
 def named(kind: str, name: str) -> dict[str, Any]:
@@ -76,15 +80,25 @@ def test_each_probe_asks_a_route_of_the_server_at_a_port_that_it_listens_on() ->
     routes = {getattr(route, "path", "") for route in all_routes(ServerSettings())}
     server = container("dovetail")
     probes = {name: server[name] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert {probe["httpGet"]["path"] for probe in probes.values()} == {"/health", "/ready"} <= routes
-    assert probes["readinessProbe"]["httpGet"]["path"] == "/ready"  # which alone says no while the server drains
+    assert (
+        {probe["httpGet"]["path"] for probe in probes.values()} == {"/health", "/ready"} <= routes
+    )
+    assert (
+        probes["readinessProbe"]["httpGet"]["path"] == "/ready"
+    )  # which alone says no while the server drains
     assert {probe["httpGet"]["port"] for probe in probes.values()} == {server["ports"][0]["name"]}
     assert int(option("--port")) == server["ports"][0]["containerPort"]
 
 
 def test_every_option_is_one_of_the_servers() -> None:
-    options = {word.removeprefix("--").replace("-", "_") for word in container("dovetail")["args"] if word.startswith("--")}
-    assert {name if name in ServerSettings.model_fields else f"{name}_s" for name in options} <= ServerSettings.model_fields.keys()
+    options = {
+        word.removeprefix("--").replace("-", "_")
+        for word in container("dovetail")["args"]
+        if word.startswith("--")
+    }
+    assert {
+        name if name in ServerSettings.model_fields else f"{name}_s" for name in options
+    } <= ServerSettings.model_fields.keys()
 
 
 def test_a_pod_is_unready_before_it_drains_and_drains_before_it_is_killed() -> None:
@@ -92,11 +106,17 @@ def test_a_pod_is_unready_before_it_drains_and_drains_before_it_is_killed() -> N
     [sleep, seconds] = server["lifecycle"]["preStop"]["exec"]["command"]
     assert sleep == "sleep"
     assert seconds_of_probe(server["readinessProbe"]) < int(seconds)
-    assert pod("dovetail")["terminationGracePeriodSeconds"] >= int(seconds) + float(option("--drain-timeout")) + 6  # front ends end
+    assert (
+        pod("dovetail")["terminationGracePeriodSeconds"]
+        >= int(seconds) + float(option("--drain-timeout")) + 6
+    )  # front ends end
 
 
 def test_a_rolling_update_takes_no_pod_away_before_there_is_another() -> None:
-    assert named("Deployment", "dovetail")["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert named("Deployment", "dovetail")["spec"]["strategy"]["rollingUpdate"] == {
+        "maxSurge": 1,
+        "maxUnavailable": 0,
+    }
 
 
 def test_the_autoscaler_alone_decides_on_the_gauge_of_waiting_requests() -> None:
@@ -106,16 +126,24 @@ def test_the_autoscaler_alone_decides_on_the_gauge_of_waiting_requests() -> None
     name = metric["pods"]["metric"]["name"]
     assert name == WAITING.replace(":", "_")  # colons aren't allowed in a path of Kubernetes' API
     assert spec["minReplicas"] < spec["maxReplicas"]
-    [rule] = yaml.safe_load((ROOT / "deploy/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    [rule] = yaml.safe_load((ROOT / "deploy/prometheus-adapter.yaml").read_text())["rules"][
+        "custom"
+    ]
     assert rule["name"]["as"] == name
     assert rule["seriesQuery"].startswith(WAITING)
 
 
 def test_the_router_finds_the_pods_of_the_deployment_and_may() -> None:
-    words = dict(word.removeprefix("--").split("=", 1) for word in container("dovetail-router")["args"] if "=" in word)
+    words = dict(
+        word.removeprefix("--").split("=", 1)
+        for word in container("dovetail-router")["args"]
+        if "=" in word
+    )
     key, label = words["selector"].split("=")
     assert named("Deployment", "dovetail")["spec"]["template"]["metadata"]["labels"][key] == label
-    assert int(words["service-discovery-port"]) == container("dovetail")["ports"][0]["containerPort"]
+    assert (
+        int(words["service-discovery-port"]) == container("dovetail")["ports"][0]["containerPort"]
+    )
     [rule] = named("Role", "dovetail-router")["rules"]
     assert rule == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
     binding = named("RoleBinding", "dovetail-router")
@@ -127,10 +155,14 @@ def test_the_router_finds_the_pods_of_the_deployment_and_may() -> None:
     )
 
 
-def test_every_variable_in_arguments_is_in_the_environment_and_secrets_are_those_that_the_head_makes() -> None:
+def test_every_variable_in_arguments_is_in_the_environment_and_secrets_are_those_that_the_head_makes() -> (
+    None
+):
     router = container("dovetail-router")
     words = (*router["args"], *(one.get("value", "") for one in router["env"]))
-    assert {name for word in words for name in re.findall(r"\$\((\w+)\)", word)} <= {one["name"] for one in router["env"]}
+    assert {name for word in words for name in re.findall(r"\$\((\w+)\)", word)} <= {
+        one["name"] for one in router["env"]
+    }
     head = (FOLDER / "engine.yaml").read_text().split("apiVersion")[0]
     [secret] = set(re.findall(r"create secret generic (\S+)", head))
     made = set(re.findall(r"--from-literal=(\w+)=", head))
@@ -150,7 +182,11 @@ def test_the_router_is_reached_through_its_gate_only() -> None:
     assert gate["port"] == router["ports"][0]["containerPort"]
     assert words["api-key"] == gate["key"] == environment[API_KEYS_VARIABLE]
     assert not ServerSettings.model_validate(gate["settings"]).page
-    assert {router[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")} == {"/health", "/ready"} <= ASKED.keys()
+    assert (
+        {router[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")}
+        == {"/health", "/ready"}
+        <= ASKED.keys()
+    )
 
 
 def references(value: Any) -> Iterator[dict[str, Any]]:
@@ -166,18 +202,31 @@ def references(value: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["dovetail", "dovetail-router"])
 def test_an_image_that_was_loaded_into_the_node_is_used_and_not_pulled(name: str) -> None:
-    assert container(name)["imagePullPolicy"] == "IfNotPresent"  # by default an image with the tag `latest` is always pulled
+    assert (
+        container(name)["imagePullPolicy"] == "IfNotPresent"
+    )  # by default an image with the tag `latest` is always pulled
 
 
 @pytest.mark.parametrize("name", ["dovetail", "dovetail-router"])
 def test_no_pod_is_root_or_may_become_it(name: str) -> None:
     assert pod(name)["securityContext"]["runAsNonRoot"] is True
-    assert container(name)["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container(name)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
 
 
 def test_pods_of_the_model_are_reached_by_the_router_and_by_prometheus_alone() -> None:
     spec = named("NetworkPolicy", "dovetail")["spec"]
-    assert spec["podSelector"]["matchLabels"] == named("Deployment", "dovetail")["spec"]["template"]["metadata"]["labels"]
+    assert (
+        spec["podSelector"]["matchLabels"]
+        == named("Deployment", "dovetail")["spec"]["template"]["metadata"]["labels"]
+    )
     [rule] = spec["ingress"]
-    assert rule["from"][0]["podSelector"]["matchLabels"] == named("Deployment", "dovetail-router")["spec"]["template"]["metadata"]["labels"]
-    assert rule["ports"] == [{"protocol": "TCP", "port": container("dovetail")["ports"][0]["containerPort"]}]
+    assert (
+        rule["from"][0]["podSelector"]["matchLabels"]
+        == named("Deployment", "dovetail-router")["spec"]["template"]["metadata"]["labels"]
+    )
+    assert rule["ports"] == [
+        {"protocol": "TCP", "port": container("dovetail")["ports"][0]["containerPort"]}
+    ]

@@ -78,7 +78,9 @@ def pages() -> list[str]:
 def blocks_of(page: str) -> tuple[Block, ...]:
     text = (ROOT / page).read_text(encoding="utf-8")
     lines = text.splitlines()
-    return tuple(_block(page, lines, token) for token in MarkdownIt().parse(text) if token.type == "fence")
+    return tuple(
+        _block(page, lines, token) for token in MarkdownIt().parse(text) if token.type == "fence"
+    )
 
 
 def commands_of(block: Block) -> Iterator[Command]:
@@ -94,4 +96,11 @@ def _block(page: str, lines: list[str], token: object) -> Block:
     title = re.search(r'title="([^"]+)"', rest)
     start: int = token.map[0]  # type: ignore[attr-defined]
     above = lines[start - 1] if start else ""
-    return Block(page, start + 1, language, title[1] if title else None, token.content, bool(_NOT_RUN.fullmatch(above)))  # type: ignore[attr-defined]
+    return Block(
+        page,
+        start + 1,
+        language,
+        title[1] if title else None,
+        token.content,
+        bool(_NOT_RUN.fullmatch(above)),
+    )  # type: ignore[attr-defined]

@@ -36,15 +36,23 @@ NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that
 LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
-SIMULATE_OFTEN = ("compare", "sweep", "capacity")  # commands of the lab: only the full profile compares what they print with the page
-LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor)\"")  # of many seconds: only the full profile runs them
+SIMULATE_OFTEN = (
+    "compare",
+    "sweep",
+    "capacity",
+)  # commands of the lab: only the full profile compares what they print with the page
+LONG_SUITE = re.compile(
+    r"\brun\(\"(model|attention|sampler|logits_processor)\""
+)  # of many seconds: only the full profile runs them
 FEW = 20  # requests of each simulation otherwise
 MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
 
 
 def run_page(page: str, url: str) -> None:
     """Run the blocks in the current folder, whose modules they can import. `url`: of a server of the demo model."""
-    os.cpu_count = lambda: 1  # other cores run other tests: the lab doesn't start processes that import it again
+    os.cpu_count = lambda: (
+        1
+    )  # other cores run other tests: the lab doesn't start processes that import it again
     if not FULL:
         runner.COMMAND = fewer.COMMAND
     module = ModuleType("documentation_page")
@@ -149,7 +157,11 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
 
 def with_few_requests(code: str) -> str:
     """Return this code, with few requests if it replays more than `MANY`. What it prints isn't what the page shows then."""
-    return re.sub(r"\brequests=(\d+)", lambda found: f"requests={FEW}" if "replay(" in code and int(found[1]) > MANY else found[0], code)
+    return re.sub(
+        r"\brequests=(\d+)",
+        lambda found: f"requests={FEW}" if "replay(" in code and int(found[1]) > MANY else found[0],
+        code,
+    )
 
 
 def abridged(args: list[str]) -> list[str]:
@@ -164,15 +176,35 @@ def abridged(args: list[str]) -> list[str]:
             args[index] = "0s:"
         if option == "--trace" and value.endswith(".yaml"):
             args[index] = f"few-{Path(value).name}"
-            Path(args[index]).write_text(re.sub(r"^requests: \d+", f"requests: {FEW}", Path(value).read_text(), flags=re.MULTILINE))
+            Path(args[index]).write_text(
+                re.sub(
+                    r"^requests: \d+",
+                    f"requests: {FEW}",
+                    Path(value).read_text(),
+                    flags=re.MULTILINE,
+                )
+            )
     return args
 
 
 def run_curl(block: Block, words: list[str], expected: str, url: str) -> None:
     """The server's answer must be one of success."""
-    assert any(word.startswith(f"{SHOWN_URL}/") for word in words), f"{block.place}: curl asks another server than {SHOWN_URL}"
-    added = ["--silent", "--show-error", "--noproxy", "*", "--max-time", str(CURL_S), "--write-out", "\n%{http_code}"]
-    done = subprocess.run([*(addressed(word, url) for word in words), *added], capture_output=True, text=True)
+    assert any(word.startswith(f"{SHOWN_URL}/") for word in words), (
+        f"{block.place}: curl asks another server than {SHOWN_URL}"
+    )
+    added = [
+        "--silent",
+        "--show-error",
+        "--noproxy",
+        "*",
+        "--max-time",
+        str(CURL_S),
+        "--write-out",
+        "\n%{http_code}",
+    ]
+    done = subprocess.run(
+        [*(addressed(word, url) for word in words), *added], capture_output=True, text=True
+    )
     body, _, status = done.stdout.rpartition("\n")
     assert done.returncode == 0, f"{block.place}: {done.stderr}"
     assert status.startswith("2"), f"{block.place}: {status} {body}"
@@ -182,47 +214,75 @@ def run_curl(block: Block, words: list[str], expected: str, url: str) -> None:
 
 def check_flags(block: Block, args: list[str]) -> None:
     """The command's help must have them."""
-    told = CliRunner().invoke(app, [*args[: 2 if args[0] == "cluster" else 1], "--help"], prog_name="dovetail").output
-    unknown = {word.partition("=")[0] for word in args if word.startswith("--")} - set(re.findall(r"--[\w-]+", told))
+    told = (
+        CliRunner()
+        .invoke(app, [*args[: 2 if args[0] == "cluster" else 1], "--help"], prog_name="dovetail")
+        .output
+    )
+    unknown = {word.partition("=")[0] for word in args if word.startswith("--")} - set(
+        re.findall(r"--[\w-]+", told)
+    )
     assert not unknown, f"{block.place}: dovetail {args[0]} has no {sorted(unknown)}"
 
 
 def check_docker(block: Block) -> None:
     for line in block.text.splitlines():
         words = shlex.split(line, comments=True)
-        assert words[0] == "docker", f"{block.place}: {words[0]} isn't docker; what can be run or checked is in blocks of the language console"
-        missing = [word for word in words if word.startswith("deploy/") and not (ROOT / word).is_file()]
+        assert words[0] == "docker", (
+            f"{block.place}: {words[0]} isn't docker; what can be run or checked is in blocks of the language console"
+        )
+        missing = [
+            word for word in words if word.startswith("deploy/") and not (ROOT / word).is_file()
+        ]
         assert not missing, f"{block.place}: no file {missing}"
 
 
 def check_that_it_could_run(block: Block, words: list[str]) -> None:
     """Commands that a test can't run: what they name must exist."""
     if words[0] == "make":
-        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), f"{block.place}: the Makefile has no target {words[1]}"
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), (
+            f"{block.place}: the Makefile has no target {words[1]}"
+        )
     elif words[:3] == ["python", "-m", "pytest"]:
         missing = [word for word in words[3:] if "/" in word and not (ROOT / word).exists()]
         assert not missing, f"{block.place}: no file {missing}"
     elif words[0] == "python":
         script = ROOT / (f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1])
         assert script.exists(), f"{block.place}: no file {script}"
-        unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in script.read_text()]
+        unknown = [
+            word
+            for word in words[2:]
+            if word.startswith("--") and f'"{word}"' not in script.read_text()
+        ]
         assert not unknown, f"{block.place}: {script.name} has no {unknown}"
     elif words[0] == "kubectl":
-        missing = [word for word in words if word.startswith("deploy/") and not (ROOT / word).exists()]
+        missing = [
+            word for word in words if word.startswith("deploy/") and not (ROOT / word).exists()
+        ]
         assert not missing, f"{block.place}: no file {missing}"
     elif words[0] == "source":
         assert words[1:] == [".venv/bin/activate"], f"{block.place}: `make demo` makes .venv"
         assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text()
     elif words[:2] == ["git", "clone"]:
-        assert words[2] == "WHERE_YOU_HAVE_THIS_FROM", f"{block.place}: is there a public address now? Then pyproject.toml wants [project.urls]"
+        assert words[2] == "WHERE_YOU_HAVE_THIS_FROM", (
+            f"{block.place}: is there a public address now? Then pyproject.toml wants [project.urls]"
+        )
     elif words[:2] == ["pip", "install"]:
         extras = re.findall(r"dovetail-llm\[(.+?)\]", " ".join(words))
-        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert all(extra in known for names in extras for extra in names.split(",")), f"{block.place}: unknown extra in {words}"
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
+        assert all(extra in known for names in extras for extra in names.split(",")), (
+            f"{block.place}: unknown extra in {words}"
+        )
     else:
-        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, curl, make, source, python, pip, git, kubectl: nobody could check it")
+        pytest.fail(
+            f"{block.place}: {words[0]} is none of dovetail, curl, make, source, python, pip, git, kubectl: nobody could check it"
+        )
 
 
 def check_output(block: Block, expected: str, printed: str) -> None:
     checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert checker.check_output(expected, printed, flags), f"{block.place}: expected\n{expected}\ngot\n{printed}"
+    assert checker.check_output(expected, printed, flags), (
+        f"{block.place}: expected\n{expected}\ngot\n{printed}"
+    )

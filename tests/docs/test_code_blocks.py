@@ -76,7 +76,9 @@ def server() -> Iterator[str]:
 def installed(page: str, site: Site) -> list[str]:
     """Install the example that the page is about, as `pip install -e` does, and return the folders on its path."""
     source = ROOT / "examples/plugins" / ABOUT[page]
-    entry_points = tomllib.loads((source / "pyproject.toml").read_text())["project"]["entry-points"]["dovetail.plugins"]
+    entry_points = tomllib.loads((source / "pyproject.toml").read_text())["project"][
+        "entry-points"
+    ]["dovetail.plugins"]
     site.install(ABOUT[page], modules={}, entry_points=entry_points)
     return [str(source / "src"), str(site.path)]
 
@@ -85,9 +87,15 @@ def tried(page: str) -> object:
     return pytest.param(page, marks=pytest.mark.slow(SLOW[page]) if page in SLOW else ())
 
 
-@pytest.mark.parametrize("page", [tried(page) for page in pages() if blocks_of(page) and page not in OWN_TEST])
+@pytest.mark.parametrize(
+    "page", [tried(page) for page in pages() if blocks_of(page) and page not in OWN_TEST]
+)
 def test_blocks_of_the_page_run(
-    page: str, preloaded: Preloaded, request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    page: str,
+    preloaded: Preloaded,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     text = "".join(block.text for block in blocks_of(page))
     if "$ curl " in text and shutil.which("curl") is None:
@@ -103,15 +111,21 @@ def test_blocks_of_the_page_run(
 
 def test_every_exemption_is_listed() -> None:
     assert set(SLOW) <= set(pages())
-    assert {block.place for page in pages() for block in blocks_of(page) if block.not_run} == NOT_RUN
+    assert {
+        block.place for page in pages() for block in blocks_of(page) if block.not_run
+    } == NOT_RUN
 
 
 def test_fences_are_not_hidden_in_indented_text() -> None:
     hidden = re.compile(r"^(\t| {4,})[`~]{3}", re.MULTILINE)
-    assert not [page for page in pages() if hidden.search((ROOT / page).read_text())], "such blocks wouldn't be tested"
+    assert not [page for page in pages() if hidden.search((ROOT / page).read_text())], (
+        "such blocks wouldn't be tested"
+    )
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_examples_are_configs_of_what_is_built_in(example: Path) -> None:
     result = CliRunner().invoke(app, ["config", "check", str(example)])
     assert result.exit_code == 0, result.output
@@ -119,7 +133,12 @@ def test_examples_are_configs_of_what_is_built_in(example: Path) -> None:
 
 def test_the_version_that_pages_show_is_this_one() -> None:
     said = re.compile(r"dovetail(?:-llm)?(?:/\w+)? (\d+\.\d+\.\d+)")
-    shown = {version for page in pages() for block in blocks_of(page) for version in said.findall(block.text)}
+    shown = {
+        version
+        for page in pages()
+        for block in blocks_of(page)
+        for version in said.findall(block.text)
+    }
     assert shown == {metadata(DISTRIBUTION)["Version"]}
 
 

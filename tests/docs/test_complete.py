@@ -39,7 +39,11 @@ def nav() -> list[str]:
     def paths(entry: Any) -> list[str]:
         if isinstance(entry, str):
             return [entry]
-        return [path for item in (entry if isinstance(entry, list) else entry.values()) for path in paths(item)]
+        return [
+            path
+            for item in (entry if isinstance(entry, list) else entry.values())
+            for path in paths(item)
+        ]
 
     return paths(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
 
@@ -55,11 +59,21 @@ def test_every_key_is_on_the_configuration_page_with_its_default_and_meaning() -
         assert row_of(page, f"plugins.{key}")[3]
 
 
-def test_no_page_and_no_file_for_deployment_gives_an_option_of_the_server_a_name_that_the_command_does_not_know() -> None:
+def test_no_page_and_no_file_for_deployment_gives_an_option_of_the_server_a_name_that_the_command_does_not_know() -> (
+    None
+):
     names = ServerSettings.model_fields
-    wrong = {f"--{name.replace('_', '-')}" for name in names} - {option_name(name) for name in names}
-    files = [*map(ROOT.joinpath, pages()), *(path for path in (ROOT / "deploy").rglob("*") if path.is_file())]
-    found = {path: wrong & set(re.findall(r"--[a-z][a-z-]+", path.read_text(encoding="utf-8"))) for path in files}
+    wrong = {f"--{name.replace('_', '-')}" for name in names} - {
+        option_name(name) for name in names
+    }
+    files = [
+        *map(ROOT.joinpath, pages()),
+        *(path for path in (ROOT / "deploy").rglob("*") if path.is_file()),
+    ]
+    found = {
+        path: wrong & set(re.findall(r"--[a-z][a-z-]+", path.read_text(encoding="utf-8")))
+        for path in files
+    }
     assert not {path: options for path, options in found.items() if options}
 
 
@@ -73,23 +87,38 @@ def test_every_built_in_component_is_on_the_configuration_page_with_its_options(
 
 
 def test_what_is_installed_from_elsewhere_is_not_on_the_configuration_page() -> None:
-    assert {component.distribution for component in docs_hooks.built_ins().components()} == {DISTRIBUTION}
+    assert {component.distribution for component in docs_hooks.built_ins().components()} == {
+        DISTRIBUTION
+    }
 
 
 def test_every_command_has_a_section_with_an_example_and_its_help() -> None:
     page = text_of("cli.md")
-    shown = [command.line for block in blocks_of("docs/cli.md") if block.language == "console" for command in commands_of(block)]
+    shown = [
+        command.line
+        for block in blocks_of("docs/cli.md")
+        if block.language == "console"
+        for command in commands_of(block)
+    ]
     for path in docs_hooks.commands():
         name = " ".join(path)
         assert f"## `dovetail {name}`" in page
-        assert f"Usage: dovetail {name} " in page, f"the section lacks <!-- generated: help {name} -->"
-        assert any(line.startswith(f"dovetail {name}") for line in shown), f"dovetail {name} has no example"
+        assert f"Usage: dovetail {name} " in page, (
+            f"the section lacks <!-- generated: help {name} -->"
+        )
+        assert any(line.startswith(f"dovetail {name}") for line in shown), (
+            f"dovetail {name} has no example"
+        )
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_explained_with_an_example(hook: str) -> None:
     assert f"### `{hook}`" in text_of("plugins/index.md")
-    assert any(f"def {hook}(" in block.text for block in blocks_of("docs/plugins/index.md") if block.language == "python")
+    assert any(
+        f"def {hook}(" in block.text
+        for block in blocks_of("docs/plugins/index.md")
+        if block.language == "python"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,13 +133,19 @@ def test_every_kind_has_a_reference_page_and_is_in_the_tables(kind: Kind, nav: l
 
 
 def test_every_problem_that_the_doctor_knows_is_in_its_table() -> None:
-    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (error|warning) \|", text_of("plugins/publish.md"), re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| `([a-z-]+)` \| (error|warning) \|", text_of("plugins/publish.md"), re.MULTILINE
+        )
+    )
     assert rows == PROBLEMS
 
 
 def reference_targets() -> set[str]:
     """Modules and names that the reference takes from the code."""
-    reference = "".join(text_of(f"reference/{path.name}") for path in (DOCS / "reference").glob("*.md"))
+    reference = "".join(
+        text_of(f"reference/{path.name}") for path in (DOCS / "reference").glob("*.md")
+    )
     return set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
 
 
@@ -129,7 +164,11 @@ def documented(package: Any) -> list[griffe.Object]:
             if member.is_public and not member.is_alias:
                 yield from walk(member)
 
-    return [thing for target in reference_targets() for thing in walk(package[target.removeprefix("dovetail.")])]
+    return [
+        thing
+        for target in reference_targets()
+        for thing in walk(package[target.removeprefix("dovetail.")])
+    ]
 
 
 def test_the_reference_names_things_where_they_are_defined(documented: list[griffe.Object]) -> None:
@@ -144,35 +183,64 @@ def test_an_example_in_a_docstring_is_a_code_block(documented: list[griffe.Objec
                 nodes = list(ast.walk(ast.parse(paragraph)))
             except SyntaxError:
                 continue
-            assert not any(isinstance(node, ast.Call | ast.Assign) for node in nodes), f"{thing.path}: {paragraph}"
+            assert not any(isinstance(node, ast.Call | ast.Assign) for node in nodes), (
+                f"{thing.path}: {paragraph}"
+            )
 
 
 def test_every_public_name_is_in_the_reference() -> None:
     targets = reference_targets()
-    homes = {f"{dovetail._HOMES[name]}.{name}" for name in dovetail.__all__ if name != "__version__"}
+    homes = {
+        f"{dovetail._HOMES[name]}.{name}" for name in dovetail.__all__ if name != "__version__"
+    }
     homes |= {f"dovetail.api.{api._HOMES[name]}.{name}" for name in api.__all__}
     homes |= {f"dovetail.testing.{testing._HOMES[name]}.{name}" for name in testing.__all__}
-    missing = {home for home in homes if home not in targets and home.rpartition(".")[0] not in targets}
+    missing = {
+        home for home in homes if home not in targets and home.rpartition(".")[0] not in targets
+    }
     assert not missing
 
 
-NN_INTERNAL = ("kernels", "adapters", "format", "state")  # as the page says; of the last two it has what the next test names
+NN_INTERNAL = (
+    "kernels",
+    "adapters",
+    "format",
+    "state",
+)  # as the page says; of the last two it has what the next test names
 
 
-def test_every_layer_is_in_the_reference_with_its_shapes(package: Any, documented: list[griffe.Object]) -> None:
+def test_every_layer_is_in_the_reference_with_its_shapes(
+    package: Any, documented: list[griffe.Object]
+) -> None:
     nn = package["nn"]
     modules = [module for name, module in nn.modules.items() if name not in NN_INTERNAL]
     targets = reference_targets()
-    public = [member for module in modules for member in module.members.values() if member.is_public and not member.is_alias and member.docstring]
-    assert {member.path for member in public if not {member.path, member.parent.path} & targets} == set()
-    state = [nn["state"][name].final_target.path for name in ast.literal_eval(str(nn["state"]["__all__"].value))]
+    public = [
+        member
+        for module in modules
+        for member in module.members.values()
+        if member.is_public and not member.is_alias and member.docstring
+    ]
+    assert {
+        member.path for member in public if not {member.path, member.parent.path} & targets
+    } == set()
+    state = [
+        nn["state"][name].final_target.path
+        for name in ast.literal_eval(str(nn["state"]["__all__"].value))
+    ]
     assert {path for path in state if path not in targets} == set()
     for function in documented:
-        if not isinstance(function, griffe.Function) or not function.path.startswith("dovetail.nn.") or function.name == "__init__":
+        if (
+            not isinstance(function, griffe.Function)
+            or not function.path.startswith("dovetail.nn.")
+            or function.name == "__init__"
+        ):
             continue  # fields of data classes have comments
         docstring = function.docstring or (function.parent and function.parent.docstring)
         tensors = [one.name for one in function.parameters if "torch.Tensor" in str(one.annotation)]
-        assert not tensors or (docstring and "[" in docstring.value), f"{function.path} says no shape of {', '.join(tensors)}"
+        assert not tensors or (docstring and "[" in docstring.value), (
+            f"{function.path} says no shape of {', '.join(tensors)}"
+        )
 
 
 def test_every_page_is_in_the_navigation(nav: list[str]) -> None:
@@ -181,11 +249,23 @@ def test_every_page_is_in_the_navigation(nav: list[str]) -> None:
 
 def test_files_that_pages_name_exist() -> None:
     """Paths like `core/dovetail/config.py`, and bare names of modules like `step.py`."""
-    files = [path for folder in ("core", "plugins", "apps", "bench", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("core", "plugins", "apps", "bench", "tests", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     names = {path.name for path in files}
-    shown = {block.title.rpartition("/")[2] for page in pages() for block in blocks_of(page) if block.title}
+    shown = {
+        block.title.rpartition("/")[2]
+        for page in pages()
+        for block in blocks_of(page)
+        if block.title
+    }
     for page in pages():
-        for path in re.findall(r"`((?:core|plugins|bench|tests|tools|docs|examples)/[\w./]*|\w+\.py)`", (ROOT / page).read_text()):
+        for path in re.findall(
+            r"`((?:core|plugins|bench|tests|tools|docs|examples)/[\w./]*|\w+\.py)`",
+            (ROOT / page).read_text(),
+        ):
             there = (ROOT / path).exists() if "/" in path else path in names | shown
             assert there, f"{page} names {path}, which isn't there"
 
@@ -195,7 +275,11 @@ def test_modules_and_names_that_pages_name_exist() -> None:
     for page in pages():
         text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
         for owner, attribute in re.findall(r"`([A-Z]\w+)\.(\w+)(?:\([^`]*\))?`", text):
-            owners = [value for module in contract_modules() if (value := getattr(module, owner, None)) is not None]
+            owners = [
+                value
+                for module in contract_modules()
+                if (value := getattr(module, owner, None)) is not None
+            ]
             assert owners, f"{page} names {owner}.{attribute}: nobody knows {owner}"
             known = any(hasattr(one, attribute) or attribute in fields_of(one) for one in owners)
             assert known, f"{page} names {owner}.{attribute}, which isn't there"
@@ -228,12 +312,28 @@ def contract_modules() -> list[Any]:
     from importlib import import_module
 
     fronts = ["front.llm_engine", "front.llm", "front.async_engine", "front.chat"]
-    names = ["request", "sampling_params", "config", "limits", *fronts, "engine.step", "engine.core", "nn.parameter"]
-    return [import_module(f"dovetail.{name}") for name in [*names, "api.component", "api.clock", *(f"api.{kind}" for kind in KINDS)]]
+    names = [
+        "request",
+        "sampling_params",
+        "config",
+        "limits",
+        *fronts,
+        "engine.step",
+        "engine.core",
+        "nn.parameter",
+    ]
+    return [
+        import_module(f"dovetail.{name}")
+        for name in [*names, "api.component", "api.clock", *(f"api.{kind}" for kind in KINDS)]
+    ]
 
 
 def fields_of(cls: Any) -> set[str]:
     """Names that instances have: dataclass and pydantic fields, slots, and what `__init__` of the step sets."""
-    names = {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "model_fields", ()), *getattr(cls, "__slots__", ())}
+    names = {
+        *getattr(cls, "__dataclass_fields__", ()),
+        *getattr(cls, "model_fields", ()),
+        *getattr(cls, "__slots__", ()),
+    }
     init = getattr(getattr(cls, "__init__", None), "__code__", None)
     return names | set(init.co_names if init else ())

@@ -37,16 +37,28 @@ def _docstrings(containing: str) -> Iterator[Text]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
             for node in ast.walk(ast.parse(source)) if containing in source else ():
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-                    text := ast.get_docstring(node, clean=False)
-                ):
-                    yield Text(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", inspect.cleandoc(text))
+                if isinstance(
+                    node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+                ) and (text := ast.get_docstring(node, clean=False)):
+                    yield Text(
+                        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}",
+                        inspect.cleandoc(text),
+                    )
 
 
 def examples() -> list[Text]:
     """The Python in them, and on the pages."""
-    fenced = [Text(text.place, textwrap.dedent(found)) for text in docstrings("```python\n") for _, found in FENCED.findall(text.text)]
-    return fenced + [Text(block.place, block.text) for page in pages() for block in blocks_of(page) if block.language == "python"]
+    fenced = [
+        Text(text.place, textwrap.dedent(found))
+        for text in docstrings("```python\n")
+        for _, found in FENCED.findall(text.text)
+    ]
+    return fenced + [
+        Text(block.place, block.text)
+        for page in pages()
+        for block in blocks_of(page)
+        if block.language == "python"
+    ]
 
 
 def test_the_examples_are_found() -> None:
@@ -55,31 +67,53 @@ def test_the_examples_are_found() -> None:
     assert any(place.startswith("core/dovetail/front/llm.py") for place in places)
 
 
-@pytest.mark.parametrize("example", [text for text in examples() if not text.place.endswith(".md")], ids=lambda text: text.place)
+@pytest.mark.parametrize(
+    "example",
+    [text for text in examples() if not text.place.endswith(".md")],
+    ids=lambda text: text.place,
+)
 def test_an_example_compiles(example: Text) -> None:
     compile(example.text, example.place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-@pytest.mark.parametrize("example", [text for text in examples() if "def dovetail_components" in text.text], ids=lambda text: text.place)
+@pytest.mark.parametrize(
+    "example",
+    [text for text in examples() if "def dovetail_components" in text.text],
+    ids=lambda text: text.place,
+)
 def test_a_component_that_an_example_declares_is_accepted(example: Text) -> None:
     namespace: dict[str, object] = {}
     exec(compile(example.text, example.place, "exec"), namespace)
     declared = list(namespace["dovetail_components"]())  # type: ignore[operator]
     assert declared
     for spec in declared:
-        assert ResolvedComponent(spec, PluginOrigin("dovetail-fair", "fair", "1.0")).api_problem() is None
+        assert (
+            ResolvedComponent(spec, PluginOrigin("dovetail-fair", "fair", "1.0")).api_problem()
+            is None
+        )
 
 
 def test_a_verdict_that_is_shown_names_the_present_version() -> None:
-    shown = [*docstrings("CONFORMANT "), *(Text(page, (ROOT / page).read_text(encoding="utf-8")) for page in pages())]
-    found = [(text.place, kind, version) for text in shown for kind, version in VERDICT.findall(text.text)]
+    shown = [
+        *docstrings("CONFORMANT "),
+        *(Text(page, (ROOT / page).read_text(encoding="utf-8")) for page in pages()),
+    ]
+    found = [
+        (text.place, kind, version)
+        for text in shown
+        for kind, version in VERDICT.findall(text.text)
+    ]
     assert len(found) > 5
     assert [one for one in found if API_VERSIONS[one[1]] != one[2]] == []  # type: ignore[index]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_on_versions_says_what_each_version_changed(kind: Kind) -> None:
-    headings = re.findall(rf"^### {kind} (.+)$", (ROOT / "docs/plugins/versions.md").read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(
+        rf"^### {kind} (.+)$",
+        (ROOT / "docs/plugins/versions.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     major, minor = map(int, API_VERSIONS[kind].split("."))
     assert major == 0, "say here what the first version of a major has to list"
     assert headings == [f"0.{one}" for one in range(minor, 1, -1)]

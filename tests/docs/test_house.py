@@ -7,7 +7,9 @@ from tools import house
 
 
 def test_the_drawing_is_current() -> None:
-    assert house.DRAWING.read_text(encoding="utf-8") == house.drawing(), "run: python -m tools.house"
+    assert house.DRAWING.read_text(encoding="utf-8") == house.drawing(), (
+        "run: python -m tools.house"
+    )
 
 
 def test_every_module_of_the_core_has_a_room() -> None:
@@ -20,7 +22,13 @@ def test_every_module_of_the_core_has_a_room() -> None:
 
 
 def test_arrows_that_follow_from_others_are_left_out() -> None:
-    assert house.reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
-    assert house.floors({room: set() for room in (*house.ROOMS, "plugins")}) == [[*house.ROOMS, "plugins"]]
+    assert house.reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {
+        "a": {"b"},
+        "b": {"c"},
+        "c": set(),
+    }
+    assert house.floors({room: set() for room in (*house.ROOMS, "plugins")}) == [
+        [*house.ROOMS, "plugins"]
+    ]
     with pytest.raises(ValueError, match="a circle"):
         house.reduced({"a": {"b"}, "b": {"a"}})

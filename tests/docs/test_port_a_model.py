@@ -66,16 +66,33 @@ MISTAKES = (
         "self.group.all_reduce(wide.square().mean(-1, keepdim=True)) / self.group.size",
         "wide.square().mean(-1, keepdim=True)",
     ),
-    Mistake("attention without biases", "model.config_fields", "config.hidden_size, config.attention_bias", "config.hidden_size, False"),
-    Mistake("`hidden_act` ignored", "model.config_fields", 'if config.hidden_act != "silu"', "if False"),
-    Mistake("unknown fields ignored", "model.unknown_fields", "if value and name not in known", "if False"),
+    Mistake(
+        "attention without biases",
+        "model.config_fields",
+        "config.hidden_size, config.attention_bias",
+        "config.hidden_size, False",
+    ),
+    Mistake(
+        "`hidden_act` ignored", "model.config_fields", 'if config.hidden_act != "silu"', "if False"
+    ),
+    Mistake(
+        "unknown fields ignored",
+        "model.unknown_fields",
+        "if value and name not in known",
+        "if False",
+    ),
     Mistake(
         "`model_type` treated as an unknown field: only configs from files have it",
         "model.checkpoint",
         '{*vars(type(config)()), "model_type"}',
         "vars(type(config)())",
     ),
-    Mistake("a separate head for a model whose head is tied", "model.tied", "self.embedding if config.tie_word_embeddings else None", "None"),
+    Mistake(
+        "a separate head for a model whose head is tied",
+        "model.tied",
+        "self.embedding if config.tie_word_embeddings else None",
+        "None",
+    ),
     Mistake(
         "`wanted` ignored: the states of all tokens are returned",
         "model.wanted",
@@ -90,7 +107,11 @@ def suite_of(source: str, monkeypatch: pytest.MonkeyPatch) -> type[ModelSuite]:
     module = ModuleType("olmo2_of_the_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source, MODEL, "exec"), vars(module))
-    body = {"component": module.Olmo2, "architectures": ("Olmo2ForCausalLM",), "__module__": __name__}
+    body = {
+        "component": module.Olmo2,
+        "architectures": ("Olmo2ForCausalLM",),
+        "__module__": __name__,
+    }
     return type("SuiteOfOlmo2", (ModelSuite,), body)
 
 
@@ -104,7 +125,9 @@ def the_model_is_right() -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 @pytest.mark.usefixtures("the_model_is_right")
-def test_the_check_that_the_page_names_finds_the_mistake(mistake: Mistake, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_that_the_page_names_finds_the_mistake(
+    mistake: Mistake, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = (ROOT / MODEL).read_text()
     assert f"| {mistake.name} | `{mistake.found_by}` |" in page
     assert source.count(mistake.right) == 1
@@ -146,5 +169,7 @@ def test_a_definition_that_is_gone_is_an_error() -> None:
 
 
 def test_a_definition_is_shown_with_its_decorators() -> None:
-    shown = docs_hooks.definitions("import x\n\n@x.one\n@x.two(\n    3)\ndef f():\n    pass\n\n\nclass C:\n    a = 1\n")
+    shown = docs_hooks.definitions(
+        "import x\n\n@x.one\n@x.two(\n    3)\ndef f():\n    pass\n\n\nclass C:\n    a = 1\n"
+    )
     assert shown == {"f": "@x.one\n@x.two(\n    3)\ndef f():\n    pass", "C": "class C:\n    a = 1"}

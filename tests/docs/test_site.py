@@ -46,7 +46,16 @@ class Tables(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder
@@ -58,7 +67,9 @@ def test_no_table_of_the_site_has_a_column_with_nothing_in_it(site: Path) -> Non
         tables = Tables(page.read_text(encoding="utf-8")).found
         for head, *rows in filter(None, tables):
             for index, title in enumerate(head):
-                assert any(row[index].strip("–") for row in rows), f"{page.parent.relative_to(site)}: {title!r} in {head}"
+                assert any(row[index].strip("–") for row in rows), (
+                    f"{page.parent.relative_to(site)}: {title!r} in {head}"
+                )
 
 
 @pytest.mark.full
@@ -66,11 +77,16 @@ def test_a_class_has_its_fields_in_a_table_and_not_once_more_below(site: Path) -
     page = (site / "reference/engine/index.html").read_text(encoding="utf-8")
     assert page.count('id="dovetail.sampling_params.SamplingParams"') == 1
     assert 'id="dovetail.sampling_params.SamplingParams.max_tokens"' not in page
-    assert "model_config" not in "".join(path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html"))
+    assert "model_config" not in "".join(
+        path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html")
+    )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("word", "title"), [("streaming", "Streaming"), ("max_tokens", "When an answer ends: max_tokens, stop and EOS")])
+@pytest.mark.parametrize(
+    ("word", "title"),
+    [("streaming", "Streaming"), ("max_tokens", "When an answer ends: max_tokens, stop and EOS")],
+)
 def test_search_finds_a_word_where_it_is_explained(site: Path, word: str, title: str) -> None:
     """Matches in a title come first."""
     entries = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
@@ -81,7 +97,9 @@ def test_search_finds_a_word_where_it_is_explained(site: Path, word: str, title:
 @pytest.mark.full
 def test_the_style_sheet_can_tell_languages_apart(site: Path) -> None:
     page = (site / "cli/index.html").read_text(encoding="utf-8")
-    assert {"language-console highlight", "language-text highlight"} <= set(re.findall(r'<div class="([^"]*highlight)">', page))
+    assert {"language-console highlight", "language-text highlight"} <= set(
+        re.findall(r'<div class="([^"]*highlight)">', page)
+    )
 
 
 @pytest.mark.full

@@ -16,7 +16,16 @@ from tests.docs.running import check_output
 from tests.support import FULL
 
 PAGE = "docs/write-a-scheduler.md"
-INSTALL = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--target"]
+INSTALL = [
+    "pip",
+    "install",
+    "--quiet",
+    "--no-deps",
+    "--no-build-isolation",
+    "--no-index",
+    "--disable-pip-version-check",
+    "--target",
+]
 DOVETAIL = ["-c", "from dovetail.cli.main import main; main()"]
 
 
@@ -33,7 +42,9 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow("starts processes that import everything")
-def test_the_package_of_the_page_installs_passes_its_tests_and_runs_in_an_engine(project: Path) -> None:
+def test_the_package_of_the_page_installs_passes_its_tests_and_runs_in_an_engine(
+    project: Path,
+) -> None:
     site = project.parent / "site"
     for block in blocks_of(PAGE):
         if block.language == "console":
@@ -47,7 +58,11 @@ def test_the_package_of_the_page_installs_passes_its_tests_and_runs_in_an_engine
 
 def test_its_files_are_those_of_the_tree_that_the_page_draws(project: Path) -> None:
     tree = next(block.text for block in blocks_of(PAGE) if block.language == "text")
-    drawn = {line.split("── ")[1].split()[0] for line in tree.splitlines() if "── " in line and not line.endswith("/")}
+    drawn = {
+        line.split("── ")[1].split()[0]
+        for line in tree.splitlines()
+        if "── " in line and not line.endswith("/")
+    }
     assert drawn == {path.name for path in project.rglob("*") if path.is_file()}
 
 
@@ -67,6 +82,13 @@ def run(project: Path, site: Path, args: list[str]) -> str:
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "DOVETAIL_PLUGINS": ""}
     if not FULL:
         environ["PYTEST_ADDOPTS"] = f"-p {fewer.__name__}"
-    done = subprocess.run([sys.executable, *args], cwd=project, env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *args],
+        cwd=project,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, f"{args}:\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -16,7 +16,9 @@ CONTEXT = DrafterContext(vocab_size=512, max_drafts=8, max_model_len=100_000)
 class Growing(Request):
     """A request whose output a test extends."""
 
-    def __init__(self, id: str, prompt: Sequence[int], output: Sequence[int] = (), client: str | None = None) -> None:
+    def __init__(
+        self, id: str, prompt: Sequence[int], output: Sequence[int] = (), client: str | None = None
+    ) -> None:
         super().__init__(id, prompt, SamplingParams(), max_tokens=100_000, client=client)
         self.output = list(output)
 

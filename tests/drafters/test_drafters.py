@@ -21,11 +21,17 @@ BUILT_IN = ["ngram", "suffix"]
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def longest_match(text: Sequence[int], end: Sequence[int], shortest: int, longest: int) -> tuple[int, list[int]]:
+def longest_match(
+    text: Sequence[int], end: Sequence[int], shortest: int, longest: int
+) -> tuple[int, list[int]]:
     """The oracle of `TokenIndex.places_after`: tries every length and place."""
     for length in range(min(longest, len(end)), shortest - 1, -1):
         wanted = list(end[len(end) - length :])
-        places = [place for place in range(length, len(text)) if list(text[place - length : place]) == wanted]
+        places = [
+            place
+            for place in range(length, len(text))
+            if list(text[place - length : place]) == wanted
+        ]
         if places:
             return length, places[::-1]
     return 0, []
@@ -33,7 +39,9 @@ def longest_match(text: Sequence[int], end: Sequence[int], shortest: int, longes
 
 @examples(quick=200, full=5000)
 @given(st.lists(TEXTS, max_size=5), st.integers(1, 5), st.integers(0, 6), TEXTS)
-def test_the_index_finds_the_longest_match_wherever_it_is(parts: list[list[int]], width: int, more: int, end: list[int]) -> None:
+def test_the_index_finds_the_longest_match_wherever_it_is(
+    parts: list[list[int]], width: int, more: int, end: list[int]
+) -> None:
     index = TokenIndex(width)
     for part in parts:
         index.extend(part)
@@ -68,23 +76,39 @@ def test_a_text_without_repetition_has_no_drafts(name: str) -> None:
 def test_ngram_takes_the_newest_of_equally_long_matches_and_the_longer_before_it() -> None:
     assert drafts_of(drafter("ngram"), Growing("a", [1, 2, 3, 1, 2, 4, 1, 2]), 1) == [4]
     assert drafts_of(drafter("ngram"), Growing("a", [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2]), 1) == [3]
-    assert drafts_of(drafter("ngram", max_match=2), Growing("a", [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2]), 1) == [4]
-    assert drafts_of(drafter("ngram", min_match=4), Growing("a", [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2]), 1) == []
+    assert drafts_of(
+        drafter("ngram", max_match=2), Growing("a", [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2]), 1
+    ) == [4]
+    assert (
+        drafts_of(drafter("ngram", min_match=4), Growing("a", [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2]), 1)
+        == []
+    )
 
 
 def test_suffix_takes_what_came_most_often() -> None:
     assert drafts_of(drafter("suffix"), Growing("a", [1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]), 1) == [3]
     several = [token for last in range(10, 20) for token in (1, 2, last)]
-    assert drafts_of(drafter("suffix"), Growing("a", [*several, 1, 2]), 1) == [], "no continuation has a share of 0.3"
+    assert drafts_of(drafter("suffix"), Growing("a", [*several, 1, 2]), 1) == [], (
+        "no continuation has a share of 0.3"
+    )
     assert drafts_of(drafter("suffix", min_share=0.05), Growing("a", [*several, 1, 2]), 1) == [19]
 
 
 def test_suffix_drafts_are_as_long_as_the_match_allows() -> None:
     text = [*range(100, 120)]
     for known in (2, 3, 4):
-        assert drafts_of(drafter("suffix", max_factor=1), Growing("a", [*text, 1, *text[:known]])) == text[known : 2 * known]
-        assert drafts_of(drafter("suffix"), Growing("a", [*text, 1, *text[:known]])) == text[known : 3 * known]
-    assert drafts_of(drafter("suffix", max_factor=2.5), Growing("a", [*text, 1, 100, 101])) == text[2:7]
+        assert (
+            drafts_of(drafter("suffix", max_factor=1), Growing("a", [*text, 1, *text[:known]]))
+            == text[known : 2 * known]
+        )
+        assert (
+            drafts_of(drafter("suffix"), Growing("a", [*text, 1, *text[:known]]))
+            == text[known : 3 * known]
+        )
+    assert (
+        drafts_of(drafter("suffix", max_factor=2.5), Growing("a", [*text, 1, 100, 101]))
+        == text[2:7]
+    )
 
 
 def test_suffix_goes_on_copying_after_an_edit() -> None:
@@ -92,7 +116,9 @@ def test_suffix_goes_on_copying_after_an_edit() -> None:
     replaced, left_out = [*text[:9], 7], [*text[:9], text[12]]
     assert drafts_of(drafter("suffix"), Growing("a", [*text, 1, *replaced])) == text[10:18]
     assert drafts_of(drafter("suffix"), Growing("a", [*text, 1, *left_out])) == text[13:21]
-    assert drafts_of(drafter("suffix"), Growing("a", [*text, 1, *text[:7], 7])) == [], "too short a copy to go on with"
+    assert drafts_of(drafter("suffix"), Growing("a", [*text, 1, *text[:7], 7])) == [], (
+        "too short a copy to go on with"
+    )
 
 
 def test_suffix_learns_from_answers_to_the_same_client_only() -> None:
@@ -101,7 +127,9 @@ def test_suffix_learns_from_answers_to_the_same_client_only() -> None:
     subject.on_finished(Growing("a", [1, 2], answer, client="ann"))
     subject.on_finished(Growing("b", [1, 2], answer))
     assert drafts_of(subject, Growing("c", [3, *answer[:6]], client="ann"), 4) == answer[6:10]
-    assert drafts_of(subject, Growing("d", [0, 1, 2], client="ann"), 4) == answer[:4], "an answer is remembered with the end of its prompt"
+    assert drafts_of(subject, Growing("d", [0, 1, 2], client="ann"), 4) == answer[:4], (
+        "an answer is remembered with the end of its prompt"
+    )
     for client in ("bob", "", None):
         assert drafts_of(subject, Growing(f"of {client}", [3, *answer[:6]], client=client), 4) == []
 
@@ -117,12 +145,24 @@ def test_no_match_goes_from_one_answer_into_the_next() -> None:
 def test_suffix_keeps_no_more_answers_than_it_may() -> None:
     subject = drafter("suffix", kept_tokens=100, kept_clients=2)
     for number in range(40):
-        subject.on_finished(Growing(f"r{number}", [], [*range(number * 10, number * 10 + 10)], client="ann"))
+        subject.on_finished(
+            Growing(f"r{number}", [], [*range(number * 10, number * 10 + 10)], client="ann")
+        )
 
     calls = count()
 
     def knows(number: int, client: str = "ann") -> bool:
-        return drafts_of(subject, Growing(f"{client} {number} {next(calls)}", range(number * 10, number * 10 + 4), client=client)) != []
+        return (
+            drafts_of(
+                subject,
+                Growing(
+                    f"{client} {number} {next(calls)}",
+                    range(number * 10, number * 10 + 4),
+                    client=client,
+                ),
+            )
+            != []
+        )
 
     known = [number for number in range(40) if knows(number)]
     assert known == list(range(known[0], 40))

@@ -54,7 +54,10 @@ class Oracle(Drafter):
         self.turn = 0
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
-        return [self.changed(self.right(request, limit)) for request, limit in zip(requests, most, strict=True)]
+        return [
+            self.changed(self.right(request, limit))
+            for request, limit in zip(requests, most, strict=True)
+        ]
 
     def right(self, request: Request, count: int) -> list[int]:
         known = list(request.output_token_ids)
@@ -98,10 +101,15 @@ class Random(Oracle):
 
 def install(site: Site) -> None:
     """Offer all of them as the distribution dovetail-drafting."""
-    drafters = [f'kind="drafter", api="0.2", name={name!r}, target="tests.e2e.drafting:{name.title()}"' for name in NAMES]
+    drafters = [
+        f'kind="drafter", api="0.2", name={name!r}, target="tests.e2e.drafting:{name.title()}"'
+        for name in NAMES
+    ]
     of_executors = 'kind="executor", api="0.7", options="dovetail_executors.options:'
     executors = [
         f'{of_executors}LocalOptions", name="free", target="tests.e2e.drafting:FreeLines"',
         f'{of_executors}TensorOptions", name="free-ranks", target="tests.e2e.drafting:FreeRanks"',
     ]
-    site.install("dovetail-drafting", modules={"drafting_plugin": components(*drafters, *executors)})
+    site.install(
+        "dovetail-drafting", modules={"drafting_plugin": components(*drafters, *executors)}
+    )

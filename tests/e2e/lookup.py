@@ -22,21 +22,32 @@ KEY_SIZE = SIZE - 2 * UNTURNED
 BASE = 1e30
 
 
-def write_lookup_model(directory: Path, pairs: int, sharpness: float, max_len: int, seed: int = 0) -> None:
+def write_lookup_model(
+    directory: Path, pairs: int, sharpness: float, max_len: int, seed: int = 0
+) -> None:
     """Write config and weights, in float32, as transformers saves a LlamaForCausalLM."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.nn.functional.normalize(torch.randn(pairs, KEY_SIZE, generator=generator), dim=1)
     values = torch.nn.functional.normalize(torch.randn(VALUES, SIZE, generator=generator), dim=1)
     # the hidden state: | q | K | V | what attention returns |, each token's of length sqrt(2) before its norm
-    hidden, at = 4 * SIZE, {part: slice(i * SIZE, (i + 1) * SIZE) for i, part in enumerate(("q", "k", "v", "out"))}
-    content = torch.cat([torch.arange(UNTURNED, SIZE // 2), torch.arange(SIZE // 2 + UNTURNED, SIZE)])  # of a head, what isn't turned
+    hidden, at = (
+        4 * SIZE,
+        {part: slice(i * SIZE, (i + 1) * SIZE) for i, part in enumerate(("q", "k", "v", "out"))},
+    )
+    content = torch.cat(
+        [torch.arange(UNTURNED, SIZE // 2), torch.arange(SIZE // 2 + UNTURNED, SIZE)]
+    )  # of a head, what isn't turned
     embedding = torch.zeros(2 * pairs, hidden)
     embedding[:pairs, at["k"]] = _spread(keys, content)
     embedding[:pairs, at["v"]] = values[torch.arange(pairs) % VALUES]
     embedding[pairs:, at["q"]] = _spread(keys, content) * 2**0.5
     normed = (hidden / 2) ** 0.5  # what the norm multiplies them by
     eye, projections = torch.eye(SIZE), {}
-    for name, part, factor in (("q", "q", sharpness * SIZE**0.5 / 2**0.5), ("k", "k", 1.0), ("v", "v", 1.0)):
+    for name, part, factor in (
+        ("q", "q", sharpness * SIZE**0.5 / 2**0.5),
+        ("k", "k", 1.0),
+        ("v", "v", 1.0),
+    ):
         projections[name] = torch.zeros(SIZE, hidden)
         projections[name][:, at[part]] = eye * factor / normed
     out = torch.zeros(hidden, SIZE)

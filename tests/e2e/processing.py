@@ -25,7 +25,11 @@ class ShunArguments(BaseModel):
     @classmethod
     def _ids(cls, given: Any, info: ValidationInfo) -> Any:
         encode = (info.context or {}).get("encode")
-        return [token for one in given for token in (encode(one) if isinstance(one, str) else [one])] if isinstance(given, list) else given
+        return (
+            [token for one in given for token in (encode(one) if isinstance(one, str) else [one])]
+            if isinstance(given, list)
+            else given
+        )
 
 
 class Shun(LogitsProcessor):
@@ -38,7 +42,9 @@ class Shun(LogitsProcessor):
         device = self.context.device
         self.amounts = torch.zeros(max_rows + 1, device=device)
         self.windows = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self.spared = torch.zeros(max_rows + 1, self.context.vocab_size, dtype=torch.bool, device=device)
+        self.spared = torch.zeros(
+            max_rows + 1, self.context.vocab_size, dtype=torch.bool, device=device
+        )
         self.back = 1 + torch.arange(LONGEST, device=device)
 
     def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
@@ -54,7 +60,10 @@ class Shun(LogitsProcessor):
         places = self.context.history.lengths(lines).long()[:, None] - self.back
         near = (places >= 0) & (self.back <= self.windows[lines.rows][:, None])
         ids = self.context.history.token_ids[lines.rows[:, None], places.clamp(min=0)].long()
-        shunned = torch.zeros_like(logits, dtype=torch.int32).scatter_add_(1, ids, near.to(torch.int32)) > 0
+        shunned = (
+            torch.zeros_like(logits, dtype=torch.int32).scatter_add_(1, ids, near.to(torch.int32))
+            > 0
+        )
         logits.sub_((shunned & ~self.spared[lines.rows]) * self.amounts[lines.rows][:, None])
 
 
@@ -138,11 +147,15 @@ class Unready(Clip):
 def install(site: Site) -> None:
     """Offer all of them as the distribution dovetail-processing."""
     of = 'kind="logits_processor", api="0.1", target="tests.e2e.processing:'
-    specs = [f'{of}{name}", name={name.lower()!r}' for name in ("Shun", "Clip", "Faulty", "Unready")]
+    specs = [
+        f'{of}{name}", name={name.lower()!r}' for name in ("Shun", "Clip", "Faulty", "Unready")
+    ]
     site.install("dovetail-processing", modules={"processing_plugin": components(*specs)})
 
 
-def after(logits: torch.Tensor, history: Sequence[int], asked: Mapping[str, Mapping[str, Any]]) -> torch.Tensor:
+def after(
+    logits: torch.Tensor, history: Sequence[int], asked: Mapping[str, Mapping[str, Any]]
+) -> torch.Tensor:
     """Return logits [vocab] changed by `shun` and then `clip`, for a request with these arguments and tokens."""
     logits = logits.clone()
     if (shun := asked.get("shun")) is not None:
@@ -151,5 +164,7 @@ def after(logits: torch.Tensor, history: Sequence[int], asked: Mapping[str, Mapp
             logits[token] -= shun.get("amount", 2.0)
     if (clip := asked.get("clip")) is not None:
         largest = max(logits.tolist())
-        logits = torch.tensor([value if value >= largest - clip["width"] else -torch.inf for value in logits.tolist()])
+        logits = torch.tensor(
+            [value if value >= largest - clip["width"] else -torch.inf for value in logits.tolist()]
+        )
     return logits

@@ -40,10 +40,17 @@ def checkpoint(config: Any, seed: int = 0) -> Iterator[tuple[Path, Any]]:
         yield Path(directory), model
 
 
-def run(directory: Path, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **config: Any) -> list[RequestOutput]:
+def run(
+    directory: Path,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    **config: Any,
+) -> list[RequestOutput]:
     """The final outputs, in order of the prompts; every request finished, and no block lost."""
     outputs: dict[str, RequestOutput] = {}
-    with LLMEngine.from_config({"model": str(directory), "dtype": "float32", "generation_config": "none"}, **config) as engine:
+    with LLMEngine.from_config(
+        {"model": str(directory), "dtype": "float32", "generation_config": "none"}, **config
+    ) as engine:
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             engine.add_request(str(index), prompt, one)
         while engine.has_unfinished_requests():
@@ -57,7 +64,14 @@ def run(directory: Path, prompts: Sequence[Sequence[int]], params: Sequence[Samp
 
 
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind="final", **fields)
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind="final",
+        **fields,
+    )
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -65,7 +79,9 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def compare_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int], counts: Comparison) -> None:
+def compare_greedy(
+    model: Any, prompt: Sequence[int], tokens: Sequence[int], counts: Comparison
+) -> None:
     """Raises `AssertionError` at the first token that transformers would not have chosen and that is no tie."""
     ids = torch.tensor([[*prompt, *tokens]])
     choices = model(ids).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist()
@@ -74,6 +90,8 @@ def compare_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int], cou
         if ours != theirs:
             exact = copy.deepcopy(model).double()(ids).logits[0, len(prompt) - 1 + position]
             if abs(exact[ours] - exact[theirs]) > TIE:
-                raise AssertionError(f"token {position} after a prompt of {len(prompt)} is {ours}, transformers chose {theirs}")
+                raise AssertionError(
+                    f"token {position} after a prompt of {len(prompt)} is {ours}, transformers chose {theirs}"
+                )
             counts.ties += 1
             return

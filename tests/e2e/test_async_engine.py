@@ -46,21 +46,34 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"seed": 1, "max_tokens": 20, "ignore_eos": True, "detokenize": False, "output_kind": "delta", **fields})
+    return SamplingParams(
+        **{
+            "seed": 1,
+            "max_tokens": 20,
+            "ignore_eos": True,
+            "detokenize": False,
+            "output_kind": "delta",
+            **fields,
+        }
+    )
 
 
 ENDLESS = params(max_tokens=None)  # 95 tokens: long enough to be broken off
 
 
 async def tokens_of(stream: AsyncIterator[RequestOutput]) -> list[int]:
-    return [token async for output in stream for sample in output.outputs for token in sample.token_ids]
+    return [
+        token async for output in stream for sample in output.outputs for token in sample.token_ids
+    ]
 
 
 async def is_idle(engine: AsyncLLMEngine) -> bool:
     """Return True if the engine holds no other requests after finishing all earlier calls."""
     await asyncio.sleep(0)  # whoever was cancelled says so first
     await tokens_of(engine.generate("last", [1], params(max_tokens=1)))
-    return engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0
+    return (
+        engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0
+    )
 
 
 # Texts
@@ -83,11 +96,16 @@ class SlowTokenizer:
         return [len(prompt)]
 
 
-def test_no_request_waits_while_a_text_is_tokenized(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_while_a_text_is_tokenized(
+    fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = SlowTokenizer(fresh, monkeypatch)
 
     async def main() -> None:
-        texts = [asyncio.create_task(anext(fresh.generate(text, text, params(max_tokens=1)))) for text in ("a", "bb", "ccc")]
+        texts = [
+            asyncio.create_task(anext(fresh.generate(text, text, params(max_tokens=1))))
+            for text in ("a", "bb", "ccc")
+        ]
         assert await asyncio.to_thread(tokenizer.began.wait, PATIENCE_S)
         before = fresh.engine.now()
         assert len(await tokens_of(fresh.generate("ids", [1], params()))) == 20
@@ -101,7 +119,9 @@ def test_no_request_waits_while_a_text_is_tokenized(fresh: AsyncLLMEngine, monke
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel", "close", "die"])
-def test_a_request_that_ends_while_its_text_is_tokenized_never_begins(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_request_that_ends_while_its_text_is_tokenized_never_begins(
+    fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     tokenizer = SlowTokenizer(fresh, monkeypatch)
 
     async def main() -> None:
@@ -137,19 +157,28 @@ def test_a_request_that_ends_while_its_text_is_tokenized_never_begins(fresh: Asy
 
 
 @pytest.mark.slow("makes several engines or many tokens")
-def test_concurrent_streams_have_the_tokens_of_requests_that_run_alone(shared: AsyncLLMEngine) -> None:
+def test_concurrent_streams_have_the_tokens_of_requests_that_run_alone(
+    shared: AsyncLLMEngine,
+) -> None:
     prompts = [[i % 97] * (1 + i % 9) for i in range(30)]
     each = [params(seed=i) for i in range(30)]
 
     async def main() -> list[list[int]]:
-        return await asyncio.gather(*(tokens_of(shared.generate(str(i), prompts[i], each[i])) for i in range(30)))
+        return await asyncio.gather(
+            *(tokens_of(shared.generate(str(i), prompts[i], each[i])) for i in range(30))
+        )
 
     with LLM(**model()) as llm:
-        expected = [list(llm.generate([prompt], one, use_tqdm=False)[0].outputs[0].token_ids) for prompt, one in zip(prompts, each, strict=True)]
+        expected = [
+            list(llm.generate([prompt], one, use_tqdm=False)[0].outputs[0].token_ids)
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
     assert run(main()) == expected
 
 
-def test_a_stream_gives_every_token_once_and_ends_with_the_finished_output(shared: AsyncLLMEngine) -> None:
+def test_a_stream_gives_every_token_once_and_ends_with_the_finished_output(
+    shared: AsyncLLMEngine,
+) -> None:
     async def main() -> list[RequestOutput]:
         return [output async for output in shared.generate("a", [1, 2], params(max_tokens=7))]
 
@@ -159,7 +188,9 @@ def test_a_stream_gives_every_token_once_and_ends_with_the_finished_output(share
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta"])
-def test_a_reader_who_comes_late_gets_all_of_it_as_one_output(shared: AsyncLLMEngine, kind: str) -> None:
+def test_a_reader_who_comes_late_gets_all_of_it_as_one_output(
+    shared: AsyncLLMEngine, kind: str
+) -> None:
     asked = params(n=2, logprobs=2, max_tokens=40, output_kind=kind)
 
     async def main() -> list[RequestOutput]:
@@ -174,16 +205,32 @@ def test_a_reader_who_comes_late_gets_all_of_it_as_one_output(shared: AsyncLLMEn
     with LLM(**model()) as llm:
         [expected] = llm.generate([[1]], asked, use_tqdm=False)
     for index, sample in enumerate(expected.outputs):
-        parts = [one for output in (outputs if kind == "delta" else outputs[-1:]) for one in output.outputs if one.index == index]
+        parts = [
+            one
+            for output in (outputs if kind == "delta" else outputs[-1:])
+            for one in output.outputs
+            if one.index == index
+        ]
         assert [token for part in parts for token in part.token_ids] == list(sample.token_ids)
-        assert [list(one) for part in parts for one in part.logprobs or ()] == [list(one) for one in sample.logprobs or ()]
+        assert [list(one) for part in parts for one in part.logprobs or ()] == [
+            list(one) for one in sample.logprobs or ()
+        ]
         assert parts[-1].finish_reason == sample.finish_reason
 
 
 def test_fields_of_the_request_are_passed_on(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
         arrival = shared.engine.now()
-        async for output in shared.generate("a", [1], params(), arrival_time=arrival, priority=3, client="me", deadline=1.0, cache_salt="s"):
+        async for output in shared.generate(
+            "a",
+            [1],
+            params(),
+            arrival_time=arrival,
+            priority=3,
+            client="me",
+            deadline=1.0,
+            cache_salt="s",
+        ):
             assert output.metrics.arrival_time == arrival
 
     run(main())
@@ -239,11 +286,16 @@ def test_cancelling_the_task_aborts_the_request(shared: AsyncLLMEngine) -> None:
 
 def test_a_task_cancelled_before_its_first_output_leaves_nothing(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
-        tasks = [asyncio.create_task(tokens_of(shared.generate(str(i), [i], ENDLESS))) for i in range(20)]
+        tasks = [
+            asyncio.create_task(tokens_of(shared.generate(str(i), [i], ENDLESS))) for i in range(20)
+        ]
         await asyncio.sleep(0)  # each has asked, and none has heard
         for task in tasks:
             task.cancel()
-        assert all(isinstance(result, asyncio.CancelledError) for result in await asyncio.gather(*tasks, return_exceptions=True))
+        assert all(
+            isinstance(result, asyncio.CancelledError)
+            for result in await asyncio.gather(*tasks, return_exceptions=True)
+        )
         assert await is_idle(shared)
 
     run(main())
@@ -272,17 +324,27 @@ def test_several_requests_are_aborted_at_once(shared: AsyncLLMEngine, kind: Any)
         began = [list((await anext(stream)).outputs[0].token_ids) for stream in streams]
         await shared.abort(kind(["a", "nobody", "c"]))
         rest = await asyncio.gather(*(tokens_of(stream) for stream in streams))
-        assert [len(first + more) == 95 for first, more in zip(began, rest, strict=True)] == [False, True, False]
+        assert [len(first + more) == 95 for first, more in zip(began, rest, strict=True)] == [
+            False,
+            True,
+            False,
+        ]
         assert await is_idle(shared)
 
     run(main())
 
 
-@pytest.mark.parametrize("wrong", [None, 5, {}, {"a": 1}, b"a", [5], [["a"]], ["a", None], Ellipsis], ids=str)
-def test_an_invalid_id_is_rejected_in_the_caller_without_affecting_others(shared: AsyncLLMEngine, wrong: Any) -> None:
+@pytest.mark.parametrize(
+    "wrong", [None, 5, {}, {"a": 1}, b"a", [5], [["a"]], ["a", None], Ellipsis], ids=str
+)
+def test_an_invalid_id_is_rejected_in_the_caller_without_affecting_others(
+    shared: AsyncLLMEngine, wrong: Any
+) -> None:
     async def main() -> None:
         other = asyncio.create_task(tokens_of(shared.generate("a", [3], params())))
-        with pytest.raises(RequestError, match="a request id must be a string, and several a list of strings"):
+        with pytest.raises(
+            RequestError, match="a request id must be a string, and several a list of strings"
+        ):
             await shared.abort(wrong)
         assert len(await other) == 20
 
@@ -320,7 +382,9 @@ def test_a_loop_that_ends_silently_does_not_affect_others(shared: AsyncLLMEngine
     ],
     ids=str,
 )
-def test_errors_of_a_request_reach_its_caller_alone(shared: AsyncLLMEngine, prompt: Any, fields: dict[str, Any], error: type[Exception]) -> None:
+def test_errors_of_a_request_reach_its_caller_alone(
+    shared: AsyncLLMEngine, prompt: Any, fields: dict[str, Any], error: type[Exception]
+) -> None:
     async def main() -> None:
         other = asyncio.create_task(tokens_of(shared.generate("other", [3], params())))
         with pytest.raises(error):
@@ -365,14 +429,20 @@ def test_an_unforeseen_error_in_taking_a_request_is_its_callers_alone(
 
 def test_other_threads_may_ask_the_engine_itself(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
-        streams = [asyncio.create_task(tokens_of(shared.generate(str(i), [i], ENDLESS))) for i in range(4)]
+        streams = [
+            asyncio.create_task(tokens_of(shared.generate(str(i), [i], ENDLESS))) for i in range(4)
+        ]
         while not all(stream.done() for stream in streams):
             assert await asyncio.to_thread(shared.engine.get_num_unfinished_requests) <= 4
             assert await asyncio.to_thread(lambda: shared.engine.stats().running) <= 4
             await asyncio.to_thread(shared.engine.reset_prefix_cache)
         assert [len(stream.result()) for stream in streams] == [95] * 4
-        waiting = asyncio.create_task(anext(shared.generate("future", [1], params(), arrival_time=1e9)))
-        assert len(await tokens_of(shared.generate("present", [1], params()))) == 20  # now it sleeps
+        waiting = asyncio.create_task(
+            anext(shared.generate("future", [1], params(), arrival_time=1e9))
+        )
+        assert (
+            len(await tokens_of(shared.generate("present", [1], params()))) == 20
+        )  # now it sleeps
         assert await asyncio.to_thread(shared.engine.get_num_unfinished_requests) == 1
         waiting.cancel()
         assert await is_idle(shared)
@@ -383,7 +453,9 @@ def test_other_threads_may_ask_the_engine_itself(shared: AsyncLLMEngine) -> None
 # The engine's end
 
 
-def test_the_engines_death_reaches_every_stream(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_death_reaches_every_stream(
+    fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor, steps = fresh.engine.core.executor, []
     submit = executor.submit
 
@@ -396,9 +468,14 @@ def test_the_engines_death_reaches_every_stream(fresh: AsyncLLMEngine, monkeypat
     monkeypatch.setattr(executor, "submit", dies)
 
     async def main() -> None:
-        streams = [tokens_of(fresh.generate(str(i), [i], params(max_tokens=None, n=1 + i % 2))) for i in range(12)]
+        streams = [
+            tokens_of(fresh.generate(str(i), [i], params(max_tokens=None, n=1 + i % 2)))
+            for i in range(12)
+        ]
         results = await asyncio.gather(*streams, return_exceptions=True)
-        assert {(type(result), "the device is gone" in str(result)) for result in results} == {(EngineDeadError, True)}
+        assert {(type(result), "the device is gone" in str(result)) for result in results} == {
+            (EngineDeadError, True)
+        }
         assert len({id(result) for result in results}) == 12, "each has an error of its own"
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await tokens_of(fresh.generate("late", [1], params()))
@@ -407,11 +484,16 @@ def test_the_engines_death_reaches_every_stream(fresh: AsyncLLMEngine, monkeypat
     run(main())
 
 
-def test_an_error_outside_of_the_core_reaches_every_stream_too(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_outside_of_the_core_reaches_every_stream_too(
+    fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fresh.engine._builder, "build", lambda *_: 1 / 0)
 
     async def main() -> None:
-        results = await asyncio.gather(*(tokens_of(fresh.generate(str(i), [i], ENDLESS)) for i in range(3)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(tokens_of(fresh.generate(str(i), [i], ENDLESS)) for i in range(3)),
+            return_exceptions=True,
+        )
         assert {type(result) for result in results} == {EngineDeadError}
         assert "ZeroDivisionError" in str(results[0])
 
@@ -452,11 +534,16 @@ MANY = 2_000  # without an end they would take the interpreter from the engine's
 def test_whoever_comes_as_it_closes_gets_tokens_or_an_error(asked: int) -> None:
     async def main() -> None:
         engine = AsyncLLMEngine.from_config(model())
-        tasks = [asyncio.create_task(tokens_of(engine.generate(str(i), [i], params()))) for i in range(asked)]
+        tasks = [
+            asyncio.create_task(tokens_of(engine.generate(str(i), [i], params())))
+            for i in range(asked)
+        ]
         closing = asyncio.create_task(asyncio.to_thread(engine.close))
         while not closing.done():
             if len(tasks) < MANY:
-                tasks.append(asyncio.create_task(tokens_of(engine.generate(str(len(tasks)), [1], params()))))
+                tasks.append(
+                    asyncio.create_task(tokens_of(engine.generate(str(len(tasks)), [1], params())))
+                )
             await asyncio.sleep(0)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineDeadError) or len(result) == 20  # type: ignore[arg-type]
@@ -479,13 +566,17 @@ def test_its_context_closes_it() -> None:
 
 def test_a_request_of_the_far_future_does_not_delay_others(fresh: AsyncLLMEngine) -> None:
     async def main() -> None:
-        future = asyncio.create_task(tokens_of(fresh.generate("future", [1], params(), arrival_time=1e9)))
+        future = asyncio.create_task(
+            tokens_of(fresh.generate("future", [1], params(), arrival_time=1e9))
+        )
         for i in range(5):
             assert len(await tokens_of(fresh.generate(str(i), [1], params()))) == 20
         assert not future.done()
         future.cancel()
         assert await is_idle(fresh)
-        waiting = asyncio.create_task(tokens_of(fresh.generate("waiting", [1], params(), arrival_time=1e9)))
+        waiting = asyncio.create_task(
+            tokens_of(fresh.generate("waiting", [1], params(), arrival_time=1e9))
+        )
         assert len(await tokens_of(fresh.generate("a", [1], params()))) == 20
         await asyncio.to_thread(fresh.close)
         with pytest.raises(EngineDeadError):
@@ -497,7 +588,10 @@ def test_a_request_of_the_far_future_does_not_delay_others(fresh: AsyncLLMEngine
 def test_a_virtual_clock_passes_over_the_time_until_an_arrival() -> None:
     async def main() -> None:
         async with AsyncLLMEngine(LLMEngine.from_config(model(), clock=VirtualClock())) as engine:
-            assert len(await tokens_of(engine.generate("future", [1], params(), arrival_time=1e9))) == 20
+            assert (
+                len(await tokens_of(engine.generate("future", [1], params(), arrival_time=1e9)))
+                == 20
+            )
             assert engine.engine.now() >= 1e9
 
     run(main())

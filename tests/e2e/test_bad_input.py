@@ -22,7 +22,15 @@ from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from dovetail.api.clock import VirtualClock, WallClock
-from dovetail.errors import ConfigError, DovetailError, EngineDeadError, ModelLoadError, PluginError, RequestError, UnsupportedError
+from dovetail.errors import (
+    ConfigError,
+    DovetailError,
+    EngineDeadError,
+    ModelLoadError,
+    PluginError,
+    RequestError,
+    UnsupportedError,
+)
 from dovetail.limits import Limits
 from dovetail.registry.registry import Registry
 from tests.e2e.test_same_tokens import model_dir
@@ -44,7 +52,9 @@ COMPANY = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
-    with LLMEngine.from_config({"model": "demo", "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 24}) as engine:
+    with LLMEngine.from_config(
+        {"model": "demo", "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+    ) as engine:
         yield engine
 
 
@@ -69,11 +79,16 @@ def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
 
 
 def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
-    return {request_id: [list(sample.token_ids) for sample in outputs[request_id].outputs] for request_id in COMPANY}
+    return {
+        request_id: [list(sample.token_ids) for sample in outputs[request_id].outputs]
+        for request_id in COMPANY
+    }
 
 
 @contextmanager
-def in_company(engine: LLMEngine, alone: dict[str, list[list[int]]]) -> Iterator[dict[str, RequestOutput]]:
+def in_company(
+    engine: LLMEngine, alone: dict[str, list[list[int]]]
+) -> Iterator[dict[str, RequestOutput]]:
     """Run other requests at the same time, which end with the same tokens as alone. Yields the outputs of all, filled at the end."""
     invite(engine)
     engine.step()
@@ -153,7 +168,11 @@ PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "said"), PROMPTS, ids=lambda value: None if isinstance(value, str) else type(value).__name__)
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    PROMPTS,
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
 def test_a_wrong_prompt_is_refused(engine: LLMEngine, prompt: Any, said: str) -> None:
     require_refused(engine, said, prompt=prompt)
 
@@ -252,7 +271,10 @@ anything = st.recursive(
     | st.text(max_size=3)
     | st.binary(max_size=3)
     | st.sampled_from([10**400, np.float32(2), np.int8(1)]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=2), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.integers() | st.text(max_size=2), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -278,26 +300,43 @@ def test_anything_at_all_is_either_taken_or_refused_by_name(name: str, value: An
         ({"truncate_prompt_tokens": 0}, "1 or more, -1 or None, got 0"),
     ],
 )
-def test_parameters_that_contradict_each_other_are_refused(fields: dict[str, Any], said: str) -> None:
+def test_parameters_that_contradict_each_other_are_refused(
+    fields: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         SamplingParams(**fields)
 
 
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
-    ({"stop_token_ids": [1024]}, "stop_token_ids: token id 1024 is out of the vocabulary: allowed are 0 to 1023"),
-    ({"allowed_token_ids": [1, HUGE]}, "allowed_token_ids: token id a value of type int is out of the vocabulary"),
+    (
+        {"stop_token_ids": [1024]},
+        "stop_token_ids: token id 1024 is out of the vocabulary: allowed are 0 to 1023",
+    ),
+    (
+        {"allowed_token_ids": [1, HUGE]},
+        "allowed_token_ids: token id a value of type int is out of the vocabulary",
+    ),
     ({"logit_bias": {4096: 1.0}}, "logit_bias: token id 4096"),
-    ({"extra_args": {"beam_width": 4}}, "extra_args: 'beam_width' means nothing to sampler default; it understands: none"),
+    (
+        {"extra_args": {"beam_width": 4}},
+        "extra_args: 'beam_width' means nothing to sampler default; it understands: none",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "said"), UNKNOWN)
-def test_what_this_model_and_these_components_do_not_know_is_refused(engine: LLMEngine, fields: dict[str, Any], said: str) -> None:
+def test_what_this_model_and_these_components_do_not_know_is_refused(
+    engine: LLMEngine, fields: dict[str, Any], said: str
+) -> None:
     require_refused(engine, said, params=SamplingParams(**fields))
 
 
 def test_parameters_must_be_sampling_params(engine: LLMEngine) -> None:
-    require_refused(engine, "params must be SamplingParams or PoolingParams, got dict", params={"temperature": 0})
+    require_refused(
+        engine,
+        "params must be SamplingParams or PoolingParams, got dict",
+        params={"temperature": 0},
+    )
 
 
 EXTREME: list[dict[str, Any]] = [
@@ -315,7 +354,11 @@ EXTREME: list[dict[str, Any]] = [
     {"repetition_penalty": 100, "presence_penalty": 2, "frequency_penalty": 2},
     {"logit_bias": dict.fromkeys(range(1024), -100)},
     {"allowed_token_ids": [3]},
-    {"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 5},  # all that is allowed is kept out
+    {
+        "allowed_token_ids": [3],
+        "stop_token_ids": [3],
+        "min_tokens": 5,
+    },  # all that is allowed is kept out
     {"allowed_token_ids": [0], "min_tokens": 5},  # EOS alone
     {"allowed_token_ids": [3], "bad_words": ["$"]},
     {"stop_token_ids": list(range(1024)), "min_tokens": 3},
@@ -328,7 +371,9 @@ EXTREME: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", EXTREME, ids=lambda fields: ",".join(fields))
-def test_extreme_but_allowed_values_do_not_affect_others(engine: LLMEngine, alone: Any, fields: dict[str, Any]) -> None:
+def test_extreme_but_allowed_values_do_not_affect_others(
+    engine: LLMEngine, alone: Any, fields: dict[str, Any]
+) -> None:
     with in_company(engine, alone) as outputs:
         engine.add_request("extreme", "ROMEO:", SamplingParams(**{"max_tokens": 8, **fields}))
     assert {sample.finish_reason for sample in outputs["extreme"].outputs} <= {"length", "stop"}
@@ -337,20 +382,35 @@ def test_extreme_but_allowed_values_do_not_affect_others(engine: LLMEngine, alon
 def test_more_log_probabilities_than_tokens_in_the_vocabulary_are_refused() -> None:
     with LLM(model_dir(), limits={"max_logprobs": 1000}) as llm:
         for name in ("logprobs", "prompt_logprobs"):
-            with pytest.raises(RequestError, match=f"{name} must be at most the vocabulary's 97 tokens, got 98"):
+            with pytest.raises(
+                RequestError, match=f"{name} must be at most the vocabulary's 97 tokens, got 98"
+            ):
                 llm.generate([1], SamplingParams(detokenize=False, **{name: 98}))
 
 
-def test_bad_words_without_tokens_are_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_words_without_tokens_are_refused(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spelled = {"zzz": [], " zzz": [], "a": [1], " a": []}
-    monkeypatch.setattr(engine.tokenizer, "encode_all", lambda texts, special_tokens=True: [spelled[text] for text in texts])
+    monkeypatch.setattr(
+        engine.tokenizer,
+        "encode_all",
+        lambda texts, special_tokens=True: [spelled[text] for text in texts],
+    )
     with pytest.raises(RequestError, match="bad_words: 'zzz' is no token"):
         engine.add_request("bad", "a", SamplingParams(bad_words=["a", "zzz"]))
 
 
 def test_parameters_of_numpy_become_plain_numbers() -> None:
-    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=[np.int32(4)], logit_bias={np.int64(1): np.float64(2)})
-    assert params == SamplingParams(temperature=0.5, top_k=3, stop_token_ids=[4], logit_bias={1: 2.0})
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        stop_token_ids=[np.int32(4)],
+        logit_bias={np.int64(1): np.float64(2)},
+    )
+    assert params == SamplingParams(
+        temperature=0.5, top_k=3, stop_token_ids=[4], logit_bias={1: 2.0}
+    )
 
 
 # The other fields of a request
@@ -358,11 +418,17 @@ def test_parameters_of_numpy_become_plain_numbers() -> None:
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"request_id": ""}, "request_id must be a non-empty string"),
     ({"request_id": None}, "request_id must be a non-empty string, got None"),
-    ({"arrival_time": math.nan}, "arrival_time must be a finite number of seconds or None, got nan"),
+    (
+        {"arrival_time": math.nan},
+        "arrival_time must be a finite number of seconds or None, got nan",
+    ),
     ({"arrival_time": "now"}, "arrival_time must be a finite number"),
     ({"arrival_time": HUGE}, "arrival_time must be a finite number"),
     ({"deadline": math.inf}, "deadline must be a finite number of seconds or None, got inf"),
-    ({"arrival_time": -1e308}, r"arrival_time must be .* got -1e\+308: on the engine's clock \(engine.now\(\)\), from -1e\+09 to 1e\+09"),
+    (
+        {"arrival_time": -1e308},
+        r"arrival_time must be .* got -1e\+308: on the engine's clock \(engine.now\(\)\), from -1e\+09 to 1e\+09",
+    ),
     ({"arrival_time": 1e10}, "on the engine's clock"),  # it would wait for centuries
     ({"deadline": 1e10}, "deadline must be .* on the engine's clock"),
     ({"deadline": True}, "deadline must be a finite number"),
@@ -382,8 +448,14 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "said"), FIELDS, ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)
-def test_a_wrong_field_is_rejected_by_name(engine: LLMEngine, fields: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    FIELDS,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_wrong_field_is_rejected_by_name(
+    engine: LLMEngine, fields: dict[str, Any], said: str
+) -> None:
     require_refused(engine, said, **fields)
 
 
@@ -402,27 +474,51 @@ def test_a_wrong_field_is_rejected_by_name(engine: LLMEngine, fields: dict[str, 
     ],
     ids=ascii,
 )
-def test_a_strange_field_does_not_affect_others(engine: LLMEngine, alone: Any, fields: dict[str, Any]) -> None:
+def test_a_strange_field_does_not_affect_others(
+    engine: LLMEngine, alone: Any, fields: dict[str, Any]
+) -> None:
     with in_company(engine, alone) as outputs:
         engine.add_request("strange", "a", SamplingParams(max_tokens=2), **fields)
     assert outputs["strange"].finished
 
 
 EXTREME_FIELDS: list[dict[str, Any]] = [
-    {"priority": -(2**63), "deadline": -1e9, "predicted_tokens": 0, "ttft_deadline": 1e9, "tbt_s": 5e-324},
-    {"priority": MOST, "deadline": 1e9, "predicted_tokens": MOST, "ttft_deadline": -1e9, "tbt_s": 1e9},
+    {
+        "priority": -(2**63),
+        "deadline": -1e9,
+        "predicted_tokens": 0,
+        "ttft_deadline": 1e9,
+        "tbt_s": 5e-324,
+    },
+    {
+        "priority": MOST,
+        "deadline": 1e9,
+        "predicted_tokens": MOST,
+        "ttft_deadline": -1e9,
+        "tbt_s": 1e9,
+    },
     {"arrival_time": -1e9},
     {"arrival_time": -1e9, "priority": MOST, "client": "\ud800"},
 ]
 
 
-@pytest.mark.parametrize("name", sorted(component.qualified_name for component in Registry.discover().components("scheduler")))
+@pytest.mark.parametrize(
+    "name",
+    sorted(component.qualified_name for component in Registry.discover().components("scheduler")),
+)
 def test_every_policy_counts_with_the_most_extreme_fields(name: str) -> None:
-    config = {"max_model_len": 64, "max_num_seqs": 2, "scheduler": name, "executor": {"name": "simulated", "num_blocks": 20}}
+    config = {
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "scheduler": name,
+        "executor": {"name": "simulated", "num_blocks": 20},
+    }
     finished = set()
     with LLMEngine.from_config(config) as engine:
         for index, fields in enumerate(EXTREME_FIELDS * 2):
-            engine.add_request(str(index), [5] * 20, SamplingParams(max_tokens=8, detokenize=False), **fields)
+            engine.add_request(
+                str(index), [5] * 20, SamplingParams(max_tokens=8, detokenize=False), **fields
+            )
         finished = set(drain(engine))
     assert finished == set(map(str, range(len(EXTREME_FIELDS) * 2)))
 
@@ -447,13 +543,34 @@ class Liar(int):
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "vtc", "lcf", "rpm", "priority", "lightllm"])
 def test_a_subclass_of_str_is_taken_as_text(scheduler: str) -> None:
-    config = {"max_model_len": 64, "scheduler": scheduler, "executor": {"name": "simulated", "num_blocks": 20}}
+    config = {
+        "max_model_len": 64,
+        "scheduler": scheduler,
+        "executor": {"name": "simulated", "num_blocks": 20},
+    }
     params = SamplingParams(max_tokens=2, detokenize=False, stop_token_ids=[Liar(3)])
     with LLMEngine.from_config(config) as engine:
-        engine.add_request(Hostile("a"), [5], params, client=Hostile("me"), cache_salt=Hostile("salt"), priority=Liar(3), deadline=np.float32(1))
+        engine.add_request(
+            Hostile("a"),
+            [5],
+            params,
+            client=Hostile("me"),
+            cache_salt=Hostile("salt"),
+            priority=Liar(3),
+            deadline=np.float32(1),
+        )
         [live] = engine.core._requests.values()
-        assert (live.id, live.client, live.cache_keys, live.priority) == ("a", "me", ("salt:salt",), 3)
-        assert {type(value) for value in (live.id, live.client, live.priority, live.deadline)} == {str, int, float}
+        assert (live.id, live.client, live.cache_keys, live.priority) == (
+            "a",
+            "me",
+            ("salt:salt",),
+            3,
+        )
+        assert {type(value) for value in (live.id, live.client, live.priority, live.deadline)} == {
+            str,
+            int,
+            float,
+        }
         assert drain(engine)["a"].finished
         engine.add_request("b", [5], params)
         engine.abort_request(Hostile("b"))
@@ -463,13 +580,21 @@ def test_a_subclass_of_str_is_taken_as_text(scheduler: str) -> None:
 def test_a_number_that_lies_of_its_size_is_refused(engine: LLMEngine) -> None:
     for fields in ({"priority": Liar(10**400)}, {"predicted_tokens": Liar(-1)}):
         require_refused(engine, "must be an integer from", **fields)
-    for wrong in ({"top_k": Liar(-5)}, {"stop_token_ids": [Liar(-5)]}, {"logit_bias": {Liar(-5): 1}}):
+    for wrong in (
+        {"top_k": Liar(-5)},
+        {"stop_token_ids": [Liar(-5)]},
+        {"logit_bias": {Liar(-5): 1}},
+    ):
         with pytest.raises(RequestError, match=r"integer >=|token ids >="):
             SamplingParams(**wrong)
 
 
 def test_whoever_dates_a_request_back_comes_after_those_who_were_seen() -> None:
-    config = {"max_model_len": 64, "max_num_seqs": 1, "executor": {"name": "simulated", "num_blocks": 20}}
+    config = {
+        "max_model_len": 64,
+        "max_num_seqs": 1,
+        "executor": {"name": "simulated", "num_blocks": 20},
+    }
     params = SamplingParams(max_tokens=2, detokenize=False)
     with LLMEngine.from_config(config, clock=VirtualClock()) as engine:
         for index in range(3):
@@ -494,14 +619,21 @@ def test_no_more_requests_wait_than_the_limit_says() -> None:
         with llm.stream([[5]] * 5, params):
             llm.engine.abort_request("1")
             llm.engine.add_request("again", [5], params)
-            with pytest.raises(RequestError, match=r"^unfinished requests must be at most 3 \(limits.max_waiting\), got 4$"):
+            with pytest.raises(
+                RequestError,
+                match=r"^unfinished requests must be at most 3 \(limits.max_waiting\), got 4$",
+            ):
                 llm.engine.add_request("more", [5], params)
         drain(llm.engine)
         llm.engine.add_request("more", [5], params)
 
 
 def test_a_limit_of_none_takes_any_number() -> None:
-    config = {"max_model_len": 64, "limits": {"max_waiting": None}, "executor": {"name": "simulated", "num_blocks": 20}}
+    config = {
+        "max_model_len": 64,
+        "limits": {"max_waiting": None},
+        "executor": {"name": "simulated", "num_blocks": 20},
+    }
     with LLMEngine.from_config(config) as engine:
         engine.add_request("a", [5], SamplingParams(detokenize=False))
 
@@ -523,7 +655,13 @@ ROOM = {
     "max_grammar_chars": 9,
     "max_grammar_depth": 2,
 }
-SPARED = {"n": 2, "stop": ["ab", "cdefghi"], "stop_token_ids": [1, 2], "bad_words": ["a", "b"], "logit_bias": {1: 1, 2: 1}} | {
+SPARED = {
+    "n": 2,
+    "stop": ["ab", "cdefghi"],
+    "stop_token_ids": [1, 2],
+    "bad_words": ["a", "b"],
+    "logit_bias": {1: 1, 2: 1},
+} | {
     "allowed_token_ids": [1, 2],
     "logprobs": 2,
     "prompt_logprobs": 2,
@@ -555,17 +693,27 @@ TOO_FAR: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[LLMEngine]:
-    with LLMEngine.from_config({"model": "demo", "max_model_len": MAX_LEN, "limits": ROOM}) as engine:
+    with LLMEngine.from_config(
+        {"model": "demo", "max_model_len": MAX_LEN, "limits": ROOM}
+    ) as engine:
         yield engine
 
 
-@pytest.mark.parametrize(("limit", "params", "fields"), TOO_FAR, ids=[limit for limit, _, _ in TOO_FAR])
+@pytest.mark.parametrize(
+    ("limit", "params", "fields"), TOO_FAR, ids=[limit for limit, _, _ in TOO_FAR]
+)
 def test_what_goes_beyond_a_limit_is_refused_with_its_name_and_value(
     narrow: LLMEngine, limit: str, params: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    with pytest.raises(RequestError, match=rf"at most {ROOM[limit]}\b.*\(limits.{limit}\)") as refused:
-        narrow.add_request(**{"request_id": "bad", "prompt": "a", "params": SamplingParams(**params), **fields})
-    assert str(refused.value).startswith(next(iter(params | fields), "the prompt")) or "the prompt" in str(refused.value)
+    with pytest.raises(
+        RequestError, match=rf"at most {ROOM[limit]}\b.*\(limits.{limit}\)"
+    ) as refused:
+        narrow.add_request(
+            **{"request_id": "bad", "prompt": "a", "params": SamplingParams(**params), **fields}
+        )
+    assert str(refused.value).startswith(
+        next(iter(params | fields), "the prompt")
+    ) or "the prompt" in str(refused.value)
     assert not narrow.has_unfinished_requests()
 
 
@@ -576,33 +724,69 @@ def test_what_goes_up_to_the_limits_is_taken(narrow: LLMEngine) -> None:
 
 
 def test_every_limit_has_a_request_that_goes_too_far() -> None:
-    of_chats = {"max_chat_chars", "max_template_chars", "max_template_s", "max_template_bytes"}  # see test_chat_limits
-    of_prompts = {"max_inputs", "max_request_chars", "max_samples", "max_answer_bytes"}  # see tests/server: test_pooling.py, test_completions.py
+    of_chats = {
+        "max_chat_chars",
+        "max_template_chars",
+        "max_template_s",
+        "max_template_bytes",
+    }  # see test_chat_limits
+    of_prompts = {
+        "max_inputs",
+        "max_request_chars",
+        "max_samples",
+        "max_answer_bytes",
+    }  # see tests/server: test_pooling.py, test_completions.py
     of_bodies = {"max_json_parts", "max_json_depth"}  # see tests/server/test_bodies.py
     others = {"max_waiting", "max_grammar_s"} | of_prompts | of_bodies  # see tests/structured
-    assert set(ROOM) == set(Limits.model_fields) - of_chats - others == {limit for limit, _, _ in TOO_FAR}
+    assert (
+        set(ROOM)
+        == set(Limits.model_fields) - of_chats - others
+        == {limit for limit, _, _ in TOO_FAR}
+    )
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(engine: LLMEngine, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    engine: LLMEngine, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     most = MAX_LEN * engine.tokenizer.longest_token
-    monkeypatch.setattr(engine.tokenizer, "encode_all", lambda *arguments: pytest.fail("it was tokenized"))
-    with pytest.raises(RequestError, match=rf"{most + 1} characters: at most {most} are tokenized \(limits.max_prompt_chars\)"):
+    monkeypatch.setattr(
+        engine.tokenizer, "encode_all", lambda *arguments: pytest.fail("it was tokenized")
+    )
+    with pytest.raises(
+        RequestError,
+        match=rf"{most + 1} characters: at most {most} are tokenized \(limits.max_prompt_chars\)",
+    ):
         engine.add_request("bad", "a" * (most + 1))
 
 
-def test_the_longest_text_of_as_many_tokens_as_the_model_takes_is_tokenized(engine: LLMEngine, alone: Any) -> None:
+def test_the_longest_text_of_as_many_tokens_as_the_model_takes_is_tokenized(
+    engine: LLMEngine, alone: Any
+) -> None:
     longest = max((engine.tokenizer.decode([token]) for token in range(1024)), key=len)
     with in_company(engine, alone) as outputs:
-        engine.add_request("long", longest * 40, SamplingParams(max_tokens=1, truncate_prompt_tokens=-1))
+        engine.add_request(
+            "long", longest * 40, SamplingParams(max_tokens=1, truncate_prompt_tokens=-1)
+        )
     assert outputs["long"].prompt == longest * 40
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, [7]), (2, [12, 7]), (3, [500, 12, 7]), (9, [500, 12, 7]), (-1, [500, 12, 7])])
-def test_a_prompt_is_truncated_to_its_last_tokens(engine: LLMEngine, alone: Any, keep: int, kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [(1, [7]), (2, [12, 7]), (3, [500, 12, 7]), (9, [500, 12, 7]), (-1, [500, 12, 7])],
+)
+def test_a_prompt_is_truncated_to_its_last_tokens(
+    engine: LLMEngine, alone: Any, keep: int, kept: list[int]
+) -> None:
     with in_company(engine, alone) as outputs:
-        engine.add_request("short", [500, 12, 7], SamplingParams(max_tokens=1, truncate_prompt_tokens=keep))
-        engine.add_request("text", "ROMEO: JULIET", SamplingParams(max_tokens=1, truncate_prompt_tokens=keep))
-        engine.add_request("long", np.arange(1, 500), SamplingParams(max_tokens=1, truncate_prompt_tokens=-1))
+        engine.add_request(
+            "short", [500, 12, 7], SamplingParams(max_tokens=1, truncate_prompt_tokens=keep)
+        )
+        engine.add_request(
+            "text", "ROMEO: JULIET", SamplingParams(max_tokens=1, truncate_prompt_tokens=keep)
+        )
+        engine.add_request(
+            "long", np.arange(1, 500), SamplingParams(max_tokens=1, truncate_prompt_tokens=-1)
+        )
     assert list(outputs["short"].prompt_token_ids) == kept
     whole = engine.tokenizer.encode("ROMEO: JULIET")
     assert list(outputs["text"].prompt_token_ids) == (whole if keep < 0 else whole[-keep:])
@@ -620,7 +804,9 @@ def test_objects_given_to_components_are_copies_of_the_caller_s(engine: LLMEngin
     assert checked.levels == [1]
 
 
-def test_a_sample_whose_id_is_taken_refuses_its_request_and_leaves_nothing(engine: LLMEngine, alone: Any) -> None:
+def test_a_sample_whose_id_is_taken_refuses_its_request_and_leaves_nothing(
+    engine: LLMEngine, alone: Any
+) -> None:
     with in_company(engine, alone) as outputs:
         engine.add_request("a#1", "a", SamplingParams(max_tokens=2))
         with pytest.raises(RequestError, match="'a#1' is in the engine already"):
@@ -635,7 +821,9 @@ def test_aborting_an_unknown_id_is_ignored(engine: LLMEngine, alone: Any) -> Non
         engine.abort_request(["nobody", "none"])
 
 
-def test_an_aborted_request_is_never_heard_of_again_and_its_id_is_free(engine: LLMEngine, alone: Any) -> None:
+def test_an_aborted_request_is_never_heard_of_again_and_its_id_is_free(
+    engine: LLMEngine, alone: Any
+) -> None:
     with in_company(engine, alone) as outputs:
         engine.add_request("gone", "a", SamplingParams(n=3, max_tokens=30))
         engine.step()
@@ -647,7 +835,9 @@ def test_an_aborted_request_is_never_heard_of_again_and_its_id_is_free(engine: L
 
 def test_more_tokens_than_there_is_room_for_are_clipped(engine: LLMEngine, alone: Any) -> None:
     with in_company(engine, alone) as outputs:
-        engine.add_request("long", [500, 12, 7], SamplingParams(max_tokens=10_000, min_tokens=9_000, temperature=0))
+        engine.add_request(
+            "long", [500, 12, 7], SamplingParams(max_tokens=10_000, min_tokens=9_000, temperature=0)
+        )
     assert len(outputs["long"].outputs[0].token_ids) == MAX_LEN - 3
     assert outputs["long"].outputs[0].finish_reason == "length"
 
@@ -656,7 +846,12 @@ def test_a_request_of_the_future_is_slept_for() -> None:
     clock = VirtualClock()
     with LLMEngine.from_config({"model": str(model_dir())}, clock=clock) as engine:
         for request_id, arrival in (("late", 1e9), ("soon", 5.0), ("past", -5.0)):
-            engine.add_request(request_id, [1], SamplingParams(max_tokens=2, detokenize=False), arrival_time=arrival)
+            engine.add_request(
+                request_id,
+                [1],
+                SamplingParams(max_tokens=2, detokenize=False),
+                arrival_time=arrival,
+            )
         first_seen: dict[str, float] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -680,7 +875,11 @@ def test_a_wall_clock_waits_for_any_instant(monkeypatch: pytest.MonkeyPatch) -> 
 CONFIGS: list[tuple[dict[str, Any], type[DovetailError], str]] = [
     ({"modle": "demo"}, ConfigError, "modle: unknown key, did you mean model"),
     ({"scheduler": "fcsf"}, PluginError, "unknown scheduler 'fcsf', did you mean fcfs"),
-    ({"scheduler": {"name": "priority", "agin_s": 1}}, ConfigError, "scheduler.agin_s: unknown option, did you mean aging_s"),
+    (
+        {"scheduler": {"name": "priority", "agin_s": 1}},
+        ConfigError,
+        "scheduler.agin_s: unknown option, did you mean aging_s",
+    ),
     ({"kv_cache": {"name": "prefix", "reuse": "perhaps"}}, ConfigError, "kv_cache.reuse"),
     ({"observers": ["log", "nope"]}, PluginError, "observers.1: unknown observer 'nope'"),
     ({"observers": [{"name": "log", "every_s": -1}]}, ConfigError, "every_s"),
@@ -693,49 +892,96 @@ CONFIGS: list[tuple[dict[str, Any], type[DovetailError], str]] = [
         "(?s)with block_size: 7:.*dovetail:triton",
         marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
     ),
-    ({"max_model_len": 2000}, UnsupportedError, "max_model_len: 2000 tokens is more than this model's own length of 1024"),
+    (
+        {"max_model_len": 2000},
+        UnsupportedError,
+        "max_model_len: 2000 tokens is more than this model's own length of 1024",
+    ),
     ({"max_model_len": True}, ConfigError, "max_model_len"),
     ({"max_num_seqs": 0}, ConfigError, "max_num_seqs: expected greater than 0"),
-    ({"max_num_seqs": 2**31 - 1}, UnsupportedError, "executor dovetail:local can't start: .* lower max_num_seqs"),
+    (
+        {"max_num_seqs": 2**31 - 1},
+        UnsupportedError,
+        "executor dovetail:local can't start: .* lower max_num_seqs",
+    ),
     ({"kv_cache_memory": 10**18}, UnsupportedError, "can't start: .* lower .*kv_cache_memory"),
-    ({"kv_cache_memory": "1MiB"}, ConfigError, "can't hold one sequence of max_model_len: 1024 tokens .* raise kv_cache_memory to"),
-    ({"executor": {"name": "local", "num_blocks": 2}}, ConfigError, "Lower max_model_len to 32 or less, or raise num_blocks to 64"),
+    (
+        {"kv_cache_memory": "1MiB"},
+        ConfigError,
+        "can't hold one sequence of max_model_len: 1024 tokens .* raise kv_cache_memory to",
+    ),
+    (
+        {"executor": {"name": "local", "num_blocks": 2}},
+        ConfigError,
+        "Lower max_model_len to 32 or less, or raise num_blocks to 64",
+    ),
     ({"tokenizer": "/no/such"}, ConfigError, "tokenizer: .*'/no/such' is not a directory"),
-    ({"plugins": {"require": ["dovetail-nope>=1"]}}, ConfigError, "dovetail-nope>=1: no plugin of that distribution is installed"),
+    (
+        {"plugins": {"require": ["dovetail-nope>=1"]}},
+        ConfigError,
+        "dovetail-nope>=1: no plugin of that distribution is installed",
+    ),
     ({"model": ""}, ConfigError, "model: expected"),
     ({"model": None}, ConfigError, "model: expected a model.s name, or a mapping"),
-    ({"model": "/no such/place"}, ConfigError, "is not a directory, nor can it be a hub id; bundled models: demo"),
+    (
+        {"model": "/no such/place"},
+        ConfigError,
+        "is not a directory, nor can it be a hub id; bundled models: demo",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("config", "error", "said"), CONFIGS, ids=lambda value: str(value)[:50] if isinstance(value, dict) else None)
-def test_a_wrong_config_is_refused(config: dict[str, Any], error: type[DovetailError], said: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "error", "said"),
+    CONFIGS,
+    ids=lambda value: str(value)[:50] if isinstance(value, dict) else None,
+)
+def test_a_wrong_config_is_refused(
+    config: dict[str, Any], error: type[DovetailError], said: str
+) -> None:
     with pytest.raises(error, match=said):
         LLMEngine.from_config({"model": "demo", **config})
 
 
-def test_a_package_that_a_library_lacks_is_reported_as_such_and_not_as_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_a_library_lacks_is_reported_as_such_and_not_as_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load_model(*arguments: object) -> None:
         raise ModuleNotFoundError("No module named 'httpx2'")
 
     monkeypatch.setattr("dovetail.runtime.worker.load_model", load_model)
-    with pytest.raises(UnsupportedError, match=r"executor dovetail:local can't start: ModuleNotFoundError: No module named 'httpx2'$"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"executor dovetail:local can't start: ModuleNotFoundError: No module named 'httpx2'$",
+    ):
         LLMEngine.from_config({"model": "demo"})
 
 
 def test_a_wrong_key_of_a_file_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "engine.yaml").write_text("model: demo\nschedular: fcfs\n")
-    with pytest.raises(ConfigError, match=r"engine.yaml:2: schedular: unknown key, did you mean scheduler\?"):
+    with pytest.raises(
+        ConfigError, match=r"engine.yaml:2: schedular: unknown key, did you mean scheduler\?"
+    ):
         LLMEngine.from_config(tmp_path / "engine.yaml")
 
 
 @pytest.mark.parametrize(
-    "config", [{"scheduler": {"name": "vtc", "x": 1}}, {"tokenizer": "/no/such"}, {"kv_cache": {"name": "prefix", "x": 1}}], ids=str
+    "config",
+    [
+        {"scheduler": {"name": "vtc", "x": 1}},
+        {"tokenizer": "/no/such"},
+        {"kv_cache": {"name": "prefix", "x": 1}},
+    ],
+    ids=str,
 )
-def test_what_is_wrong_beside_the_model_is_reported_before_its_weights_are_read(config: dict[str, Any]) -> None:
+def test_what_is_wrong_beside_the_model_is_reported_before_its_weights_are_read(
+    config: dict[str, Any],
+) -> None:
     read: list[str] = []
     with pytest.raises(ConfigError):
-        LLMEngine.from_config({"model": "demo", **config}, progress=lambda what, done, total: read.append(what))
+        LLMEngine.from_config(
+            {"model": "demo", **config}, progress=lambda what, done, total: read.append(what)
+        )
     assert not read
 
 
@@ -760,7 +1006,11 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path
 
 
 def _write(name: str, content: bytes | None) -> Callable[[Path], None]:
-    return lambda directory: (directory / name).unlink() if content is None else (directory / name).write_bytes(content) and None
+    return lambda directory: (
+        (directory / name).unlink()
+        if content is None
+        else (directory / name).write_bytes(content) and None
+    )
 
 
 def _truncate(directory: Path) -> None:
@@ -769,10 +1019,22 @@ def _truncate(directory: Path) -> None:
 
 
 DIRECTORIES: dict[str, tuple[Callable[[Path], None], type[DovetailError], str]] = {
-    "no weights": (_write("model.safetensors", None), ModelLoadError, "neither model.safetensors nor model.safetensors.index.json"),
+    "no weights": (
+        _write("model.safetensors", None),
+        ModelLoadError,
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
     "truncated": (_truncate, ModelLoadError, "model.safetensors: not a whole safetensors file"),
-    "no safetensors at all": (_write("model.safetensors", b"\xff" * 100), ModelLoadError, "model.safetensors: not a whole safetensors file"),
-    "a tensor is missing": (_tensors(lambda t: t.pop("model.norm.weight")), ModelLoadError, r"lacks 1 tensor \(model.norm.weight\)"),
+    "no safetensors at all": (
+        _write("model.safetensors", b"\xff" * 100),
+        ModelLoadError,
+        "model.safetensors: not a whole safetensors file",
+    ),
+    "a tensor is missing": (
+        _tensors(lambda t: t.pop("model.norm.weight")),
+        ModelLoadError,
+        r"lacks 1 tensor \(model.norm.weight\)",
+    ),
     "a tensor too many": (
         _tensors(lambda t: t.update(extra=torch.zeros(1))),
         ModelLoadError,
@@ -791,7 +1053,11 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], type[DovetailError], str]] 
         "NopeForCausalLM is no class of transformers, and code in a checkpoint is never run; for qwen3 it has Qwen3ForCausalLM",
     ),
     "no architecture": (_config(architectures=None), ModelLoadError, "no 'architectures'"),
-    "a broken generation_config": (_write("generation_config.json", b"["), ModelLoadError, "generation_config.json"),
+    "a broken generation_config": (
+        _write("generation_config.json", b"["),
+        ModelLoadError,
+        "generation_config.json",
+    ),
     "a hot generation_config": (
         _write("generation_config.json", b'{"temperature": "hot"}'),
         ModelLoadError,
@@ -812,8 +1078,15 @@ def test_a_wrong_model_directory_is_refused(tmp_path: Path, case: str) -> None:
 def test_a_model_without_tokenizer_takes_and_gives_token_ids_alone() -> None:
     ids_only = SamplingParams(detokenize=False, max_tokens=3, logprobs=1)
     with LLM(model_dir()) as llm:
-        for prompt, params in (("text", ids_only), ([1, 2], SamplingParams()), ([1, 2], SamplingParams(detokenize=False, bad_words=["x"]))):
-            with pytest.raises(ModelLoadError, match=r"has no tokenizer .* name another with `tokenizer:`, or give token ids with detokenize=False"):
+        for prompt, params in (
+            ("text", ids_only),
+            ([1, 2], SamplingParams()),
+            ([1, 2], SamplingParams(detokenize=False, bad_words=["x"])),
+        ):
+            with pytest.raises(
+                ModelLoadError,
+                match=r"has no tokenizer .* name another with `tokenizer:`, or give token ids with detokenize=False",
+            ):
                 llm.generate(prompt, params)  # type: ignore[arg-type]
         with pytest.raises(ModelLoadError, match="has no tokenizer"):
             llm.chat([{"role": "user", "content": "hello"}])
@@ -858,7 +1131,9 @@ def llm(engine: LLMEngine) -> LLM:
     ],
     ids=str,
 )
-def test_a_wrong_list_is_refused_before_anything_is_computed(llm: LLM, alone: Any, prompts: Any, params: Any, said: str) -> None:
+def test_a_wrong_list_is_refused_before_anything_is_computed(
+    llm: LLM, alone: Any, prompts: Any, params: Any, said: str
+) -> None:
     steps = llm.engine.stats().steps
     with pytest.raises(RequestError, match=said):
         llm.generate(prompts, params, use_tqdm=False)
@@ -866,21 +1141,30 @@ def test_a_wrong_list_is_refused_before_anything_is_computed(llm: LLM, alone: An
     assert llm.engine.get_num_unfinished_requests() == 0
 
 
-@pytest.mark.parametrize("messages", [None, "hello", 5, [[]], [5], [{"role": "user"}], [{"content": 1}, {}]], ids=str)
+@pytest.mark.parametrize(
+    "messages", [None, "hello", 5, [[]], [5], [{"role": "user"}], [{"content": 1}, {}]], ids=str
+)
 def test_messages_that_are_none_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"messages|conversation"):
         llm.chat(messages, use_tqdm=False)
 
 
 def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "a" * (2 * MAX_LEN * llm.engine.tokenizer.longest_token)}]
-    with pytest.raises(RequestError, match=r"^the prompt's conversation has more than \d+ characters: .* \(limits.max_prompt_chars\)"):
+    messages = [
+        {"role": "user", "content": "a" * (2 * MAX_LEN * llm.engine.tokenizer.longest_token)}
+    ]
+    with pytest.raises(
+        RequestError,
+        match=r"^the prompt's conversation has more than \d+ characters: .* \(limits.max_prompt_chars\)",
+    ):
         llm.chat(messages, use_tqdm=False)
 
 
 def test_chat_without_a_template_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine.tokenizer, "chat_templates", {})
-    with pytest.raises(RequestError, match=r"no chat template: it completes text; use generate\(\)"):
+    with pytest.raises(
+        RequestError, match=r"no chat template: it completes text; use generate\(\)"
+    ):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
@@ -904,15 +1188,27 @@ class Broken(Scheduler):
 
 def test_a_policy_that_raises_fails_every_request_and_ends_the_engine(site: Site) -> None:  # noqa: F811
     spec = 'kind="scheduler", api="0.4", name="broken", target="broken_policy:Broken"'
-    site.install("dovetail-broken", modules={"broken_plugin": components(spec), "broken_policy": BROKEN_POLICY})
-    with LLMEngine.from_config({"model": str(model_dir()), "scheduler": "broken", "overlap": False}) as engine:
+    site.install(
+        "dovetail-broken",
+        modules={"broken_plugin": components(spec), "broken_policy": BROKEN_POLICY},
+    )
+    with LLMEngine.from_config(
+        {"model": str(model_dir()), "scheduler": "broken", "overlap": False}
+    ) as engine:
         for request_id, n in (("a", 1), ("b", 3)):
-            engine.add_request(request_id, [1, 2], SamplingParams(n=n, max_tokens=9, detokenize=False))
+            engine.add_request(
+                request_id, [1, 2], SamplingParams(n=n, max_tokens=9, detokenize=False)
+            )
         outputs = drain(engine)
         said = "scheduler dovetail-broken:broken raised in schedule(): ZeroDivisionError: oh no"
-        assert {(s.finish_reason, s.stop_reason) for output in outputs.values() for s in output.outputs} == {("error", said)}
+        assert {
+            (s.finish_reason, s.stop_reason) for output in outputs.values() for s in output.outputs
+        } == {("error", said)}
         assert [len(output.outputs) for output in outputs.values()] == [1, 3]
-        for call in (engine.step, lambda: engine.add_request("c", [1], SamplingParams(detokenize=False))):
+        for call in (
+            engine.step,
+            lambda: engine.add_request("c", [1], SamplingParams(detokenize=False)),
+        ):
             with pytest.raises(EngineDeadError, match="dovetail-broken:broken raised") as caught:
                 call()
             assert isinstance(caught.value.__cause__, DovetailError)
@@ -938,14 +1234,22 @@ def test_a_plugin_that_raises_on_import_is_named_when_it_is_asked_for(site: Site
     site.install("dovetail-sick", modules={"sick_plugin": "raise RuntimeError('measles')"})
     with LLMEngine.from_config({"model": str(model_dir())}):
         pass  # whoever doesn't name it isn't troubled
-    with pytest.raises(PluginError, match=r"(?s)unknown scheduler 'fair'.*dovetail-sick.*RuntimeError: measles"):
+    with pytest.raises(
+        PluginError, match=r"(?s)unknown scheduler 'fair'.*dovetail-sick.*RuntimeError: measles"
+    ):
         LLMEngine.from_config({"model": str(model_dir()), "scheduler": "fair"})
 
 
 def test_a_component_that_raises_on_import_is_named(site: Site) -> None:  # noqa: F811
     spec = scheduler(package="late")
-    site.install("dovetail-late", modules={"late": components(spec), "late_policy": "raise SystemExit('late measles')"})
-    with pytest.raises(DovetailError, match=r"dovetail-late.*importing late_policy failed: SystemExit: late measles"):
+    site.install(
+        "dovetail-late",
+        modules={"late": components(spec), "late_policy": "raise SystemExit('late measles')"},
+    )
+    with pytest.raises(
+        DovetailError,
+        match=r"dovetail-late.*importing late_policy failed: SystemExit: late measles",
+    ):
         LLMEngine.from_config({"model": str(model_dir()), "scheduler": "fair"})
 
 
@@ -956,12 +1260,30 @@ POISON = 96  # a token whose embedding is not a number
 def test_a_request_whose_numbers_break_fails_alone_and_poisons_nothing(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(model_dir(), tmp_path / "model"))
     _tensors(lambda t: t["model.embed_tokens.weight"][POISON].fill_(math.nan))(directory)
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, allowed_token_ids=range(POISON))
+    greedy = SamplingParams(
+        temperature=0,
+        max_tokens=12,
+        ignore_eos=True,
+        detokenize=False,
+        allowed_token_ids=range(POISON),
+    )
     healthy = [[i, i + 1, i + 2] * (1 + i % 7) for i in range(12)]
-    with LLM(directory, block_size=4, max_num_seqs=4, executor={"name": "local", "num_blocks": 24}) as llm:
-        expected = [list(output.outputs[0].token_ids) for output in llm.generate(healthy, greedy, use_tqdm=False)]
+    with LLM(
+        directory, block_size=4, max_num_seqs=4, executor={"name": "local", "num_blocks": 24}
+    ) as llm:
+        expected = [
+            list(output.outputs[0].token_ids)
+            for output in llm.generate(healthy, greedy, use_tqdm=False)
+        ]
         llm.engine.reset_prefix_cache()
-        outputs = llm.generate([[5, POISON, 6] * 5, *healthy, [POISON], *healthy], greedy, use_tqdm=False)
-        broken, healed = [outputs.pop(13), outputs.pop(0)], [list(output.outputs[0].token_ids) for output in outputs]
-        assert {(b.outputs[0].finish_reason, b.outputs[0].stop_reason) for b in broken} == {("error", "the model's hidden state holds NaN")}
+        outputs = llm.generate(
+            [[5, POISON, 6] * 5, *healthy, [POISON], *healthy], greedy, use_tqdm=False
+        )
+        broken, healed = (
+            [outputs.pop(13), outputs.pop(0)],
+            [list(output.outputs[0].token_ids) for output in outputs],
+        )
+        assert {(b.outputs[0].finish_reason, b.outputs[0].stop_reason) for b in broken} == {
+            ("error", "the model's hidden state holds NaN")
+        }
         assert healed == expected * 2

@@ -28,11 +28,26 @@ from tests.e2e.reference import checkpoint
 from tests.e2e.test_equal_to_transformers import DEMO, random_prompts
 from tests.rounding import rounded, roundings_of
 
-SETTINGS: dict[str, Any] = {"model": "demo", "max_model_len": 128, "max_num_seqs": 8, "dtype": "float32"}
-PROMPTS = ["ROMEO:", "JULIET:\nO Romeo", "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n"]
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "dtype": "float32",
+}
+PROMPTS = [
+    "ROMEO:",
+    "JULIET:\nO Romeo",
+    "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n",
+]
 PARAMS = BeamSearchParams(beam_width=3, max_tokens=6)
 CONFIG = Qwen3Config(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
 )
 EOS = [3, 7]
 
@@ -45,7 +60,13 @@ def llm() -> Iterator[LLM]:
         assert not llm.engine.has_unfinished_requests()
 
 
-def check_equal(output: BeamSearchOutput, model: Any, prompt: Sequence[int], params: BeamSearchParams, eos: Sequence[int] = ()) -> None:
+def check_equal(
+    output: BeamSearchOutput,
+    model: Any,
+    prompt: Sequence[int],
+    params: BeamSearchParams,
+    eos: Sequence[int] = (),
+) -> None:
     """The sequences of one prompt, and their scores, are those of transformers."""
     ids = torch.tensor([list(prompt)])
     theirs = model.generate(
@@ -61,11 +82,16 @@ def check_equal(output: BeamSearchOutput, model: Any, prompt: Sequence[int], par
         output_scores=True,
         return_dict_in_generate=True,
     )
-    answers = [row[: next((at for at in range(len(prompt), len(row)) if row[at] in eos), len(row)) + 1] for row in theirs.sequences.tolist()]
+    answers = [
+        row[: next((at for at in range(len(prompt), len(row)) if row[at] in eos), len(row)) + 1]
+        for row in theirs.sequences.tolist()
+    ]
     assert [sequence.tokens for sequence in output.sequences] == answers
     if params.beam_width > 1:  # otherwise it searches greedily, without scores
         roundings = params.max_tokens * roundings_of(model.config, theirs.sequences.shape[1])
-        assert [sequence.score for sequence in output.sequences] == rounded(theirs.sequences_scores.tolist(), roundings)
+        assert [sequence.score for sequence in output.sequences] == rounded(
+            theirs.sequences_scores.tolist(), roundings
+        )
 
 
 @pytest.mark.slow("makes several engines or many tokens")
@@ -79,40 +105,60 @@ def test_beams_of_the_demo_model_are_those_of_transformers(llm: LLM) -> None:
             assert sequence.text == llm.engine.tokenizer.decode(sequence.tokens)
             assert sequence.text.startswith(prompt)
             assert (sequence.finish_reason, len(sequence.logprobs)) == ("length", 12)
-            own = [entries[token].logprob for token, entries in zip(sequence.tokens[len(ids) :], sequence.logprobs, strict=True)]
+            own = [
+                entries[token].logprob
+                for token, entries in zip(
+                    sequence.tokens[len(ids) :], sequence.logprobs, strict=True
+                )
+            ]
             assert sequence.cum_logprob == pytest.approx(sum(own))
             assert sequence.score == pytest.approx(sequence.cum_logprob / 12)
 
 
 @pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (2, 1.0), (5, 0.0), (18, 2.0)])
 def test_beams_end_at_any_eos_as_in_transformers(width: int, penalty: float) -> None:
-    params = BeamSearchParams(beam_width=width, max_tokens=12, length_penalty=penalty, detokenize=False)
+    params = BeamSearchParams(
+        beam_width=width, max_tokens=12, length_penalty=penalty, detokenize=False
+    )
     prompts = random_prompts([1, 9, 33], 61, width)
     with checkpoint(CONFIG, seed=width) as (directory, model):
         model.generation_config.eos_token_id = EOS
         model.generation_config.save_pretrained(directory)
         with LLM(**SETTINGS | {"model": directory}) as llm:
             outputs = llm.beam_search(prompts, params)
-            endless = llm.beam_search(prompts[0], BeamSearchParams(width, 12, ignore_eos=True, detokenize=False))
+            endless = llm.beam_search(
+                prompts[0], BeamSearchParams(width, 12, ignore_eos=True, detokenize=False)
+            )
     for prompt, output in zip(prompts, outputs, strict=True):
         check_equal(output, model, prompt, params, EOS)
         for sequence in output.sequences:
             assert sequence.text is None
             by_eos = sequence.tokens[-1] in EOS
-            assert (sequence.finish_reason, sequence.stop_reason) == (("stop", sequence.tokens[-1]) if by_eos else ("length", None))
+            assert (sequence.finish_reason, sequence.stop_reason) == (
+                ("stop", sequence.tokens[-1]) if by_eos else ("length", None)
+            )
     if width > 1 and penalty <= 1:
-        assert {sequence.finish_reason for output in outputs for sequence in output.sequences} >= {"stop"}, "or nothing was shown"
+        assert {sequence.finish_reason for output in outputs for sequence in output.sequences} >= {
+            "stop"
+        }, "or nothing was shown"
     assert all(len(sequence.tokens) == 13 for sequence in endless[0].sequences)
 
 
-def found(llm: LLM, prompts: Any = PROMPTS, params: BeamSearchParams = PARAMS, **options: Any) -> list[list[list[int]]]:
-    return [[sequence.tokens for sequence in output.sequences] for output in llm.beam_search(prompts, params, **options)]
+def found(
+    llm: LLM, prompts: Any = PROMPTS, params: BeamSearchParams = PARAMS, **options: Any
+) -> list[list[list[int]]]:
+    return [
+        [sequence.tokens for sequence in output.sequences]
+        for output in llm.beam_search(prompts, params, **options)
+    ]
 
 
 # Beside other work, and with little room
 
 
-def test_beams_are_the_same_however_many_prompts_are_searched_at_a_time(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beams_are_the_same_however_many_prompts_are_searched_at_a_time(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = [found(llm, prompt)[0] for prompt in PROMPTS]
     assert capsys.readouterr().err == ""
     assert found(llm, concurrency_limit=2) == found(llm, PROMPTS, use_tqdm=True) == alone
@@ -143,7 +189,9 @@ def test_each_prompt_is_searched_with_its_own_adapter(llm: LLM, tmp_path: Path) 
         each = adapted.beam_search(["ROMEO:"] * 3, PARAMS, lora_request=[None, adapter, None])
         each += adapted.beam_search("ROMEO:", PARAMS, lora_request=adapter)
     each += llm.beam_search("ROMEO:", PARAMS)
-    first, second, third, alone, base = ([sequence.tokens for sequence in output.sequences] for output in each)
+    first, second, third, alone, base = (
+        [sequence.tokens for sequence in output.sequences] for output in each
+    )
     assert first == third == base != second == alone
 
 
@@ -153,17 +201,24 @@ def test_rounds_reuse_the_prompt_from_the_prefix_cache(llm: LLM) -> None:
     before = llm.engine.stats()
     found(llm, prompt)
     after = llm.engine.stats()
-    assert after.prefill_tokens - before.prefill_tokens <= 96 + 5 * 3 * (6 + 16), "of each beam, those after its last full block"
+    assert after.prefill_tokens - before.prefill_tokens <= 96 + 5 * 3 * (6 + 16), (
+        "of each beam, those after its last full block"
+    )
 
 
 def test_searches_and_generation_in_threads_do_not_disturb_each_other(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    expected = found(llm), [output.outputs[0].text for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
+    expected = (
+        found(llm),
+        [output.outputs[0].text for output in llm.generate(PROMPTS, greedy, use_tqdm=False)],
+    )
     with ThreadPoolExecutor(4) as pool:
         searches = [pool.submit(found, llm) for _ in range(2)]
         others = [pool.submit(llm.generate, PROMPTS, greedy, False) for _ in range(2)]
     assert all(search.result() == expected[0] for search in searches)
-    assert all([output.outputs[0].text for output in other.result()] == expected[1] for other in others)
+    assert all(
+        [output.outputs[0].text for output in other.result()] == expected[1] for other in others
+    )
 
 
 @pytest.fixture
@@ -174,7 +229,9 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def in_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], object]) -> None:
+def in_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], object]
+) -> None:
     """Call it in the midst of the step of that number from now."""
     executor, steps = llm.engine.core.executor, itertools.count(1)
     submit = executor.submit
@@ -189,7 +246,9 @@ def in_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int, call: Callab
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_ends_a_search_and_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_search_and_the_engine_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = found(llm)
     in_step(llm, monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -197,7 +256,9 @@ def test_ctrl_c_ends_a_search_and_the_engine_goes_on(llm: LLM, monkeypatch: pyte
     assert found(llm) == before
 
 
-def test_a_search_in_an_engine_that_is_closed_or_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_in_an_engine_that_is_closed_or_fails_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for end in ("close", "fail"):
         with LLM(**SETTINGS) as llm, monkeypatch.context() as patch:
             if end == "fail":
@@ -212,11 +273,26 @@ def test_a_search_in_an_engine_that_is_closed_or_fails_raises(monkeypatch: pytes
 
 def test_requests_that_end_without_a_token_end_their_search_with_the_reason() -> None:
     search = BeamSearch([1, 2], PARAMS, 10, [0])
-    search.advance([CompletionOutput(0, "", [5], logprobs=[{5: Logprob(-1.0), 6: Logprob(-2.0), 7: Logprob(-math.inf)}])])
-    assert [beam.tokens for beam in search.running] == [[1, 2, 5], [1, 2, 6]], "an impossible token is none"
-    search.advance([CompletionOutput(0, "", [5], logprobs=[{5: Logprob(-1.0)}]), CompletionOutput(0, "", [], None, None, "rejected", "bad luck")])
+    search.advance(
+        [
+            CompletionOutput(
+                0, "", [5], logprobs=[{5: Logprob(-1.0), 6: Logprob(-2.0), 7: Logprob(-math.inf)}]
+            )
+        ]
+    )
+    assert [beam.tokens for beam in search.running] == [[1, 2, 5], [1, 2, 6]], (
+        "an impossible token is none"
+    )
+    search.advance(
+        [
+            CompletionOutput(0, "", [5], logprobs=[{5: Logprob(-1.0)}]),
+            CompletionOutput(0, "", [], None, None, "rejected", "bad luck"),
+        ]
+    )
     assert not search.running
-    assert [(beam.tokens, beam.finish_reason, beam.stop_reason, beam.score) for beam in search.finished] == [
+    assert [
+        (beam.tokens, beam.finish_reason, beam.stop_reason, beam.score) for beam in search.finished
+    ] == [
         ([1, 2, 5], "rejected", "bad luck", -1.0),
         ([1, 2, 6], "rejected", "bad luck", -2.0),
     ]
@@ -227,9 +303,13 @@ def test_requests_that_end_without_a_token_end_their_search_with_the_reason() ->
 
 def test_the_length_of_the_model_limits_answers(llm: LLM) -> None:
     [output] = llm.beam_search(list(range(2, 122)), BeamSearchParams(3, 100))
-    assert [(len(sequence.tokens), sequence.finish_reason) for sequence in output.sequences] == [(128, "length")] * 3
+    assert [(len(sequence.tokens), sequence.finish_reason) for sequence in output.sequences] == [
+        (128, "length")
+    ] * 3
     [output] = llm.beam_search(list(range(1, 128)), BeamSearchParams(3, 100))
-    assert [(len(sequence.tokens), len(sequence.logprobs)) for sequence in output.sequences] == [(128, 1)] * 3
+    assert [(len(sequence.tokens), len(sequence.logprobs)) for sequence in output.sequences] == [
+        (128, 1)
+    ] * 3
 
 
 @pytest.mark.slow("makes several engines or many tokens")
@@ -241,11 +321,16 @@ def test_texts_are_those_of_all_tokens_but_special_ones_and_eos(tmp_path: Path) 
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [newline, 0]}))
     with LLM(**SETTINGS | {"model": tmp_path}) as llm:
         prompt = [0, *llm.engine.tokenizer.encode("ROMEO:\nAy")]
-        [short], [whole] = (llm.beam_search(prompt, BeamSearchParams(3, 12, include_stop_str_in_output=keeps)) for keeps in (False, True))
+        [short], [whole] = (
+            llm.beam_search(prompt, BeamSearchParams(3, 12, include_stop_str_in_output=keeps))
+            for keeps in (False, True)
+        )
         [special] = llm.beam_search(prompt, BeamSearchParams(3, 12, skip_special_tokens=False))
     ended = [sequence for sequence in short.sequences if sequence.finish_reason == "stop"]
     assert {sequence.stop_reason for sequence in ended} == {newline}
-    for sequence, kept, shown in zip(short.sequences, whole.sequences, special.sequences, strict=True):
+    for sequence, kept, shown in zip(
+        short.sequences, whole.sequences, special.sequences, strict=True
+    ):
         tokens = sequence.tokens[:-1] if sequence in ended else sequence.tokens
         assert sequence.text == decode(tokens[1:])
         assert kept.text == decode(sequence.tokens[1:])
@@ -270,7 +355,10 @@ def test_texts_are_those_of_all_tokens_but_special_ones_and_eos(tmp_path: Path) 
         ({"length_penalty": 11}, "length_penalty must be a finite number >= -10 and <= 10"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
         ({"max_new_tokens": 4}, "max_new_tokens: the name for this is max_tokens"),
-        ({"length_penality": 1.0}, "length_penality: unknown beam search parameter, did you mean length_penalty?"),
+        (
+            {"length_penality": 1.0},
+            "length_penality: unknown beam search parameter, did you mean length_penalty?",
+        ),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs: beams follow no rule"),
         ({"top_p": 0.5}, "top_p: unknown beam search parameter; valid are beam_width, max_tokens"),
     ],
@@ -284,20 +372,55 @@ def test_wrong_parameters_are_refused_by_name(fields: dict[str, Any], said: str)
 @pytest.mark.parametrize(
     ("prompts", "params", "options", "said"),
     [
-        ("A", BeamSearchParams(20, 4), {}, "beam_width must be at most 19, got 20: a beam needs as many log-probabilities, and 1 for EOS"),
+        (
+            "A",
+            BeamSearchParams(20, 4),
+            {},
+            "beam_width must be at most 19, got 20: a beam needs as many log-probabilities, and 1 for EOS",
+        ),
         ("A", BeamSearchParams(2**62, 4), {}, "beam_width must be at most 19"),
         ("A", BeamSearchParams(21, 4, ignore_eos=True), {}, "beam_width must be at most 20"),
         ("A", SamplingParams(), {}, "params must be BeamSearchParams, got SamplingParams"),
         ("A", None, {}, "params must be BeamSearchParams, got None"),
         (["A", ""], PARAMS, {"concurrency_limit": 1}, "the prompt is empty"),
-        (["A", [1.5]], PARAMS, {"concurrency_limit": 1}, "the prompt's token ids must be integers, got 1.5"),
+        (
+            ["A", [1.5]],
+            PARAMS,
+            {"concurrency_limit": 1},
+            "the prompt's token ids must be integers, got 1.5",
+        ),
         (["A", [1024]], PARAMS, {}, "prompt token id 1024 is out of the vocabulary"),
-        (["A", [1] * 128], PARAMS, {}, "the prompt has 128 tokens; with max_model_len 128 at most 127 leave room"),
+        (
+            ["A", [1] * 128],
+            PARAMS,
+            {},
+            "the prompt has 128 tokens; with max_model_len 128 at most 127 leave room",
+        ),
         (3, PARAMS, {}, "prompts must be text, token ids, or a list of these"),
-        ("A", PARAMS, {"concurrency_limit": 0}, "concurrency_limit must be an integer >= 1 or None, got 0"),
-        ("A", PARAMS, {"concurrency_limit": True}, "concurrency_limit must be an integer >= 1 or None, got True"),
-        ("A", PARAMS, {"prompt_adapter_request": 1}, "beam_search(): prompt_adapter_request=1: prompt adapters (soft prompts) aren't served"),
-        (["A", "B"], PARAMS, {"lora_request": [None]}, "lora_request must be one or one for each prompt: got 1 for 2 prompts"),
+        (
+            "A",
+            PARAMS,
+            {"concurrency_limit": 0},
+            "concurrency_limit must be an integer >= 1 or None, got 0",
+        ),
+        (
+            "A",
+            PARAMS,
+            {"concurrency_limit": True},
+            "concurrency_limit must be an integer >= 1 or None, got True",
+        ),
+        (
+            "A",
+            PARAMS,
+            {"prompt_adapter_request": 1},
+            "beam_search(): prompt_adapter_request=1: prompt adapters (soft prompts) aren't served",
+        ),
+        (
+            ["A", "B"],
+            PARAMS,
+            {"lora_request": [None]},
+            "lora_request must be one or one for each prompt: got 1 for 2 prompts",
+        ),
         ("A", PARAMS, {"beam_width": 2}, "beam_search(): beam_width: there is no such argument"),
     ],
     ids=str,
@@ -312,7 +435,9 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_computed(
 
 
 def test_a_request_for_beams_is_answered_with_their_call(llm: LLM) -> None:
-    call = re.escape("use_beam_search: beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))")
+    call = re.escape(
+        "use_beam_search: beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
+    )
     with pytest.raises(RequestError, match=f"^{call}$"):
         SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
     with pytest.raises(RequestError, match=call.replace("search:", "search=True:")):

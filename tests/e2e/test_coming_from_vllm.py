@@ -16,7 +16,16 @@ import pytest
 import torch
 from tools import docs_hooks
 
-from dovetail import LLM, AsyncLLMEngine, BeamSearchParams, EngineArgs, EngineConfig, LLMEngine, PoolingParams, SamplingParams
+from dovetail import (
+    LLM,
+    AsyncLLMEngine,
+    BeamSearchParams,
+    EngineArgs,
+    EngineConfig,
+    LLMEngine,
+    PoolingParams,
+    SamplingParams,
+)
 from dovetail.errors import ConfigError, EngineDeadError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.async_engine import _in_our_order
@@ -28,7 +37,13 @@ from tests.rounding import rounded, roundings_of_demo
 torch.set_num_threads(1)
 
 PAGE = DOCS / "coming-from-vllm.md"
-SETTINGS: dict[str, Any] = {"model": "demo", "max_model_len": 64, "max_num_seqs": 8, "tensor_parallel_size": 1, "enforce_eager": True}
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "tensor_parallel_size": 1,
+    "enforce_eager": True,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
@@ -39,9 +54,14 @@ def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Arguments
 
-KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a name here: values and what they become
+KEYS: dict[
+    str, list[tuple[Any, dict[str, Any]]]
+] = {  # of those that have a name here: values and what they become
     "device": [("auto", {}), ("cpu", {"executor.device": "cpu"})],
-    "tensor_parallel_size": [(1, {}), (4, {"executor.name": "dovetail:tensor", "executor.size": 4})],
+    "tensor_parallel_size": [
+        (1, {}),
+        (4, {"executor.name": "dovetail:tensor", "executor.size": 4}),
+    ],
     "kv_cache_memory_bytes": [(4096, {"kv_cache_memory": 4096}), (None, {})],
     "num_gpu_blocks_override": [(512, {"executor.num_blocks": 512}), (None, {})],
     "num_kvcache_blocks": [(512, {"executor.num_blocks": 512}), (-1, {}), (None, {})],
@@ -50,48 +70,108 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
     "max_num_batched_tokens": [(64, {"max_num_batched_tokens": 64}), (None, {})],
     "max_model_len": [(64, {"max_model_len": 64}), (-1, {}), (None, {"max_model_len": None})],
     "block_size": [(32, {"block_size": 32}), (None, {}), ("auto", {"block_size": "auto"})],
-    "kv_cache_dtype": [("fp8", {"kv_cache_dtype": "fp8"}), ("auto", {"kv_cache_dtype": "auto"}), (None, {})],
+    "kv_cache_dtype": [
+        ("fp8", {"kv_cache_dtype": "fp8"}),
+        ("auto", {"kv_cache_dtype": "auto"}),
+        (None, {}),
+    ],
     "calculate_kv_scales": [(True, {"kv_cache_scales": "calibrate"}), (False, {})],
     "mamba_ssm_cache_dtype": [("auto", {}), ("float32", {"state_dtype": "float32"})],
-    "enable_prefix_caching": [(True, {"kv_cache.reuse": True}), (False, {"kv_cache.reuse": False}), (None, {})],
-    "prefix_caching_hash_algo": [("sha256", {"kv_cache.hash": "sha256"}), ("xxhash", {"kv_cache.hash": "xxh3"})],
+    "enable_prefix_caching": [
+        (True, {"kv_cache.reuse": True}),
+        (False, {"kv_cache.reuse": False}),
+        (None, {}),
+    ],
+    "prefix_caching_hash_algo": [
+        ("sha256", {"kv_cache.hash": "sha256"}),
+        ("xxhash", {"kv_cache.hash": "xxh3"}),
+    ],
     "max_logprobs": [(20, {"limits.max_logprobs": 20}), (None, {})],
     "enforce_eager": [(True, {"cuda_graphs": False}), (False, {"cuda_graphs": True})],
     "async_scheduling": [(True, {"overlap": True}), (False, {"overlap": False}), (None, {})],
-    "scheduling_policy": [(policy, {"scheduler": f"dovetail:{policy}"}) for policy in ("fcfs", "priority")],
-    "attention_backend": [("TRITON_ATTN", {"attention": "triton"}), ("FLASH_ATTN", {"attention": "flash_attn"}), (None, {})],
-    "dtype": [("half", {"dtype": "float16"}), (torch.bfloat16, {"dtype": "bfloat16"}), ("auto", {"dtype": "auto"})],
+    "scheduling_policy": [
+        (policy, {"scheduler": f"dovetail:{policy}"}) for policy in ("fcfs", "priority")
+    ],
+    "attention_backend": [
+        ("TRITON_ATTN", {"attention": "triton"}),
+        ("FLASH_ATTN", {"attention": "flash_attn"}),
+        (None, {}),
+    ],
+    "dtype": [
+        ("half", {"dtype": "float16"}),
+        (torch.bfloat16, {"dtype": "bfloat16"}),
+        ("auto", {"dtype": "auto"}),
+    ],
     "seed": [(7, {"seed": 7}), (None, {})],
-    "generation_config": [("vllm", {"generation_config": "none"}), ("auto", {"generation_config": "auto"})],
-    "guided_decoding_backend": [("xgrammar", {"grammar": "xgrammar"}), ("guidance", {"grammar": "llguidance"}), ("auto", {}), (None, {})],
+    "generation_config": [
+        ("vllm", {"generation_config": "none"}),
+        ("auto", {"generation_config": "auto"}),
+    ],
+    "guided_decoding_backend": [
+        ("xgrammar", {"grammar": "xgrammar"}),
+        ("guidance", {"grammar": "llguidance"}),
+        ("auto", {}),
+        (None, {}),
+    ],
     "enable_lora": [(True, {"adapters": {}}), (False, {"adapters": None}), (None, {})],
     "max_loras": [(4, {"adapters.slots": 4}), (None, {})],
     "max_lora_rank": [(64, {"adapters.max_rank": 64}), (None, {})],
     "max_cpu_loras": [(32, {"adapters.host_copies": 32}), (None, {})],
     "speculative_config": [
-        ({"method": "ngram", "num_speculative_tokens": 4}, {"speculation": {"drafter": {"name": "dovetail:ngram"}, "max_drafts": 4}}),
+        (
+            {"method": "ngram", "num_speculative_tokens": 4},
+            {"speculation": {"drafter": {"name": "dovetail:ngram"}, "max_drafts": 4}},
+        ),
         (
             {"model": "[ngram]", "prompt_lookup_max": 3},
-            {"speculation": {"drafter": {"name": "dovetail:ngram", "min_match": 3, "max_match": 3}}},
+            {
+                "speculation": {
+                    "drafter": {"name": "dovetail:ngram", "min_match": 3, "max_match": 3}
+                }
+            },
         ),
         (
-            {"method": "suffix", "suffix_decoding_min_token_prob": 0.1, "suffix_decoding_max_cached_requests": 0},
-            {"speculation": {"drafter": {"name": "dovetail:suffix", "min_share": 0.1, "kept_tokens": 0}}},
+            {
+                "method": "suffix",
+                "suffix_decoding_min_token_prob": 0.1,
+                "suffix_decoding_max_cached_requests": 0,
+            },
+            {
+                "speculation": {
+                    "drafter": {"name": "dovetail:suffix", "min_share": 0.1, "kept_tokens": 0}
+                }
+            },
         ),
-        ({"method": "mtp", "num_speculative_tokens": 1}, {"speculation": {"drafter": {"name": "dovetail:mtp"}, "max_drafts": 1}}),
+        (
+            {"method": "mtp", "num_speculative_tokens": 1},
+            {"speculation": {"drafter": {"name": "dovetail:mtp"}, "max_drafts": 1}},
+        ),
         ({"method": "qwen3_next_mtp"}, {"speculation": {"drafter": {"name": "dovetail:mtp"}}}),
-        ({"method": "eagle3", "model": "a/head"}, {"speculation": {"drafter": {"name": "dovetail:eagle3", "model": "a/head"}}}),
+        (
+            {"method": "eagle3", "model": "a/head"},
+            {"speculation": {"drafter": {"name": "dovetail:eagle3", "model": "a/head"}}},
+        ),
         (
             {"model": "a/Qwen3-8B-speculator.eagle3"},
-            {"speculation": {"drafter": {"name": "dovetail:eagle3", "model": "a/Qwen3-8B-speculator.eagle3"}}},
+            {
+                "speculation": {
+                    "drafter": {"name": "dovetail:eagle3", "model": "a/Qwen3-8B-speculator.eagle3"}
+                }
+            },
         ),
         (None, {}),
     ],
     **{
         name: [
             (None, {}),
-            ({"pooling_type": "MEAN", "normalize": False}, {"pooling.method": "mean", "pooling.normalize": False}),
-            (SimpleNamespace(seq_pooling_type="CLS", use_activation=None), {"pooling.method": "cls"}),
+            (
+                {"pooling_type": "MEAN", "normalize": False},
+                {"pooling.method": "mean", "pooling.normalize": False},
+            ),
+            (
+                SimpleNamespace(seq_pooling_type="CLS", use_activation=None),
+                {"pooling.method": "cls"},
+            ),
         ]
         for name in ("pooler_config", "override_pooler_config")
     },
@@ -121,8 +201,12 @@ def test_an_argument_becomes_what_its_row_says(row: Argument) -> None:
             assert config == EngineConfig.load("demo"), "what is left out changes nothing"
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE.values() if row.refused], ids=lambda row: row.name)
-def test_an_argument_that_cannot_be_honoured_is_refused_with_what_would_be_right(row: Argument) -> None:
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE.values() if row.refused], ids=lambda row: row.name
+)
+def test_an_argument_that_cannot_be_honoured_is_refused_with_what_would_be_right(
+    row: Argument,
+) -> None:
     for value in row.refused:
         with pytest.raises(ConfigError, match=f"^{row.name}") as caught:
             LLM("demo", **{row.name: value})
@@ -144,18 +228,27 @@ def test_a_value_of_another_type_is_not_taken_for_what_is_so_anyway(value: Any) 
         translated({"tensor_parallel_size": value})
 
 
-def test_each_translation_is_reported_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_translation_is_reported_in_one_line_and_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for _ in range(2):
         translated({"enforce_eager": True, "swap_space": 4, "max_model_len": 64, "seed": 0})
     assert [(record.levelno, record.name, record.message) for record in caplog.records] == [
         (logging.WARNING, "dovetail", "enforce_eager=True: here cuda_graphs=False"),
-        (logging.WARNING, "dovetail", "swap_space=4: left out, a request that is preempted is computed again, nothing is swapped"),
+        (
+            logging.WARNING,
+            "dovetail",
+            "swap_space=4: left out, a request that is preempted is computed again, nothing is swapped",
+        ),
     ]
 
 
 @pytest.mark.parametrize("name", ["enforce_eger", "tensor_paralel_size", "max_model_length"])
 def test_a_misspelt_argument_is_answered_with_the_right_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: unknown key, did you mean (enforce_eager|tensor_parallel_size|max_model_len)"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^{name}: unknown key, did you mean (enforce_eager|tensor_parallel_size|max_model_len)",
+    ):
         LLM("demo", **{name: 1})
 
 
@@ -188,9 +281,17 @@ def test_unknown_arguments_are_rejected_by_the_config() -> None:
 
 def test_engine_args_are_a_config() -> None:
     args = EngineArgs(model=Path("demo"), enforce_eager=True, scheduling_policy="priority")  # type: ignore[arg-type]
-    assert args.create_engine_config() == EngineConfig.load("demo", cuda_graphs=False, scheduler="dovetail:priority")
-    assert repr(args) == "EngineArgs(model=PosixPath('demo'), enforce_eager=True, scheduling_policy='priority')"
-    with pytest.raises(ConfigError, match=r"engine_args must be dovetail.EngineArgs or an EngineConfig, got \{'model': 'demo'\}"):
+    assert args.create_engine_config() == EngineConfig.load(
+        "demo", cuda_graphs=False, scheduler="dovetail:priority"
+    )
+    assert (
+        repr(args)
+        == "EngineArgs(model=PosixPath('demo'), enforce_eager=True, scheduling_policy='priority')"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"engine_args must be dovetail.EngineArgs or an EngineConfig, got \{'model': 'demo'\}",
+    ):
         LLMEngine.from_engine_args({"model": "demo"})  # type: ignore[arg-type]
 
 
@@ -245,9 +346,13 @@ def test_every_method_checks_vllms_other_arguments(llm: LLM) -> None:
 
 
 def test_an_argument_that_no_method_has_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=r"^generate\(\): temperature: it is a field of SamplingParams"):
+    with pytest.raises(
+        RequestError, match=r"^generate\(\): temperature: it is a field of SamplingParams"
+    ):
         llm.generate("a", temperature=0.5)
-    with pytest.raises(RequestError, match=r"^add_request\(\): nonsense: there is no such argument"):
+    with pytest.raises(
+        RequestError, match=r"^add_request\(\): nonsense: there is no such argument"
+    ):
         llm.engine.add_request("a", "a", nonsense=1)
 
 
@@ -281,7 +386,10 @@ def files(llm: LLM) -> None:
         path.write_text("model: demo\nmax_num_seqs: 2\nmax_model_len: 32\n")
         for source in (path, str(path), EngineConfig.load(path)):
             with LLM(source, max_model_len=64) as other:
-                assert (other.engine.config.max_num_seqs, other.engine.config.max_model_len) == (2, 64)
+                assert (other.engine.config.max_num_seqs, other.engine.config.max_model_len) == (
+                    2,
+                    64,
+                )
 
 
 def takes_and_steps(llm: LLM) -> None:
@@ -308,7 +416,9 @@ def metrics(llm: LLM) -> None:
 
 
 def defaults(llm: LLM) -> None:
-    assert llm.get_default_sampling_params() == SamplingParams(**llm.engine._assembly.defaults.sampling())
+    assert llm.get_default_sampling_params() == SamplingParams(
+        **llm.engine._assembly.defaults.sampling()
+    )
     llm.generate("ROMEO:", llm.get_default_sampling_params(), use_tqdm=False)
 
 
@@ -320,10 +430,19 @@ def configs(llm: LLM) -> None:
         engine.get_cache_config(),
         engine.get_parallel_config(),
     )
-    assert (model.model, model.tokenizer, model.max_model_len, model.get_vocab_size()) == ("demo", "demo", 64, 1024)
+    assert (model.model, model.tokenizer, model.max_model_len, model.get_vocab_size()) == (
+        "demo",
+        "demo",
+        64,
+        1024,
+    )
     assert (model.dtype, model.architecture) == ("float32", engine.capacity.details["model"])
     assert (scheduler.policy, scheduler.max_num_seqs, scheduler.max_model_len) == ("fcfs", 8, 64)
-    assert (cache.block_size, cache.num_gpu_blocks, cache.enable_prefix_caching) == (16, engine.capacity.num_pages, True)
+    assert (cache.block_size, cache.num_gpu_blocks, cache.enable_prefix_caching) == (
+        16,
+        engine.capacity.num_pages,
+        True,
+    )
     assert cache.cache_dtype == "float32", "as the activations"
     assert (parallel.tensor_parallel_size, parallel.world_size) == (1, 1)
     assert engine.get_decoding_config().guided_decoding_backend == "llguidance"
@@ -333,7 +452,9 @@ def configs(llm: LLM) -> None:
 def tokenizers(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "Speak!"}]
     assert llm.get_tokenizer() is llm.engine.get_tokenizer()
-    text = llm.get_tokenizer().apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    text = llm.get_tokenizer().apply_chat_template(
+        conversation, tokenize=False, add_generation_prompt=True
+    )
     assert "Speak!" in text
     assert llm.get_tokenizer().encode("ROMEO:") == llm.engine.tokenizer.encode("ROMEO:")
 
@@ -351,7 +472,8 @@ def logs(llm: LLM) -> None:
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert re.fullmatch(
-        r"0 running, 0 waiting, \d+ finished; .* tokens prefilled, .* generated; 0 preemptions; K and V in use: 0%", records[0].message
+        r"0 running, 0 waiting, \d+ finished; .* tokens prefilled, .* generated; 0 preemptions; K and V in use: 0%",
+        records[0].message,
     )
 
 
@@ -371,14 +493,19 @@ def ids(llm: LLM) -> None:
 def generates(llm: LLM) -> None:
     positional = llm.generate(["ROMEO:", "JULIET:"], [GREEDY, GREEDY], False)
     assert [output.prompt for output in positional] == ["ROMEO:", "JULIET:"]
-    assert [output["text"] for output in llm.generate(prompts=["ROMEO:", "JULIET:"], sampling_params=GREEDY)] == [o["text"] for o in positional]
+    assert [
+        output["text"]
+        for output in llm.generate(prompts=["ROMEO:", "JULIET:"], sampling_params=GREEDY)
+    ] == [o["text"] for o in positional]
 
 
 def streams(llm: LLM) -> None:
     texts = ["", ""]
     for output in llm.stream(["ROMEO:", "JULIET:"], GREEDY):
         texts[output.prompt_index] += output["text"]
-    assert texts == [output["text"] for output in llm.generate(["ROMEO:", "JULIET:"], GREEDY, use_tqdm=False)]
+    assert texts == [
+        output["text"] for output in llm.generate(["ROMEO:", "JULIET:"], GREEDY, use_tqdm=False)
+    ]
 
 
 def chats(llm: LLM) -> None:
@@ -387,10 +514,15 @@ def chats(llm: LLM) -> None:
 
 
 def beams(llm: LLM) -> None:
-    best, other = llm.beam_search([{"prompt": "ROMEO:"}], BeamSearchParams(beam_width=2, max_tokens=3))[0].sequences
+    best, other = llm.beam_search(
+        [{"prompt": "ROMEO:"}], BeamSearchParams(beam_width=2, max_tokens=3)
+    )[0].sequences
     assert best.cum_logprob >= other.cum_logprob
     assert best.text == llm.get_tokenizer().decode(best.tokens), "of the prompt, too"
-    assert [entries[token].logprob <= 0 for token, entries in zip(best.tokens[-3:], best.logprobs, strict=True)] == [True] * 3
+    assert [
+        entries[token].logprob <= 0
+        for token, entries in zip(best.tokens[-3:], best.logprobs, strict=True)
+    ] == [True] * 3
 
 
 def pools(llm: LLM) -> None:
@@ -408,9 +540,14 @@ def same_engine(llm: LLM) -> None:
     assert llm.llm_engine is llm.engine
 
 
-def asynchronous(check: Callable[[AsyncLLMEngine], Coroutine[Any, Any, None]]) -> Callable[[LLM], None]:
+def asynchronous(
+    check: Callable[[AsyncLLMEngine], Coroutine[Any, Any, None]],
+) -> Callable[[LLM], None]:
     async def main() -> None:
-        async with asyncio.timeout(60), AsyncLLMEngine.from_engine_args(EngineArgs(**SETTINGS)) as engine:
+        async with (
+            asyncio.timeout(60),
+            AsyncLLMEngine.from_engine_args(EngineArgs(**SETTINGS)) as engine,
+        ):
             await check(engine)
 
     def run(llm: LLM) -> None:
@@ -423,8 +560,17 @@ def asynchronous(check: Callable[[AsyncLLMEngine], Coroutine[Any, Any, None]]) -
 @asynchronous
 async def answers(engine: AsyncLLMEngine) -> None:
     outputs = [output async for output in engine.generate("ROMEO:", GREEDY, "a")]
-    assert (outputs[-1].request_id, outputs[-1].prompt, len(outputs[-1]["token_ids"])) == ("a", "ROMEO:", 4)
-    named = [output async for output in engine.generate(prompt="ROMEO:", sampling_params=GREEDY, request_id="a", priority=0)]
+    assert (outputs[-1].request_id, outputs[-1].prompt, len(outputs[-1]["token_ids"])) == (
+        "a",
+        "ROMEO:",
+        4,
+    )
+    named = [
+        output
+        async for output in engine.generate(
+            prompt="ROMEO:", sampling_params=GREEDY, request_id="a", priority=0
+        )
+    ]
     assert named[-1]["token_ids"] == outputs[-1]["token_ids"]
 
 
@@ -464,7 +610,9 @@ def resets(llm: LLM) -> None:
     for one in (llm, llm.engine):
         llm.generate("ROMEO: what is there", GREEDY, use_tqdm=False)
         assert one.reset_prefix_cache() is True
-        assert llm.generate("ROMEO: what is there", GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        assert (
+            llm.generate("ROMEO: what is there", GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        )
         for name in ("reset_running_requests", "reset_connector"):
             with pytest.raises(RequestError, match=rf"reset_prefix_cache\(\): {name}"):
                 one.reset_prefix_cache(**{name: True})
@@ -516,7 +664,9 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     [lambda: LLMEngine("demo"), lambda: LLMEngine(model_config=1, cache_config=2), LLMEngine],  # type: ignore[arg-type]
     ids=["model", "configs", "nothing"],
 )
-def test_an_engine_made_without_its_class_methods_is_answered_with_them(make: Callable[[], LLMEngine]) -> None:
+def test_an_engine_made_without_its_class_methods_is_answered_with_them(
+    make: Callable[[], LLMEngine],
+) -> None:
     with pytest.raises(ConfigError, match=r"LLMEngine\.from_config\(\"demo\"\).*from_engine_args"):
         make()
     with pytest.raises(ConfigError, match=r"AsyncLLMEngine\.from_config\(\"demo\"\).* got 'demo'"):
@@ -553,11 +703,15 @@ ORDERS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("args", "named"), ORDERS)
-def test_every_order_of_generate_is_understood(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+def test_every_order_of_generate_is_understood(
+    args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
     assert _in_our_order(args, {**named, "priority": 1}) == ("id", "text", GREEDY, {"priority": 1})
     if "params" not in named and "sampling_params" not in named:
         return
-    without = {key: value for key, value in named.items() if key not in ("params", "sampling_params")}
+    without = {
+        key: value for key, value in named.items() if key not in ("params", "sampling_params")
+    }
     assert _in_our_order(args, without) == ("id", "text", None, {})
 
 
@@ -571,11 +725,17 @@ UNCLEAR: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (("a", "b", GREEDY), {"params": GREEDY}, "was given 3 arguments by position"),
     (("a", GREEDY, "b"), {"sampling_params": GREEDY}, "was given 3 arguments by position"),
     (("a", "b", GREEDY, 0.0), {}, "was given 4 arguments by position"),
-    (("a", "b"), {"params": GREEDY, "sampling_params": GREEDY}, "params and sampling_params are the same"),
+    (
+        ("a", "b"),
+        {"params": GREEDY, "sampling_params": GREEDY},
+        "params and sampling_params are the same",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("args", "named", "said"), UNCLEAR)
-def test_an_order_that_cannot_be_told_is_refused_at_once(args: tuple[Any, ...], named: dict[str, Any], said: str) -> None:
+def test_an_order_that_cannot_be_told_is_refused_at_once(
+    args: tuple[Any, ...], named: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         _in_our_order(args, dict(named))

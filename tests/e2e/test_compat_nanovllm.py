@@ -23,7 +23,12 @@ from tests.docs.pages import DOCS
 
 torch.set_num_threads(1)
 
-SETTINGS: dict[str, Any] = {"enforce_eager": True, "tensor_parallel_size": 1, "max_model_len": 128, "max_num_seqs": 4}
+SETTINGS: dict[str, Any] = {
+    "enforce_eager": True,
+    "tensor_parallel_size": 1,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+}
 CONFIG: dict[str, Any] = {  # fields of nano-vllm's config
     "max_num_batched_tokens": 256,
     "max_num_seqs": 8,
@@ -74,7 +79,9 @@ def test_a_program_in_the_shape_of_the_example_runs(llm: LLM) -> None:
     rendered = []
     for prompt in prompts:
         message = {"role": "user", "content": prompt}
-        rendered.append(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+        rendered.append(
+            tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        )
     outputs = llm.generate(rendered, SamplingParams(temperature=0.6, max_tokens=12))
     assert len(outputs) == 2
     for output in outputs:
@@ -84,17 +91,24 @@ def test_a_program_in_the_shape_of_the_example_runs(llm: LLM) -> None:
 def test_a_program_in_the_shape_of_the_benchmark_runs(llm: LLM) -> None:
     source = random.Random(0)
     prompts = [[source.randint(0, 1000) for _ in range(source.randint(5, 40))] for _ in range(5)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=source.randint(3, 8)) for _ in prompts]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=source.randint(3, 8))
+        for _ in prompts
+    ]
     llm.generate(["Benchmark: "], SamplingParams(max_tokens=2))
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == [one.max_tokens for one in params]
 
 
-def test_tokens_are_those_of_dovetails_llm_in_the_order_of_the_prompts(llm: LLM, ours: dovetail.LLM) -> None:
+def test_tokens_are_those_of_dovetails_llm_in_the_order_of_the_prompts(
+    llm: LLM, ours: dovetail.LLM
+) -> None:
     prompts: list[Any] = ["ROMEO:", [5, 6, 7, 8], "JULIET: my love"]
     params = [SamplingParams(temperature=0, max_tokens=most) for most in (9, 2, 5)]
     wanted = [output["token_ids"] for output in ours.generate(prompts, params, use_tqdm=False)]
-    assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
+    assert [
+        output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)
+    ] == wanted
     ids = [llm.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     finished, _ = drained(llm)
     assert [finished[seq_id] for seq_id in ids] == wanted
@@ -114,32 +128,55 @@ def test_steps_count_prompt_tokens_above_zero_and_generated_ones_below(budget: i
     assert [len(tokens) for _, tokens in sorted(finished.items())] == wanted
     assert 0 not in counts
     assert sum(count for count in counts if count > 0) == sum(lengths)
-    assert -sum(count for count in counts if count < 0) == sum(wanted) - len(wanted), "prefills sample the first tokens"
+    assert -sum(count for count in counts if count < 0) == sum(wanted) - len(wanted), (
+        "prefills sample the first tokens"
+    )
 
 
 def test_a_text_has_the_special_tokens_that_the_answer_has(llm: LLM) -> None:
     eos = llm.tokenizer.eos_token_id
     bias = {eos: 100.0}
-    [output] = llm.generate("ROMEO:", SamplingParams(temperature=0, logit_bias=bias), use_tqdm=False)
+    [output] = llm.generate(
+        "ROMEO:", SamplingParams(temperature=0, logit_bias=bias), use_tqdm=False
+    )
     assert output == {"text": llm.tokenizer.decode([eos]), "token_ids": [eos]}
 
 
 def test_parameters_have_nano_vllms_order_and_defaults() -> None:
     params = SamplingParams(0.6, 256, True)
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (0.6, 256, True)
-    assert (SamplingParams().temperature, SamplingParams().max_tokens, SamplingParams().ignore_eos) == (1.0, 64, False)
-    assert (params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (0, 1.0, 0.0, 1.0)
+    assert (
+        SamplingParams().temperature,
+        SamplingParams().max_tokens,
+        SamplingParams().ignore_eos,
+    ) == (1.0, 64, False)
+    assert (params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (
+        0,
+        1.0,
+        0.0,
+        1.0,
+    )
     params.max_tokens = 8  # type: ignore[misc]
     assert params.clone() == params == SamplingParams(0.6, 8, True)
-    with pytest.raises(RequestError, match="max_token: unknown sampling parameter, did you mean max_tokens"):
+    with pytest.raises(
+        RequestError, match="max_token: unknown sampling parameter, did you mean max_tokens"
+    ):
         SamplingParams(max_token=8)
 
 
 def test_each_argument_of_nano_vllm_is_honoured() -> None:
     llm = LLM("demo", **CONFIG)
     config = llm.engine.config
-    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (256, 8, 128)
-    assert (config.gpu_memory_utilization, config.cuda_graphs, config.block_size) == (0.5, False, 256)
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (
+        256,
+        8,
+        128,
+    )
+    assert (config.gpu_memory_utilization, config.cuda_graphs, config.block_size) == (
+        0.5,
+        False,
+        256,
+    )
     assert config.scheduler.label == "prefill_first"
     llm.exit()
 
@@ -155,7 +192,9 @@ def test_each_argument_of_nano_vllm_is_honoured() -> None:
     ],
     ids=str,
 )
-def test_an_argument_that_cannot_be_honoured_is_refused_by_name(argument: dict[str, Any], said: str) -> None:
+def test_an_argument_that_cannot_be_honoured_is_refused_by_name(
+    argument: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(argument))}.*{said}"):
         LLM("demo", **argument)
 
@@ -180,7 +219,9 @@ def test_a_config_file_is_accepted_with_its_scheduler(tmp_path: Path) -> None:
     ],
     ids=["n", "dict", "none", "id", "number"],
 )
-def test_a_wrong_request_is_refused_and_leaves_nothing(llm: LLM, prompt: Any, params: Any, said: str) -> None:
+def test_a_wrong_request_is_refused_and_leaves_nothing(
+    llm: LLM, prompt: Any, params: Any, said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         llm.add_request(prompt, params)
     if params is not None:
@@ -192,7 +233,9 @@ def test_a_wrong_request_is_refused_and_leaves_nothing(llm: LLM, prompt: Any, pa
 
 def test_steps_return_what_was_added_while_another_thread_generates(llm: LLM) -> None:
     texts: list[Any] = []
-    other = threading.Thread(target=lambda: texts.append(llm.generate(["ROMEO:"] * 6, GREEDY, use_tqdm=False)))
+    other = threading.Thread(
+        target=lambda: texts.append(llm.generate(["ROMEO:"] * 6, GREEDY, use_tqdm=False))
+    )
     alone = llm.generate("JULIET:", GREEDY, use_tqdm=False)[0]["token_ids"]
     other.start()
     ids = [llm.add_request("JULIET:", GREEDY) for _ in range(3)]
@@ -202,7 +245,9 @@ def test_steps_return_what_was_added_while_another_thread_generates(llm: LLM) ->
     assert len({output["text"] for output in texts[0]}) == 1
 
 
-def test_the_bar_shows_the_speed_of_prompts_that_fit_one_step(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_shows_the_speed_of_prompts_that_fit_one_step(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     llm.generate([[7, 8, 9] * 30, [9, 8, 7] * 30], GREEDY)
     shown = capsys.readouterr().err
     assert "decode" in shown
@@ -258,8 +303,13 @@ def test_the_loop_runs_on_two_ranks_which_end_with_the_interpreter(tmp_path: Pat
             """
         )
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=120, check=True
+    )
     with dovetail.LLM("demo", max_model_len=64) as llm:
-        alone = [output["token_ids"] for output in llm.generate(["ROMEO:", "JULIET: my"], GREEDY, use_tqdm=False)]
+        alone = [
+            output["token_ids"]
+            for output in llm.generate(["ROMEO:", "JULIET: my"], GREEDY, use_tqdm=False)
+        ]
     assert done.stdout.strip() == str(alone)
     assert "Traceback" not in done.stderr

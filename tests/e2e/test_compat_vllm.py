@@ -21,7 +21,16 @@ from tools import docs_hooks
 from tqdm import tqdm
 
 import dovetail
-from dovetail import LLM, AsyncLLMEngine, BeamSearchParams, EngineArgs, PoolingParams, SamplingParams, pooling, sampling_params
+from dovetail import (
+    LLM,
+    AsyncLLMEngine,
+    BeamSearchParams,
+    EngineArgs,
+    PoolingParams,
+    SamplingParams,
+    pooling,
+    sampling_params,
+)
 from dovetail.compat import vllm as compat
 from dovetail.compat.vllm import gaps
 from dovetail.compat.vllm.sampling_params import RequestOutputKind
@@ -287,17 +296,32 @@ RUNS |= {
     """,
 }
 REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
-    "manual_prompt_rendering": ("from vllm.renderers.inputs.preprocess import parse_model_prompt", "takes the text, or its token ids"),
-    "last_hidden_states": ("from vllm import SamplingParams\nSamplingParams(return_last_hidden_states=True)", "token_embed"),
-    "trace_replay": ("from vllm import SamplingParams\nSamplingParams(trace_decode_token_ids=[1, 2])", "prompt_logprobs"),
+    "manual_prompt_rendering": (
+        "from vllm.renderers.inputs.preprocess import parse_model_prompt",
+        "takes the text, or its token ids",
+    ),
+    "last_hidden_states": (
+        "from vllm import SamplingParams\nSamplingParams(return_last_hidden_states=True)",
+        "token_embed",
+    ),
+    "trace_replay": (
+        "from vllm import SamplingParams\nSamplingParams(trace_decode_token_ids=[1, 2])",
+        "prompt_logprobs",
+    ),
     "late_chunking": ("from vllm.pooling_params import LateChunkingParams", "mean of each chunk"),
     "multi_vector_retrieval": ("from vllm.config import PoolerConfig", "pooling_task"),
     "qwen3_reranker": (
         "from vllm import LLM\nLLM(model='demo', hf_overrides={'classifier_from_token': ['no', 'yes'], 'is_original_qwen3_reranker': True})",
         "score_tokens",
     ),
-    "extract_hidden_states": ("from vllm.config.kv_transfer import KVTransferConfig", "keeps its K and V to itself"),
-    "routed_experts": ("from vllm import LLM\nLLM(model='demo', enable_return_routed_experts=True)", "tokens and their log-probabilities"),
+    "extract_hidden_states": (
+        "from vllm.config.kv_transfer import KVTransferConfig",
+        "keeps its K and V to itself",
+    ),
+    "routed_experts": (
+        "from vllm import LLM\nLLM(model='demo', enable_return_routed_experts=True)",
+        "tokens and their log-probabilities",
+    ),
     "llm_engine_reset_kv": (
         """
         from vllm import EngineArgs, LLMEngine
@@ -324,15 +348,42 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "from vllm import LLM\nLLM(model='demo', tokenizer_mode='mistral', config_format='mistral')",
         "only auto",
     ),
-    "spec_decode": ("from vllm.inputs import TokensPrompt\nfrom vllm.benchmarks.datasets import get_samples", "dovetail lab"),
-    "mlpspeculator": ("from vllm import LLM\nLLM(model='demo', speculative_config={'model': 'small'})", "speculative|draft"),
-    "prompt_embed_inference": ("from vllm import LLM\nLLM(model='demo', enable_prompt_embeds=True)", "prompts are texts or token ids"),
-    "simple_profiling": ("from vllm import LLM\nLLM(model='demo', profiler_config={'profiler': 'torch'})", "perfetto"),
-    "torchrun_example": ("from vllm import LLM\nLLM(model='demo', distributed_executor_backend='external_launcher')", "Several machines"),
-    "data_parallel": ("from vllm import LLM\nfrom vllm.utils.network_utils import get_open_port", "no ports to open"),
-    "context_extension": ("from vllm import LLM\nLLM(model='demo', hf_overrides={'rope_parameters': {'factor': 4.0}})", "config.json"),
-    "logits_processor/custom": ("from vllm.v1.sample.logits_processor import LogitsProcessor", "logits processors are plugins"),
-    "save_sharded_state": ("from vllm.model_executor.model_loader import ShardedStateLoader", "weight formats are plugins"),
+    "spec_decode": (
+        "from vllm.inputs import TokensPrompt\nfrom vllm.benchmarks.datasets import get_samples",
+        "dovetail lab",
+    ),
+    "mlpspeculator": (
+        "from vllm import LLM\nLLM(model='demo', speculative_config={'model': 'small'})",
+        "speculative|draft",
+    ),
+    "prompt_embed_inference": (
+        "from vllm import LLM\nLLM(model='demo', enable_prompt_embeds=True)",
+        "prompts are texts or token ids",
+    ),
+    "simple_profiling": (
+        "from vllm import LLM\nLLM(model='demo', profiler_config={'profiler': 'torch'})",
+        "perfetto",
+    ),
+    "torchrun_example": (
+        "from vllm import LLM\nLLM(model='demo', distributed_executor_backend='external_launcher')",
+        "Several machines",
+    ),
+    "data_parallel": (
+        "from vllm import LLM\nfrom vllm.utils.network_utils import get_open_port",
+        "no ports to open",
+    ),
+    "context_extension": (
+        "from vllm import LLM\nLLM(model='demo', hf_overrides={'rope_parameters': {'factor': 4.0}})",
+        "config.json",
+    ),
+    "logits_processor/custom": (
+        "from vllm.v1.sample.logits_processor import LogitsProcessor",
+        "logits processors are plugins",
+    ),
+    "save_sharded_state": (
+        "from vllm.model_executor.model_loader import ShardedStateLoader",
+        "weight formats are plugins",
+    ),
     "vision_language": ("from vllm.assets.image import ImageAsset", "text alone"),
 }
 
@@ -359,13 +410,17 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_program_runs_once_its_imports_are_changed(name: str, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_runs_once_its_imports_are_changed(
+    name: str, classifier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["example.py"])
     assert run(RUNS[name], CLASSIFIER=str(classifier))["done"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_program_that_cannot_run_is_told_what_to_do_instead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_run_is_told_what_to_do_instead(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["example.py"])
     program, said = REFUSED[name]
     with pytest.raises((DovetailError, ImportError), match=said) as refused:
@@ -374,7 +429,9 @@ def test_a_program_that_cannot_run_is_told_what_to_do_instead(name: str, monkeyp
 
 
 def test_the_page_lists_what_became_of_each_example_and_none_is_broken() -> None:
-    listed = json.loads((DOCS / "assets" / "vllm_examples.json").read_text(encoding="utf-8"))["examples"]
+    listed = json.loads((DOCS / "assets" / "vllm_examples.json").read_text(encoding="utf-8"))[
+        "examples"
+    ]
     page = docs_hooks.fill_in((DOCS / "coming-from-vllm.md").read_text(encoding="utf-8"))
     for name, row in listed.items():
         assert row["verdict"] in ("runs", "refused", "needs"), name
@@ -390,14 +447,20 @@ def test_the_page_lists_what_became_of_each_example_and_none_is_broken() -> None
 @pytest.mark.parametrize("prefix", gaps.INSTEAD)
 def test_a_module_or_name_that_is_missing_is_answered(prefix: str) -> None:
     with pytest.raises(ImportError) as refused:
-        exec(f"from dovetail.compat.vllm import {prefix}" if "." not in prefix and prefix[0].isupper() else f"import dovetail.compat.vllm.{prefix}.x")
+        exec(
+            f"from dovetail.compat.vllm import {prefix}"
+            if "." not in prefix and prefix[0].isupper()
+            else f"import dovetail.compat.vllm.{prefix}.x"
+        )
     assert gaps.INSTEAD[prefix] in str(refused.value)
 
 
 def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
     with pytest.raises(ImportError, match="did you mean SamplingParams"):
         exec("from dovetail.compat.vllm import SamplingParam")
-    with pytest.raises(ModuleNotFoundError, match=r"compat\.vllm\.nonsense: Dovetail has nothing of that name"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"compat\.vllm\.nonsense: Dovetail has nothing of that name"
+    ):
         import_module("dovetail.compat.vllm.nonsense")
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'dovetail\.nonsense'"):
         import_module("dovetail.nonsense")
@@ -440,15 +503,37 @@ def test_uses_of_an_engine_have_their_names() -> None:
 def test_flags_that_are_not_given_leave_the_defaults() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     assert vars(parser.parse_args([])) == {}
-    assert EngineArgs.from_cli_args(parser.parse_args([])).create_engine_config() == EngineArgs().create_engine_config()
+    assert (
+        EngineArgs.from_cli_args(parser.parse_args([])).create_engine_config()
+        == EngineArgs().create_engine_config()
+    )
 
 
 def test_flags_are_read_as_those_of_the_server() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--mine_too", default=3)
-    args = parser.parse_args(["--max_model_len=1k", "--scheduler", "{name: priority}", "--enforce-eager", "--seed", "7", "--mine_too", "a_b"])
-    assert vars(args) == {"max_model_len": 1000, "scheduler": {"name": "priority"}, "enforce_eager": True, "seed": 7, "mine_too": "a_b"}
-    assert repr(EngineArgs.from_cli_args(args)) == repr(EngineArgs(max_model_len=1000, scheduler={"name": "priority"}, enforce_eager=True, seed=7))
+    args = parser.parse_args(
+        [
+            "--max_model_len=1k",
+            "--scheduler",
+            "{name: priority}",
+            "--enforce-eager",
+            "--seed",
+            "7",
+            "--mine_too",
+            "a_b",
+        ]
+    )
+    assert vars(args) == {
+        "max_model_len": 1000,
+        "scheduler": {"name": "priority"},
+        "enforce_eager": True,
+        "seed": 7,
+        "mine_too": "a_b",
+    }
+    assert repr(EngineArgs.from_cli_args(args)) == repr(
+        EngineArgs(max_model_len=1000, scheduler={"name": "priority"}, enforce_eager=True, seed=7)
+    )
 
 
 def test_each_argument_is_a_flag() -> None:
@@ -466,14 +551,18 @@ def test_each_argument_is_a_flag() -> None:
         (["--seed"], "expected one argument"),
     ],
 )
-def test_a_wrong_flag_is_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_is_named(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(given)
     assert said in capsys.readouterr().err
 
 
 def test_values_are_checked_by_the_engines_arguments() -> None:
-    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--pipeline-parallel-size", "2"])
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        ["--pipeline-parallel-size", "2"]
+    )
     with pytest.raises(ConfigError, match="Several machines"):
         EngineArgs.from_cli_args(args)
 
@@ -520,7 +609,10 @@ def test_fields_may_be_set_until_a_request_uses_them(llm: LLM) -> None:
     assert params == SamplingParams(temperature=0, max_tokens=4, stop=["x"])
     llm.engine.add_request("a", "ROMEO:", params)
     llm.engine.abort_request("a")
-    with pytest.raises(AttributeError, match=r"max_tokens: these SamplingParams are in use.*params = params\.clone\(\)"):
+    with pytest.raises(
+        AttributeError,
+        match=r"max_tokens: these SamplingParams are in use.*params = params\.clone\(\)",
+    ):
         params.max_tokens = 5  # type: ignore[misc]
     copy = params.clone()
     copy.max_tokens = 5  # type: ignore[misc]
@@ -553,7 +645,11 @@ def test_a_hash_freezes_them() -> None:
 
 def test_vllms_names_of_output_kinds() -> None:
     kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
-    assert [SamplingParams(output_kind=kind).output_kind.value for kind in kinds] == ["cumulative", "delta", "final"]  # type: ignore[union-attr]
+    assert [SamplingParams(output_kind=kind).output_kind.value for kind in kinds] == [
+        "cumulative",
+        "delta",
+        "final",
+    ]  # type: ignore[union-attr]
 
 
 def test_translations_of_examples_are_no_surprise() -> None:
@@ -594,9 +690,14 @@ def test_add_request_takes_vllms_positions(theirs: Any, more: tuple[Any, ...]) -
 
 def test_add_request_tells_the_two_orders_of_vllms_releases_apart() -> None:
     headers = {"traceparent": "00-1-2-01"}
-    assert by_position("add_request", [None, headers], {}) == {"lora_request": None, "trace_headers": headers}
+    assert by_position("add_request", [None, headers], {}) == {
+        "lora_request": None,
+        "trace_headers": headers,
+    }
     assert by_position("add_request", [None, {}, headers, 3], {})["trace_headers"] is headers
-    with pytest.raises(RequestError, match=r"add_request\(\): priority is given by position and by name"):
+    with pytest.raises(
+        RequestError, match=r"add_request\(\): priority is given by position and by name"
+    ):
         by_position("add_request", [None, None, None, 3], {"priority": 4})
     with pytest.raises(RequestError, match=r"chat\(\) takes at most 9 more arguments by position"):
         by_position("chat", [None] * 10, {})
@@ -611,19 +712,26 @@ def test_a_prompt_is_given_once(theirs: Any) -> None:
 def test_chat_and_beam_search_take_vllms_positions(theirs: Any) -> None:
     talk = [{"role": "user", "content": "a"}]
     by_name = theirs.chat(talk, FOUR, False, add_generation_prompt=False)
-    assert theirs.chat(talk, FOUR, False, None, None, "auto", False)[0]["token_ids"] == by_name[0]["token_ids"]
+    assert (
+        theirs.chat(talk, FOUR, False, None, None, "auto", False)[0]["token_ids"]
+        == by_name[0]["token_ids"]
+    )
     [found] = theirs.beam_search(["ROMEO:"], BeamSearchParams(2, 2), None, False, 1)
     assert len(found.sequences) == 2
 
 
 def test_token_ids_are_lists_and_pooled_data_are_tensors(theirs: Any) -> None:
     for kind in ("cumulative", "delta", "final"):
-        theirs.llm_engine.add_request(kind, "ROMEO:", SamplingParams(max_tokens=3, output_kind=kind))
+        theirs.llm_engine.add_request(
+            kind, "ROMEO:", SamplingParams(max_tokens=3, output_kind=kind)
+        )
     while theirs.llm_engine.has_unfinished_requests():
         for output in theirs.llm_engine.step():
             assert type(output.prompt_token_ids) is type(output.outputs[0].token_ids) is list
     [pooled] = theirs.encode("ROMEO:", pooling_task="embed")
-    assert pooled.outputs.data.shape == torch.Size([len(theirs.embed("ROMEO:")[0].outputs.embedding)])
+    assert pooled.outputs.data.shape == torch.Size(
+        [len(theirs.embed("ROMEO:")[0].outputs.embedding)]
+    )
     assert theirs.score("ROMEO:", "ROMEO:")[0].outputs.score == rounded(1.0, 256)
 
 
@@ -649,7 +757,9 @@ def test_unix_time_is_taken_as_a_time_on_the_engines_clock(theirs: Any) -> None:
 
 def test_the_async_engine_takes_vllms_positions() -> None:
     async def run() -> Any:
-        engine = compat.AsyncLLMEngine.from_engine_args(EngineArgs("demo", max_model_len=64), True, None, None)
+        engine = compat.AsyncLLMEngine.from_engine_args(
+            EngineArgs("demo", max_model_len=64), True, None, None
+        )
         async with engine:
             async for output in engine.generate("ROMEO:", FOUR, "a", None, None, 0):
                 last = output
@@ -689,7 +799,9 @@ def test_vllms_fields_are_accepted_at_their_default_and_else_refused(kind: Any, 
 
 
 def test_prompts_may_have_keys_without_a_value(theirs: Any) -> None:
-    [one] = theirs.generate({"prompt": "ROMEO:", "multi_modal_data": None, "prompt_token_ids": None}, FOUR)
+    [one] = theirs.generate(
+        {"prompt": "ROMEO:", "multi_modal_data": None, "prompt_token_ids": None}, FOUR
+    )
     assert one["token_ids"] == theirs.generate("ROMEO:", FOUR)[0]["token_ids"]
     with pytest.raises(RequestError, match="multi_modal_data"):
         theirs.generate({"prompt": "ROMEO:", "multi_modal_data": {"image": 1}}, FOUR)

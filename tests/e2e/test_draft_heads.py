@@ -47,21 +47,41 @@ def _installed(site: Site) -> None:  # noqa: F811
 
 
 def engine(directory: Path, drafter: Any, max_drafts: int = 4, **changes: Any) -> LLMEngine:
-    config = {"model": str(directory), "max_model_len": 96, "dtype": "float32", "generation_config": "none", "executor": "free", **changes}
+    config = {
+        "model": str(directory),
+        "max_model_len": 96,
+        "dtype": "float32",
+        "generation_config": "none",
+        "executor": "free",
+        **changes,
+    }
     speculation = None if drafter is None else {"drafter": drafter, "max_drafts": max_drafts}
     return LLMEngine.from_config(config, clock=VirtualClock(), speculation=speculation)
 
 
-def answers(running: LLMEngine, prompts: list[list[int]], count: int = 40, **params: Any) -> list[list[list[int]]]:
+def answers(
+    running: LLMEngine, prompts: list[list[int]], count: int = 40, **params: Any
+) -> list[list[list[int]]]:
     outputs = {}
     for index, prompt in enumerate(prompts):
-        given = {"temperature": 0.0, "seed": index, "max_tokens": count, "ignore_eos": True, "detokenize": False, "output_kind": "final", **params}
+        given = {
+            "temperature": 0.0,
+            "seed": index,
+            "max_tokens": count,
+            "ignore_eos": True,
+            "detokenize": False,
+            "output_kind": "final",
+            **params,
+        }
         running.add_request(str(index), prompt, SamplingParams(**given))
     while running.has_unfinished_requests():
         outputs |= {output.request_id: output for output in running.step()}
     assert running.core.dead is None
     running.core.kv.check_integrity()
-    return [[list(sample.token_ids) for sample in outputs[str(index)].outputs] for index in range(len(prompts))]
+    return [
+        [list(sample.token_ids) for sample in outputs[str(index)].outputs]
+        for index in range(len(prompts))
+    ]
 
 
 def shares(stats: EngineStats) -> tuple[int, int]:
@@ -77,10 +97,18 @@ SMALL = {"block_size": 8, "executor": {"name": "free", "num_blocks": 14}}
 LIMITS = [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL]
 
 
-@pytest.mark.parametrize(("family", "limits"), [*((glm4_moe, limits) for limits in LIMITS), (qwen3_5, LIMITS[1]), (qwen3_next, LIMITS[0])])
-def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(family: Any, limits: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "limits"),
+    [*((glm4_moe, limits) for limits in LIMITS), (qwen3_5, LIMITS[1]), (qwen3_next, LIMITS[0])],
+)
+def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(
+    family: Any, limits: dict[str, Any]
+) -> None:
     """It passes the embedding through, of which the model's own output layer makes the token after it: any other token would be wrong."""
-    with chained(family(**CHAINED, tie_word_embeddings=False), mtp=True) as directory, engine(directory, "mtp", **limits) as running:
+    with (
+        chained(family(**CHAINED, tie_word_embeddings=False), mtp=True) as directory,
+        engine(directory, "mtp", **limits) as running,
+    ):
         got = answers(running, PROMPTS)
         drafts, accepted = shares(running.stats())
         assert running.stats().preemptions > 0 or "block_size" not in limits
@@ -91,11 +119,15 @@ def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(family
 
 
 @pytest.mark.parametrize("tap", [0, 1])
-def test_an_eagle3_head_that_reads_the_right_state_is_always_right(tap: int, tmp_path: Path) -> None:
+def test_an_eagle3_head_that_reads_the_right_state_is_always_right(
+    tap: int, tmp_path: Path
+) -> None:
     """It makes its first draft of the state alone: two tokens after the state's own. So the state of any other token would be wrong."""
     with chained(config := glm4_moe(**CHAINED)) as directory:
         write_chained_eagle3(tmp_path / "head", config, tap)
-        with engine(directory, {"name": "eagle3", "model": str(tmp_path / "head")}, max_drafts=1) as running:
+        with engine(
+            directory, {"name": "eagle3", "model": str(tmp_path / "head")}, max_drafts=1
+        ) as running:
             answers(running, PROMPTS)
             drafts, accepted = shares(running.stats())
     assert drafts == accepted > 40
@@ -103,7 +135,10 @@ def test_an_eagle3_head_that_reads_the_right_state_is_always_right(tap: int, tmp
 
 WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"executor": {"name": "free", "max_in_flight": 3}},
-    "small memory": {"block_size": 8, "executor": {"name": "free", "num_blocks": 12, "max_in_flight": 2}},
+    "small memory": {
+        "block_size": 8,
+        "executor": {"name": "free", "num_blocks": 12, "max_in_flight": 2},
+    },
     "small steps": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
 }
 TARGETS = {"mtp": glm4_moe, "mtp of latents": glm4_moe_lite, "eagle3": target_config}
@@ -121,12 +156,18 @@ PARAMS: tuple[dict[str, Any], ...] = (
 def test_answers_are_those_without_drafts(drafter: str, way: str, tmp_path: Path) -> None:
     """Random weights, so that most drafts are wrong. The second time prefixes are found."""
     config = TARGETS[drafter](max_position_embeddings=128)
-    prompts = [[(7 * i * i + s) % 61 for i in range(n)] for s, n in ((0, 3), (1, 30), (2, 1), (1, 37), (3, 17))]
+    prompts = [
+        [(7 * i * i + s) % 61 for i in range(n)]
+        for s, n in ((0, 3), (1, 30), (2, 1), (1, 37), (3, 17))
+    ]
     with checkpoint(config) as (directory, model):
         chosen: Any = "mtp"
         if drafter == "eagle3":
             fields = eagle3_fields(config)
-            chosen = {"name": "eagle3", "model": str(write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields)))}
+            chosen = {
+                "name": "eagle3",
+                "model": str(write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))),
+            }
         else:
             add_tensors(directory, mtp_tensors(mtp_model(model)))
         with engine(directory, None) as running:
@@ -141,7 +182,9 @@ def test_answers_are_those_without_drafts(drafter: str, way: str, tmp_path: Path
 
 @pytest.mark.parametrize("way", ALL_WAYS if FULL else ["small memory"])
 @pytest.mark.slow("makes several engines or many tokens")
-def test_random_requests_get_the_answers_that_they_get_without_drafts(way: str, tmp_path: Path) -> None:
+def test_random_requests_get_the_answers_that_they_get_without_drafts(
+    way: str, tmp_path: Path
+) -> None:
     """Filters, penalties, stop strings, grammars, several samples: those of `test_draft_model`."""
     fields, seeds = eagle3_fields(read_config(DEMO)), SEEDS if FULL else SEEDS[:2]
     head = write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))
@@ -149,7 +192,9 @@ def test_random_requests_get_the_answers_that_they_get_without_drafts(way: str, 
         expected = answers_of(plain, seeds)
     with drafting_engine(way, {"name": "eagle3", "model": str(head)}) as running:
         for _ in range(2):  # the second time it finds prefixes that it has computed
-            for seed, output, right in zip(seeds, answers_of(running, seeds), expected, strict=True):
+            for seed, output, right in zip(
+                seeds, answers_of(running, seeds), expected, strict=True
+            ):
                 require_same(output, right, f"request {seed}")
         assert running.stats().draft_tokens > 0
 
@@ -161,7 +206,11 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
         tensors = mtp_tensors(mtp_model(model))
         tensors["model.layers.2.shared_head.norm.weight"].mul_(0)  # then all logits are 0
         add_tensors(directory, tensors)
-        params = {"temperature": 1.0, "logit_bias": dict.fromkeys(range(10), 30.0), "top_k": 10}  # the same ten tokens are likely to both
+        params = {
+            "temperature": 1.0,
+            "logit_bias": dict.fromkeys(range(10), 30.0),
+            "top_k": 10,
+        }  # the same ten tokens are likely to both
         with engine(directory, "mtp", block_size=8) as running:
             first = answers(running, [prompt], **params), shares(running.stats())
             again = answers(running, [prompt], **params), shares(running.stats())
@@ -173,7 +222,9 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("differ", [15, 16, 17])
 @pytest.mark.slow("makes several engines or many tokens")
-def test_drafts_after_a_prefix_hit_are_those_after_a_miss(differ: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_after_a_prefix_hit_are_those_after_a_miss(
+    differ: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if prompts part at the end of a block: the head's K and V of its last token are made of the next one, too."""
     drafts: list[list[int]] = []
     propose = RunningHead.propose
@@ -185,13 +236,20 @@ def test_drafts_after_a_prefix_hit_are_those_after_a_miss(differ: int, tmp_path:
 
     head_rows: list[Any] = []
     made = RunningHead.__init__
-    monkeypatch.setattr(RunningHead, "__init__", lambda head, *args: (made(head, *args), head_rows.insert(0, args[-1]))[0])
+    monkeypatch.setattr(
+        RunningHead,
+        "__init__",
+        lambda head, *args: (made(head, *args), head_rows.insert(0, args[-1]))[0],
+    )
     monkeypatch.setattr(RunningHead, "propose", recorded)
     one = [(11 * i + 5) % 61 for i in range(30)]
     other = [*one[:differ], 60, *one[differ + 1 :]]
     with checkpoint(config := target_config(max_position_embeddings=128)) as (directory, _):
         fields = eagle3_fields(config)
-        head = {"name": "eagle3", "model": str(write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields)))}
+        head = {
+            "name": "eagle3",
+            "model": str(write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))),
+        }
         found = []
         for prompts in ([other], [one, other]):
             with engine(directory, head, block_size=8) as running:
@@ -206,11 +264,23 @@ def test_drafts_after_a_prefix_hit_are_those_after_a_miss(differ: int, tmp_path:
 def test_a_model_whose_states_cannot_be_read_is_refused(tmp_path: Path) -> None:
     from transformers import GPTNeoXConfig
 
-    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 40}
-    with checkpoint(config := GPTNeoXConfig(**sizes, max_position_embeddings=128)) as (directory, _):
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+    }
+    with checkpoint(config := GPTNeoXConfig(**sizes, max_position_embeddings=128)) as (
+        directory,
+        _,
+    ):
         fields = eagle3_fields(config)
         head = write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))
-        with pytest.raises(UnsupportedError, match=f"draft head {head}: states of the model can't be read: Transformers lacks the capability `taps`"):
+        with pytest.raises(
+            UnsupportedError,
+            match=f"draft head {head}: states of the model can't be read: Transformers lacks the capability `taps`",
+        ):
             engine(directory, {"name": "eagle3", "model": str(head)})
 
 
@@ -226,7 +296,10 @@ def test_a_checkpoint_without_a_head_is_refused() -> None:
     ("drafter", "says"),
     [
         ({"name": "eagle3"}, "speculation.drafter.*model"),
-        ({"name": "eagle3", "model": "no such head"}, "speculation.drafter: sought where models are"),
+        (
+            {"name": "eagle3", "model": "no such head"},
+            "speculation.drafter: sought where models are",
+        ),
         ({"name": "mtp", "model": "x"}, "speculation.drafter.model"),
     ],
 )

@@ -30,9 +30,18 @@ def without() -> list[Any]:
         return all_answers_of(engine, SEEDS)
 
 
-def drafting_engine(way: str = "one step at a time", drafter: Any = MODEL_DRAFTER, **changes: Any) -> LLMEngine:
-    config = {**MODEL, **WAYS[way], "executor": {"name": "free", **WAYS[way]["executor"]}, **changes}
-    return LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 4})
+def drafting_engine(
+    way: str = "one step at a time", drafter: Any = MODEL_DRAFTER, **changes: Any
+) -> LLMEngine:
+    config = {
+        **MODEL,
+        **WAYS[way],
+        "executor": {"name": "free", **WAYS[way]["executor"]},
+        **changes,
+    }
+    return LLMEngine.from_config(
+        config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 4}
+    )
 
 
 @pytest.mark.parametrize("way", ["overlap", "small memory", "small steps"])
@@ -42,7 +51,9 @@ def test_answers_are_those_without_drafts(way: str, site: Site) -> None:  # noqa
     drafting.install(site)
     with drafting_engine(way) as engine:
         for _ in range(2):  # the second time it finds prefixes that it has computed
-            for seed, output, expected in zip(SEEDS, all_answers_of(engine, SEEDS), without(), strict=True):
+            for seed, output, expected in zip(
+                SEEDS, all_answers_of(engine, SEEDS), without(), strict=True
+            ):
                 require_same(output, expected, f"request {seed}: {request(seed)}")
         stats = engine.stats()
     assert stats.draft_tokens > sum(stats.accepted_drafts) > 0
@@ -51,7 +62,11 @@ def test_answers_are_those_without_drafts(way: str, site: Site) -> None:  # noqa
 
 def generate(engine: LLMEngine, prompt: str, **params: Any) -> EngineStats:
     """Return the stats after a request."""
-    engine.add_request("r", prompt, SamplingParams(seed=3, max_tokens=40, ignore_eos=True, output_kind="final", **params))
+    engine.add_request(
+        "r",
+        prompt,
+        SamplingParams(seed=3, max_tokens=40, ignore_eos=True, output_kind="final", **params),
+    )
     while engine.has_unfinished_requests():
         engine.step()
     stats = engine.stats()
@@ -66,7 +81,9 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(site: Site) -> None:  # 
         first = generate(engine, prompt)
         second = generate(engine, prompt)
     assert second.cached_tokens > first.cached_tokens == 0
-    assert [two - one for one, two in zip(first.accepted_drafts, second.accepted_drafts, strict=True)] == list(first.accepted_drafts)
+    assert [
+        two - one for one, two in zip(first.accepted_drafts, second.accepted_drafts, strict=True)
+    ] == list(first.accepted_drafts)
 
 
 @pytest.mark.slow("makes several engines or many tokens")
@@ -88,20 +105,40 @@ def test_draft_models_that_do_not_fit_are_refused() -> None:
     from transformers import Qwen3Config
 
     def small(**changes: Any) -> Qwen3Config:
-        shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        shape = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
         return Qwen3Config(**{**shape, "head_dim": 16, "vocab_size": 1024, **changes})
 
     for model, says in (
         (small(vocab_size=1000), "it has a vocabulary of 1000 tokens, and the model one of 1024"),
-        (small(max_position_embeddings=64), "max_model_len: 96 tokens is more than this model's own length of 64"),
+        (
+            small(max_position_embeddings=64),
+            "max_model_len: 96 tokens is more than this model's own length of 64",
+        ),
     ):
-        with checkpoint(model) as (directory, _), pytest.raises(UnsupportedError, match=f"draft model {directory}: {says}"):
-            LLMEngine.from_config(MODEL, speculation={"drafter": {"name": "model", "model": str(directory)}})
+        with (
+            checkpoint(model) as (directory, _),
+            pytest.raises(UnsupportedError, match=f"draft model {directory}: {says}"),
+        ):
+            LLMEngine.from_config(
+                MODEL, speculation={"drafter": {"name": "model", "model": str(directory)}}
+            )
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({}, "speculation.drafter.*model"), ({"model": "no such model"}, "speculation.drafter: sought where models are: .*bundled models")],
+    [
+        ({}, "speculation.drafter.*model"),
+        (
+            {"model": "no such model"},
+            "speculation.drafter: sought where models are: .*bundled models",
+        ),
+    ],
 )
 def test_a_draft_model_must_be_named_and_exist(options: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -41,7 +41,10 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, Any] = {
     "full": Qwen3Config(**SIZES, num_hidden_layers=2),
     "windows": MinistralConfig(
-        **SIZES, num_hidden_layers=3, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        **SIZES,
+        num_hidden_layers=3,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "states": hybrids.qwen3_5(),
 }
@@ -66,14 +69,29 @@ class Bench:
         layer = model.get_submodule(module)
         shapes = {module: (layer.in_features, layer.out_features)}
         self.adapters = {
-            key: LoRARequest(key, 1 + seed, str(write_adapter(folder / key, config_of(target_modules=["o_proj"]), weights_of(shapes, seed=seed))))
+            key: LoRARequest(
+                key,
+                1 + seed,
+                str(
+                    write_adapter(
+                        folder / key,
+                        config_of(target_modules=["o_proj"]),
+                        weights_of(shapes, seed=seed),
+                    )
+                ),
+            )
             for seed, key in enumerate(("x", "y"))
         }
         self.known: dict[Case, list[list[int]]] = {}
         self.free = self.engine(executor={"name": "local"})
 
     def engine(self, **config: Any) -> LLMEngine:
-        base = {"model": str(self.folder / "model"), "dtype": "float32", "generation_config": "none", "max_model_len": MAX_LEN}
+        base = {
+            "model": str(self.folder / "model"),
+            "dtype": "float32",
+            "generation_config": "none",
+            "max_model_len": MAX_LEN,
+        }
         slots = config.pop("slots", 2)
         return LLMEngine.from_config({**base, "adapters": {"slots": slots}}, **config)
 
@@ -89,13 +107,17 @@ class Bench:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
     made = Bench(request.param, tmp_path_factory.mktemp(request.param))
     yield made
     made.free.close()
 
 
-def run(engine: LLMEngine, bench: Bench, cases: list[Case], aborts: list[tuple[int, int]]) -> list[list[list[int]]]:
+def run(
+    engine: LLMEngine, bench: Bench, cases: list[Case], aborts: list[tuple[int, int]]
+) -> list[list[list[int]]]:
     """Return the tokens of each sample of each case. `aborts`: (step, index of a case)."""
     outputs: dict[str, RequestOutput] = {}
     for index, case in enumerate(cases):
@@ -115,7 +137,12 @@ def run(engine: LLMEngine, bench: Bench, cases: list[Case], aborts: list[tuple[i
     gone = {str(index) for _, index in aborts}
     for id, output in outputs.items():
         assert id in gone or {one.finish_reason for one in output.outputs} == {"length"}, output
-    return [[list(one.token_ids) for one in outputs[str(i)].outputs] if str(i) in outputs and str(i) not in gone else [] for i in range(len(cases))]
+    return [
+        [list(one.token_ids) for one in outputs[str(i)].outputs]
+        if str(i) in outputs and str(i) not in gone
+        else []
+        for i in range(len(cases))
+    ]
 
 
 def cases_of(chance: random.Random) -> list[Case]:
@@ -125,7 +152,11 @@ def cases_of(chance: random.Random) -> list[Case]:
         length = chance.choice([chance.randint(1, 70), chance.randint(60, 80)])
         start = chance.choice([(), (7,) * 20])
         prompt = (*start, *(chance.randrange(1, 97) for _ in range(length)))[:length]
-        sampling: dict[str, Any] = {"temperature": 0.0} if chance.random() < 0.5 else {"temperature": 0.8, "seed": chance.randrange(100)}
+        sampling: dict[str, Any] = (
+            {"temperature": 0.0}
+            if chance.random() < 0.5
+            else {"temperature": 0.8, "seed": chance.randrange(100)}
+        )
         params = SamplingParams(
             n=chance.choice([1, 1, 1, 2, 3]) if sampling["temperature"] else 1,
             max_tokens=chance.randint(1, 16),
@@ -139,7 +170,9 @@ def cases_of(chance: random.Random) -> list[Case]:
 
 
 @pytest.mark.slow("makes engines with pools of every kind")
-def test_every_request_ends_with_the_tokens_that_it_has_where_nothing_is_scarce(bench: Bench) -> None:
+def test_every_request_ends_with_the_tokens_that_it_has_where_nothing_is_scarce(
+    bench: Bench,
+) -> None:
     layouts = {size: bench.layout(size) for size in (4, 8)}
     for seed in range(ENGINES):
         chance = random.Random(seed)
@@ -155,14 +188,19 @@ def test_every_request_ends_with_the_tokens_that_it_has_where_nothing_is_scarce(
             "slots": chance.choice([1, 1, 2]),
             "executor": {
                 "name": "local",
-                "num_blocks": layout.most_pages(MAX_LEN, max_tokens) + layout.state_pages + chance.choice([0, 0, 1, 3]),
+                "num_blocks": layout.most_pages(MAX_LEN, max_tokens)
+                + layout.state_pages
+                + chance.choice([0, 0, 1, 3]),
                 "max_in_flight": chance.randint(1, 3),
             },
         }
         if chance.random() < 0.4:
             config["speculation"] = {"drafter": "ngram", "max_drafts": min(4, max_tokens - 1)}
         cases = cases_of(chance)
-        aborts = [(chance.randint(0, 40), chance.randrange(len(cases))) for _ in range(chance.choice([0, 0, 2]))]
+        aborts = [
+            (chance.randint(0, 40), chance.randrange(len(cases)))
+            for _ in range(chance.choice([0, 0, 2]))
+        ]
         with bench.engine(**config) as engine:
             found = run(engine, bench, cases, aborts)
         for index, (case, tokens) in enumerate(zip(cases, found, strict=True)):

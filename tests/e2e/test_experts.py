@@ -42,8 +42,12 @@ TINY: dict[str, Any] = {
     seed=st.integers(0, 1000),
 )
 @examples(quick=6, full=100)
-def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(normalize: bool, step: int, dense: list[int], lens: list[int], seed: int) -> None:
-    config = Qwen3MoeConfig(**TINY, norm_topk_prob=normalize, decoder_sparse_step=step, mlp_only_layers=dense)
+def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(
+    normalize: bool, step: int, dense: list[int], lens: list[int], seed: int
+) -> None:
+    config = Qwen3MoeConfig(
+        **TINY, norm_topk_prob=normalize, decoder_sparse_step=step, mlp_only_layers=dense
+    )
     prompts = random_prompts(lens, 61, seed)
     with checkpoint(config, seed) as (directory, model):
         outputs = run(directory, prompts, [greedy(12)] * len(prompts), max_num_batched_tokens=90)
@@ -54,7 +58,14 @@ def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(normalize: bo
 GPT_OSS: dict[str, Any] = {
     **{
         name: TINY[name]
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        )
     },
     "intermediate_size": 32,
     "num_hidden_layers": 3,
@@ -84,25 +95,41 @@ def pack_experts(directory: Path, model: Any, seed: int) -> None:
     tensors = load_file(path)
     for index, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
-            weight, whole_name = getattr(layer.mlp.experts, name), f"model.layers.{index}.mlp.experts.{name}"
+            weight, whole_name = (
+                getattr(layer.mlp.experts, name),
+                f"model.layers.{index}.mlp.experts.{name}",
+            )
             count, inputs, outputs = weight.shape
             blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
             scales = torch.randint(122, 126, (count, outputs, inputs // 32), dtype=torch.uint8)
-            weight.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            weight.data = convert_moe_packed_tensors(
+                blocks, scales, dtype=torch.float32
+            ).contiguous()
             del tensors[whole_name]
             tensors |= {f"{whole_name}_blocks": blocks, f"{whole_name}_scales": scales}
     save_file(tensors, path, {"format": "pt"})
-    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
+    quantized = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "lm_head",
+        ],
+    }
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
 
 
 @pytest.mark.slow("makes several engines or many tokens")
-def test_greedy_tokens_of_gpt_oss_in_mxfp4_are_those_of_weights_that_transformers_dequantizes() -> None:
+def test_greedy_tokens_of_gpt_oss_in_mxfp4_are_those_of_weights_that_transformers_dequantizes() -> (
+    None
+):
     prompts = random_prompts([1, 40, 7], 61, 0)
     with checkpoint(GptOssConfig(**GPT_OSS), 0) as (directory, model):
         pack_experts(directory, model, 0)
-        for prompt, tokens in zip(prompts, tokens_of(run(directory, prompts, [greedy(12)] * len(prompts))), strict=True):
+        for prompt, tokens in zip(
+            prompts, tokens_of(run(directory, prompts, [greedy(12)] * len(prompts))), strict=True
+        ):
             compare_greedy(model, prompt, tokens, Comparison())
 
 
@@ -113,10 +140,15 @@ def test_greedy_tokens_of_gpt_oss_in_mxfp4_are_those_of_weights_that_transformer
         ({"moe_intermediate_size": 0}, "moe_intermediate_size = 0 must be at least 1"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
-        ({"num_local_experts": 9}, r"lacks 6 tensors .model.layers.0.mlp.experts.8.down_proj.weight"),
+        (
+            {"num_local_experts": 9},
+            r"lacks 6 tensors .model.layers.0.mlp.experts.8.down_proj.weight",
+        ),
     ],
 )
-def test_a_config_that_cannot_be_served_is_rejected_by_name(fields: dict[str, Any], said: str) -> None:
+def test_a_config_that_cannot_be_served_is_rejected_by_name(
+    fields: dict[str, Any], said: str
+) -> None:
     with checkpoint(Qwen3MoeConfig(**TINY)) as (directory, _):
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -127,15 +159,27 @@ def test_a_config_that_cannot_be_served_is_rejected_by_name(fields: dict[str, An
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model.layers.1.mlp.experts.5.up_proj.weight", "lacks 1 tensor .model.layers.1.mlp.experts.5.up_proj.weight"),
-        ("model.layers.1.mlp.gate.weight", r"tensor model.layers.1.mlp.gate.weight: expected shape \[8, 32\], found \[7, 32\]"),
+        (
+            "model.layers.1.mlp.experts.5.up_proj.weight",
+            "lacks 1 tensor .model.layers.1.mlp.experts.5.up_proj.weight",
+        ),
+        (
+            "model.layers.1.mlp.gate.weight",
+            r"tensor model.layers.1.mlp.gate.weight: expected shape \[8, 32\], found \[7, 32\]",
+        ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_its_config_is_rejected_by_name(name: str, said: str) -> None:
+def test_a_checkpoint_that_does_not_fit_its_config_is_rejected_by_name(
+    name: str, said: str
+) -> None:
     with checkpoint(Qwen3MoeConfig(**TINY)) as (directory, _):
         path = directory / "model.safetensors"
         tensors = load_file(path)
         tensor = tensors.pop(name)
-        save_file(tensors if "experts" in name else tensors | {name: tensor[:7].clone()}, path, {"format": "pt"})
+        save_file(
+            tensors if "experts" in name else tensors | {name: tensor[:7].clone()},
+            path,
+            {"format": "pt"},
+        )
         with pytest.raises(DovetailError, match=said):
             run(directory, [[1]], [greedy(1)])

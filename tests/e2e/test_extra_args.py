@@ -71,17 +71,28 @@ PROMPTS = [[5, 17, 200, 31], [9, 12], [1, 2, 3]]
 
 @pytest.fixture
 def samplers(site: Site) -> None:
-    specs = (f'kind="sampler", api="0.4", name={name.lower()!r}, target="odd_samplers:{name}"' for name in ("Checked", "Unchecked"))
-    site.install("dovetail-odd", modules={"odd_plugin": components(*specs), "odd_samplers": SAMPLER})
+    specs = (
+        f'kind="sampler", api="0.4", name={name.lower()!r}, target="odd_samplers:{name}"'
+        for name in ("Checked", "Unchecked")
+    )
+    site.install(
+        "dovetail-odd", modules={"odd_plugin": components(*specs), "odd_samplers": SAMPLER}
+    )
 
 
 def engine(sampler: str, ranks: int = 1) -> LLMEngine:
-    executor = {"name": "local", "device": "cpu"} if ranks == 1 else {"name": "tensor", "size": ranks, "device": "cpu"}
+    executor = (
+        {"name": "local", "device": "cpu"}
+        if ranks == 1
+        else {"name": "tensor", "size": ranks, "device": "cpu"}
+    )
     return LLMEngine.from_config({**SETTINGS, "sampler": sampler, "executor": executor})
 
 
 def giving(**extra_args: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False, extra_args=extra_args)
+    return SamplingParams(
+        temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False, extra_args=extra_args
+    )
 
 
 @pytest.mark.usefixtures("samplers")
@@ -93,7 +104,10 @@ def test_a_value_that_the_samplers_model_refuses_is_refused_at_arrival_by_its_na
             ({"rank": 10}, "extra_args.rank: expected less than or equal to 9, got 10"),
             ({"words": "x"}, "extra_args.words: expected a valid list, got 'x'"),
             ({"odd": 1}, "extra_args: KeyError: 'a validator that is itself wrong'"),
-            ({"other": 1}, "extra_args: 'other' means nothing to sampler checked; it understands: odd, rank, words"),
+            (
+                {"other": 1},
+                "extra_args: 'other' means nothing to sampler checked; it understands: odd, rank, words",
+            ),
         ]:
             with pytest.raises(RequestError) as caught:
                 one.add_request("a", [1, 2], giving(**value))
@@ -112,17 +126,29 @@ def test_a_row_that_the_sampler_refuses_ends_its_own_request_alone(ranks: int) -
         for index, prompt in enumerate(PROMPTS):
             one.add_request(f"fine {index}", prompt, giving())
             one.add_request(f"bad {index}", prompt, giving(rank=["x", [], {"a": 1}][index]))
-        one.add_request("bad samples", [4, 5], SamplingParams(n=3, logprobs=2, prompt_logprobs=1, extra_args={"rank": "x"}, detokenize=False))
+        one.add_request(
+            "bad samples",
+            [4, 5],
+            SamplingParams(
+                n=3, logprobs=2, prompt_logprobs=1, extra_args={"rank": "x"}, detokenize=False
+            ),
+        )
         outputs: dict[str, Any] = {}
         while one.has_unfinished_requests():
             outputs |= {output.request_id: output for output in one.step()}
         for index in range(len(PROMPTS)):
-            assert outputs[f"fine {index}"].outputs[0].token_ids == alone[index].outputs[0].token_ids
+            assert (
+                outputs[f"fine {index}"].outputs[0].token_ids == alone[index].outputs[0].token_ids
+            )
             [bad] = outputs[f"bad {index}"].outputs
             assert (bad.finish_reason, bad.token_ids) == ("error", ())
-            assert str(bad.stop_reason).startswith(f"sampler Unchecked raised in update(): {('ValueError', 'TypeError', 'TypeError')[index]}: ")
+            assert str(bad.stop_reason).startswith(
+                f"sampler Unchecked raised in update(): {('ValueError', 'TypeError', 'TypeError')[index]}: "
+            )
         assert [sample.finish_reason for sample in outputs["bad samples"].outputs] == ["error"] * 3
-        assert [output.outputs[0].token_ids for output in generate(one, PROMPTS, giving())] == [output.outputs[0].token_ids for output in alone]
+        assert [output.outputs[0].token_ids for output in generate(one, PROMPTS, giving())] == [
+            output.outputs[0].token_ids for output in alone
+        ]
 
 
 @pytest.mark.usefixtures("samplers")
@@ -132,10 +158,19 @@ def test_ranks_that_do_not_refuse_a_row_alike_end_the_engine_and_say_so() -> Non
         one.add_request("a", [1, 2], giving(elsewhere=os.getpid()))
         while one.has_unfinished_requests():
             one.step()
-        assert "request 'a' goes on, but not on every rank alike: here sampler Unchecked raised" in str(one.core.dead)
+        assert (
+            "request 'a' goes on, but not on every rank alike: here sampler Unchecked raised"
+            in str(one.core.dead)
+        )
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 0, 1j, {"a": [object()]}, {object(): 1}, {object()}, type])
-def test_a_value_that_other_processes_could_not_be_sent_is_refused_when_it_is_given(value: Any) -> None:
-    with pytest.raises(RequestError, match="extra_args: expected a plain value, as JSON has them, got "):
+@pytest.mark.parametrize(
+    "value", [object(), lambda: 0, 1j, {"a": [object()]}, {object(): 1}, {object()}, type]
+)
+def test_a_value_that_other_processes_could_not_be_sent_is_refused_when_it_is_given(
+    value: Any,
+) -> None:
+    with pytest.raises(
+        RequestError, match="extra_args: expected a plain value, as JSON has them, got "
+    ):
         SamplingParams(extra_args={"key": value})

@@ -22,7 +22,9 @@ def thawed() -> Iterator[None]:
 
 @pytest.mark.parametrize("freezes", [True, False])
 @pytest.mark.slow("looks through all objects, several times")
-def test_books_and_tokenizer_are_frozen_if_the_executor_freezes_what_stands(freezes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_books_and_tokenizer_are_frozen_if_the_executor_freezes_what_stands(
+    freezes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = LocalExecutor.start
 
     def starts(executor: LocalExecutor) -> Capacity:
@@ -32,7 +34,9 @@ def test_books_and_tokenizer_are_frozen_if_the_executor_freezes_what_stands(free
         return capacity
 
     monkeypatch.setattr(LocalExecutor, "start", starts)
-    with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 128}) as engine:
+    with LLMEngine.from_config(
+        {"model": "demo", "max_num_seqs": 2, "max_model_len": 128}
+    ) as engine:
         looked_through = {id(thing) for thing in gc.get_objects()}
         assert (id(engine.core.kv) in looked_through) != freezes
         assert bool(gc.get_freeze_count()) == freezes
@@ -46,7 +50,9 @@ def test_books_and_tokenizer_are_frozen_if_the_executor_freezes_what_stands(free
 
 def test_what_the_process_froze_before_says_nothing_of_an_engine() -> None:
     gc.freeze()
-    with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 128}) as engine:
+    with LLMEngine.from_config(
+        {"model": "demo", "max_num_seqs": 2, "max_model_len": 128}
+    ) as engine:
         assert any(thing is engine.core.kv for thing in gc.get_objects())
 
 
@@ -77,14 +83,22 @@ def test_whoever_freezes_sees_the_count_grow_though_frozen_things_have_died() ->
 def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str] | None) -> None:
     def looked_at() -> int:
         gc.collect()
-        things = [thing for thing in gc.get_objects() if type(thing) not in (BytePieces, PieceTexts)]  # the vocabulary's, as far as it was seen
+        things = [
+            thing for thing in gc.get_objects() if type(thing) not in (BytePieces, PieceTexts)
+        ]  # the vocabulary's, as far as it was seen
         return len(gc.get_referents(*things))
 
     def growth() -> int:
         gc.collect()
         gc.freeze()  # what was there before isn't looked through: that takes seconds
-        with LLMEngine.from_config({"model": "demo", "max_num_seqs": 4, "max_model_len": 512}) as engine:
-            engine.add_request("a", "To be", SamplingParams(n=4, max_tokens=400, ignore_eos=True, output_kind=kind, stop=stop))
+        with LLMEngine.from_config(
+            {"model": "demo", "max_num_seqs": 4, "max_model_len": 512}
+        ) as engine:
+            engine.add_request(
+                "a",
+                "To be",
+                SamplingParams(n=4, max_tokens=400, ignore_eos=True, output_kind=kind, stop=stop),
+            )
 
             def after(tokens: int) -> int:
                 while engine.stats().decode_tokens < tokens:
@@ -95,4 +109,6 @@ def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str]
         return late - early
 
     few = 150 / 3  # blocks of 16 tokens are noted in some places
-    assert growth() < few or growth() < few, "what a library imports or starts meanwhile, it does once"
+    assert growth() < few or growth() < few, (
+        "what a library imports or starts meanwhile, it does once"
+    )

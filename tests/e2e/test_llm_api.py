@@ -55,7 +55,9 @@ def nothing_stays_behind(llm: LLM) -> Iterator[None]:
     assert llm.engine.stats().blocks.held == 0
 
 
-def complete(llm: LLM, prompt: Any, params: SamplingParams = GREEDY, **fields: Any) -> CompletionOutput:
+def complete(
+    llm: LLM, prompt: Any, params: SamplingParams = GREEDY, **fields: Any
+) -> CompletionOutput:
     """The one sample of one request."""
     return generate(llm, prompt, dataclasses.replace(params, **fields)).outputs[0]
 
@@ -65,7 +67,9 @@ def generate(llm: LLM, prompt: Any, params: SamplingParams) -> RequestOutput:
     return output
 
 
-def stream(engine: LLMEngine, prompt: Any, params: SamplingParams, **fields: Any) -> list[RequestOutput]:
+def stream(
+    engine: LLMEngine, prompt: Any, params: SamplingParams, **fields: Any
+) -> list[RequestOutput]:
     """All that `step` returns of one request."""
     engine.add_request("one", prompt, params, **fields)
     outputs = []
@@ -79,18 +83,44 @@ def stream(engine: LLMEngine, prompt: Any, params: SamplingParams, **fields: Any
 
 
 def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
-    prompts = [PLAY, "JULIET:", [500, 12, 7], "A", np.array([9, 10]), ("ROMEO",), {"prompt": "O"}, {"prompt_token_ids": [3]}]
+    prompts = [
+        PLAY,
+        "JULIET:",
+        [500, 12, 7],
+        "A",
+        np.array([9, 10]),
+        ("ROMEO",),
+        {"prompt": "O"},
+        {"prompt_token_ids": [3]},
+    ]
     prompts[5] = (11, 12)
     params = [dataclasses.replace(GREEDY, max_tokens=1 + 5 * (7 - i) % 13) for i in range(8)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     alone = [generate(llm, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in alone]
-    assert [output.prompt for output in outputs] == [PLAY, "JULIET:", None, "A", None, None, "O", None]
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        output.outputs[0].token_ids for output in alone
+    ]
+    assert [output.prompt for output in outputs] == [
+        PLAY,
+        "JULIET:",
+        None,
+        "A",
+        None,
+        None,
+        "O",
+        None,
+    ]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [
+        one.max_tokens for one in params
+    ]
     assert all(output.finished for output in outputs)
 
 
-@pytest.mark.parametrize("prompt", ["JULIET:", [44, 50, 4], (44, 50, 4), np.array([44, 50, 4]), {"prompt": "JULIET:"}], ids=str)
+@pytest.mark.parametrize(
+    "prompt",
+    ["JULIET:", [44, 50, 4], (44, 50, 4), np.array([44, 50, 4]), {"prompt": "JULIET:"}],
+    ids=str,
+)
 def test_one_prompt_needs_no_list(llm: LLM, prompt: Any) -> None:
     [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == complete(llm, prompt).token_ids
@@ -106,7 +136,9 @@ def test_generate_returns_whole_outputs_whatever_the_kind(llm: LLM) -> None:
     assert len(texts) == 1
 
 
-def test_the_bar_shows_the_speed_of_prefill_and_decode(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_shows_the_speed_of_prefill_and_decode(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     llm.generate(["A", "B"], GREEDY)
     bar = capsys.readouterr().err
     assert "2/2" in bar
@@ -127,7 +159,9 @@ def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixt
 def test_a_second_bos_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(DEMO).own
     tokenizer.bos_token = bos = "<|endoftext|>"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 0)]
+    )
     tokenizer.save_pretrained(tmp_path)
     with LLM("demo", tokenizer=str(tmp_path), **CONFIG) as llm:
 
@@ -135,7 +169,12 @@ def test_a_second_bos_is_reported_once(tmp_path: Path, caplog: pytest.LogCapture
             return sum("two BOS tokens" in record.message for record in caplog.records)
 
         fine = generate(llm, "ROMEO:", GREEDY)
-        llm.chat([{"role": "user", "content": "ROMEO:"}], GREEDY, use_tqdm=False, chat_template="{{ bos_token }}{{ messages[0].content }}")
+        llm.chat(
+            [{"role": "user", "content": "ROMEO:"}],
+            GREEDY,
+            use_tqdm=False,
+            chat_template="{{ bos_token }}{{ messages[0].content }}",
+        )
         generate(llm, [0, 0, 5], GREEDY)
         assert told() == 0
         doubled = llm.generate(["ROMEO:", f"{bos}ROMEO:"], GREEDY, use_tqdm=False)[1]
@@ -145,11 +184,16 @@ def test_a_second_bos_is_reported_once(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_a_chat_is_its_template_completed(llm: LLM) -> None:
-    conversations = [[{"role": "user", "content": "Who art thou?"}], [{"role": "user", "content": "Speak!"}]]
+    conversations = [
+        [{"role": "user", "content": "Who art thou?"}],
+        [{"role": "user", "content": "Speak!"}],
+    ]
     answers = llm.chat(conversations, GREEDY, use_tqdm=False)
     prompts = [f"JULIET:\n{content}\n\nROMEO:\n" for content in ("Who art thou?", "Speak!")]
     assert [answer.prompt for answer in answers] == prompts
-    assert [answer.outputs for answer in answers] == [output.outputs for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [answer.outputs for answer in answers] == [
+        output.outputs for output in llm.generate(prompts, GREEDY, use_tqdm=False)
+    ]
     [single] = llm.chat(conversations[0], GREEDY, use_tqdm=False)
     assert single.outputs == answers[0].outputs
 
@@ -164,8 +208,16 @@ def test_closing_ends_the_processes_that_render_chats() -> None:
 
 def test_the_options_of_a_chat_reach_its_template(llm: LLM) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{% if add_generation_prompt %}?{% endif %}{{ tools[0].name }}"
-    how: dict[str, Any] = {"tools": [{"name": "t"}], "chat_template": template, "chat_template_kwargs": {"ending": "!"}, "use_tqdm": False}
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    how: dict[str, Any] = {
+        "tools": [{"name": "t"}],
+        "chat_template": template,
+        "chat_template_kwargs": {"ending": "!"},
+        "use_tqdm": False,
+    }
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+    ]
     assert llm.chat(messages, GREEDY, **how)[0].prompt == "ab!?t"
     assert llm.chat(messages, GREEDY, **how, add_generation_prompt=False)[0].prompt == "ab!t"
     assert llm.chat(messages, GREEDY, **how, continue_final_message=True)[0].prompt == "ab"
@@ -183,7 +235,9 @@ def test_requests_of_others_in_the_same_engine_are_left_alone(llm: LLM) -> None:
 
 # Kinds of output
 
-few_texts = st.lists(st.sampled_from(["the", "\n", "e", " th", "you", "JULIET:", "\nR", "zzz", "ou,"]), max_size=3)
+few_texts = st.lists(
+    st.sampled_from(["the", "\n", "e", " th", "you", "JULIET:", "\nR", "zzz", "ou,"]), max_size=3
+)
 
 
 @st.composite
@@ -212,7 +266,10 @@ def any_params(draw: st.DrawFn) -> SamplingParams:
 @example(params=SamplingParams(seed=1, ignore_eos=True, max_tokens=70))
 @pytest.mark.slow("makes several engines or many tokens")
 def test_deltas_add_up_to_what_is_cumulative_and_final(llm: LLM, params: SamplingParams) -> None:
-    streams = {kind: stream(llm.engine, PLAY, dataclasses.replace(params, output_kind=kind)) for kind in OutputKind}
+    streams = {
+        kind: stream(llm.engine, PLAY, dataclasses.replace(params, output_kind=kind))
+        for kind in OutputKind
+    }
     [final] = streams[OutputKind.FINAL]
     assert [sample.index for sample in final.outputs] == list(range(params.n))
     for output in streams.values():
@@ -221,8 +278,18 @@ def test_deltas_add_up_to_what_is_cumulative_and_final(llm: LLM, params: Samplin
         for step in output:
             assert_same_logprobs(step.prompt_logprobs, final.prompt_logprobs)
     for sample in final.outputs:
-        check_cumulative(sample, [output.outputs[sample.index] for output in streams[OutputKind.CUMULATIVE]])
-        check_deltas(sample, [delta for output in streams[OutputKind.DELTA] for delta in output.outputs if delta.index == sample.index])
+        check_cumulative(
+            sample, [output.outputs[sample.index] for output in streams[OutputKind.CUMULATIVE]]
+        )
+        check_deltas(
+            sample,
+            [
+                delta
+                for output in streams[OutputKind.DELTA]
+                for delta in output.outputs
+                if delta.index == sample.index
+            ],
+        )
 
 
 def check_cumulative(final: CompletionOutput, versions: Sequence[CompletionOutput]) -> None:
@@ -230,41 +297,63 @@ def check_cumulative(final: CompletionOutput, versions: Sequence[CompletionOutpu
     for earlier, later in pairwise(versions):
         assert later.text.startswith(earlier.text), "text that was shown is never taken back"
         assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
-        assert earlier.logprobs is None or later.logprobs[: len(earlier.logprobs)] == earlier.logprobs  # type: ignore[index]
+        assert (
+            earlier.logprobs is None or later.logprobs[: len(earlier.logprobs)] == earlier.logprobs
+        )  # type: ignore[index]
 
 
 def check_deltas(final: CompletionOutput, deltas: Sequence[CompletionOutput]) -> None:
     assert "".join(delta.text for delta in deltas) == final.text
     assert [token for delta in deltas for token in delta.token_ids] == list(final.token_ids)
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [final.finish_reason]
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [
+        final.finish_reason
+    ]
     assert deltas[-1].stop_reason == final.stop_reason
     assert (deltas[-1].cumulative_logprob is None) == (final.cumulative_logprob is None)
     if final.cumulative_logprob is not None:
-        assert deltas[-1].cumulative_logprob == rounded(final.cumulative_logprob, len(final.token_ids) * roundings_of_demo())
+        assert deltas[-1].cumulative_logprob == rounded(
+            final.cumulative_logprob, len(final.token_ids) * roundings_of_demo()
+        )
     assert all((delta.logprobs is None) == (final.logprobs is None) for delta in deltas)
-    assert_same_logprobs([entries for delta in deltas for entries in delta.logprobs or ()], final.logprobs)
+    assert_same_logprobs(
+        [entries for delta in deltas for entries in delta.logprobs or ()], final.logprobs
+    )
 
 
-def assert_same_logprobs(ours: Sequence[TokenLogprobMap | None] | None, theirs: Sequence[TokenLogprobMap | None] | None) -> None:
+def assert_same_logprobs(
+    ours: Sequence[TokenLogprobMap | None] | None, theirs: Sequence[TokenLogprobMap | None] | None
+) -> None:
     """Up to rounding: what is found in the prefix cache was computed in another batch."""
     for our, their in zip(ours or (), theirs or (), strict=True):
         entries = [(our or {}).items(), (their or {}).items()]
-        assert [(token, entry.decoded_token) for token, entry in entries[0]] == [(token, entry.decoded_token) for token, entry in entries[1]]
-        assert [entry.logprob for _, entry in entries[0]] == rounded([entry.logprob for _, entry in entries[1]], roundings_of_demo())
+        assert [(token, entry.decoded_token) for token, entry in entries[0]] == [
+            (token, entry.decoded_token) for token, entry in entries[1]
+        ]
+        assert [entry.logprob for _, entry in entries[0]] == rounded(
+            [entry.logprob for _, entry in entries[1]], roundings_of_demo()
+        )
 
 
 def test_text_is_what_the_tokenizer_makes_of_all_token_ids(llm: LLM) -> None:
-    hot = SamplingParams(temperature=3.0, max_tokens=40, ignore_eos=True)  # bytes of broken characters too
-    for output in llm.generate([PLAY] * 8, [dataclasses.replace(hot, seed=seed) for seed in range(8)], use_tqdm=False):
+    hot = SamplingParams(
+        temperature=3.0, max_tokens=40, ignore_eos=True
+    )  # bytes of broken characters too
+    for output in llm.generate(
+        [PLAY] * 8, [dataclasses.replace(hot, seed=seed) for seed in range(8)], use_tqdm=False
+    ):
         [sample] = output.outputs
-        assert sample.text == llm.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        assert sample.text == llm.engine.tokenizer.decode(
+            sample.token_ids, skip_special_tokens=True
+        )
 
 
 def test_without_detokenizing_there_is_no_text(llm: LLM) -> None:
     sample = complete(llm, PLAY, detokenize=False, logprobs=1)
     assert sample.text == ""
     assert sample.token_ids == complete(llm, PLAY).token_ids
-    assert {entry.decoded_token for position in sample.logprobs or () for entry in position.values()} == {None}
+    assert {
+        entry.decoded_token for position in sample.logprobs or () for entry in position.values()
+    } == {None}
 
 
 # Samples and seeds
@@ -273,7 +362,11 @@ def test_without_detokenizing_there_is_no_text(llm: LLM) -> None:
 def test_a_seed_decides_all_samples_whatever_else_runs(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=5, max_tokens=10)
     alone = generate(llm, PLAY, params)
-    crowd = llm.generate([PLAY, "A", PLAY, "B"], [params, GREEDY, dataclasses.replace(params, seed=6), params], use_tqdm=False)
+    crowd = llm.generate(
+        [PLAY, "A", PLAY, "B"],
+        [params, GREEDY, dataclasses.replace(params, seed=6), params],
+        use_tqdm=False,
+    )
     assert crowd[0].outputs == alone.outputs
     assert len({tuple(sample.token_ids) for output in crowd[::2] for sample in output.outputs}) == 8
 
@@ -284,7 +377,12 @@ def test_without_a_seed_every_request_is_different_but_every_engine_the_same(llm
     texts = []
     for seed in (1, 1, 2):
         with LLM("demo", seed=seed, **CONFIG) as other:
-            texts.append([output.outputs[0].text for output in other.generate([PLAY] * 3, wild, use_tqdm=False)])
+            texts.append(
+                [
+                    output.outputs[0].text
+                    for output in other.generate([PLAY] * 3, wild, use_tqdm=False)
+                ]
+            )
     assert len(set(texts[0])) == 3
     assert texts[0] == texts[1]
     assert not set(texts[0]) & set(texts[2])
@@ -296,8 +394,13 @@ def test_without_a_seed_every_request_is_different_but_every_engine_the_same(llm
 def test_a_request_ends_by_length(llm: LLM) -> None:
     sample = complete(llm, PLAY, max_tokens=5)
     assert (len(sample.token_ids), sample.finish_reason, sample.stop_reason) == (5, "length", None)
-    unlimited = generate(llm, [9] * 230, SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
-    assert len(unlimited.prompt_token_ids) + len(unlimited.outputs[0].token_ids) == CONFIG["max_model_len"]
+    unlimited = generate(
+        llm, [9] * 230, SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
+    )
+    assert (
+        len(unlimited.prompt_token_ids) + len(unlimited.outputs[0].token_ids)
+        == CONFIG["max_model_len"]
+    )
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -305,11 +408,15 @@ def test_a_stop_string_ends_the_text_before_it_or_behind_it(llm: LLM, include: b
     whole = complete(llm, PLAY, max_tokens=40)
     stop = whole.text[20:26]
     before = whole.text[: whole.text.index(stop)]
-    sample = complete(llm, PLAY, max_tokens=40, stop=["never", stop], include_stop_str_in_output=include)
+    sample = complete(
+        llm, PLAY, max_tokens=40, stop=["never", stop], include_stop_str_in_output=include
+    )
     assert sample.text == (before + stop if include else before)
     assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
     assert list(sample.token_ids) == list(whole.token_ids[: len(sample.token_ids)])
-    assert stop in llm.engine.tokenizer.decode(sample.token_ids), "the tokens that completed it are reported"
+    assert stop in llm.engine.tokenizer.decode(sample.token_ids), (
+        "the tokens that completed it are reported"
+    )
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -326,11 +433,24 @@ def test_a_stop_token_ends_it_and_shows_only_on_demand(llm: LLM, include: bool) 
 def test_eos_ends_it_without_a_stop_reason_unless_ignored(llm: LLM) -> None:
     eager = {"logit_bias": {EOS: 100.0}}
     sample = complete(llm, PLAY, **eager)
-    assert (sample.text, list(sample.token_ids), sample.finish_reason, sample.stop_reason) == ("", [EOS], "stop", None)
+    assert (sample.text, list(sample.token_ids), sample.finish_reason, sample.stop_reason) == (
+        "",
+        [EOS],
+        "stop",
+        None,
+    )
     ignored = complete(llm, PLAY, ignore_eos=True, **eager)
-    assert (ignored.text, list(ignored.token_ids), ignored.finish_reason) == ("", [EOS] * 12, "length")
+    assert (ignored.text, list(ignored.token_ids), ignored.finish_reason) == (
+        "",
+        [EOS] * 12,
+        "length",
+    )
     asked_for = complete(llm, PLAY, ignore_eos=True, stop_token_ids=[EOS], **eager)
-    assert (list(asked_for.token_ids), asked_for.finish_reason, asked_for.stop_reason) == ([EOS], "stop", EOS)
+    assert (list(asked_for.token_ids), asked_for.finish_reason, asked_for.stop_reason) == (
+        [EOS],
+        "stop",
+        EOS,
+    )
     shown = complete(llm, PLAY, ignore_eos=True, skip_special_tokens=False, max_tokens=2, **eager)
     assert shown.text == llm.engine.tokenizer.decode([EOS, EOS]) != ""
 
@@ -351,7 +471,9 @@ def test_nothing_stops_it_before_min_tokens(llm: LLM) -> None:
 
 def test_parameters_can_be_copied_and_pickled() -> None:
     params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, extra_args={"key": [1]})
-    assert copy.copy(params) == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert (
+        copy.copy(params) == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    )
     assert copy.copy(params) is not params
     assert SamplingParams(**dataclasses.asdict(params)) == params
 
@@ -362,7 +484,11 @@ def test_parameters_can_be_copied_and_pickled() -> None:
 def test_a_bad_word_of_one_token_is_never_said(llm: LLM) -> None:
     whole = complete(llm, PLAY, max_tokens=40)
     tokens = llm.engine.tokenizer
-    word = next(tokens.decode([t]) for t in whole.token_ids if tokens.decode([t]).strip().isalpha() and tokens.decode([t]).startswith(" "))
+    word = next(
+        tokens.decode([t])
+        for t in whole.token_ids
+        if tokens.decode([t]).strip().isalpha() and tokens.decode([t]).startswith(" ")
+    )
     sample = complete(llm, PLAY, max_tokens=40, bad_words=[word.strip()])
     assert sample.token_ids != whole.token_ids
     assert not set(tokens.encode(word)) & set(sample.token_ids)
@@ -388,17 +514,26 @@ def test_a_bias_decides_and_excludes(llm: LLM) -> None:
 
 def test_only_allowed_tokens_are_sampled(llm: LLM) -> None:
     allowed = {5, 77, 200}
-    sample = complete(llm, PLAY, allowed_token_ids=sorted(allowed), temperature=2.0, seed=1, max_tokens=30)
+    sample = complete(
+        llm, PLAY, allowed_token_ids=sorted(allowed), temperature=2.0, seed=1, max_tokens=30
+    )
     assert set(sample.token_ids) <= allowed
     assert len(set(sample.token_ids)) > 1
 
 
-@pytest.mark.parametrize("penalty", [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "penalty",
+    [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
+    ids=str,
+)
 def test_a_penalty_makes_repetition_rarer(llm: LLM, penalty: dict[str, float]) -> None:
     def variety(sample: CompletionOutput) -> int:
         return len(set(sample.token_ids))
 
-    plain, penalised = (complete(llm, PLAY, temperature=0.4, seed=2, max_tokens=40, **fields) for fields in ({}, penalty))
+    plain, penalised = (
+        complete(llm, PLAY, temperature=0.4, seed=2, max_tokens=40, **fields)
+        for fields in ({}, penalty)
+    )
     assert variety(penalised) > variety(plain)
 
 
@@ -417,16 +552,27 @@ def test_log_probabilities_come_with_ranks_and_texts(llm: LLM) -> None:
     ]:
         assert entries is not None
         assert next(iter(entries)) == token, "the token itself comes first"
-        assert all(entry.decoded_token == llm.engine.tokenizer.decode([t]) for t, entry in entries.items())
+        assert all(
+            entry.decoded_token == llm.engine.tokenizer.decode([t]) for t, entry in entries.items()
+        )
         ranked = sorted(entries.values(), key=lambda entry: entry.rank or 0)
-        assert [entry.logprob for entry in ranked] == sorted((entry.logprob for entry in ranked), reverse=True)
-    assert all(entries[token].rank == 1 for token, entries in zip(sample.token_ids, sample.logprobs, strict=True)), "greedy takes the likeliest"
-    assert sample.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in zip(sample.token_ids, sample.logprobs, strict=True)))
+        assert [entry.logprob for entry in ranked] == sorted(
+            (entry.logprob for entry in ranked), reverse=True
+        )
+    assert all(
+        entries[token].rank == 1
+        for token, entries in zip(sample.token_ids, sample.logprobs, strict=True)
+    ), "greedy takes the likeliest"
+    assert sample.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(sample.token_ids, sample.logprobs, strict=True))
+    )
 
 
 def test_no_alternatives_means_the_token_alone(llm: LLM) -> None:
     sample = complete(llm, PLAY, logprobs=0)
-    assert [list(entries) for entries in sample.logprobs or ()] == [[token] for token in sample.token_ids]
+    assert [list(entries) for entries in sample.logprobs or ()] == [
+        [token] for token in sample.token_ids
+    ]
     assert complete(llm, PLAY).logprobs is None
 
 
@@ -437,12 +583,24 @@ def test_a_repeated_prompt_is_found_in_the_cache_of_its_salt(llm: LLM) -> None:
     llm.engine.reset_prefix_cache()
 
     def cached(salt: str | None) -> int:
-        [output] = stream(llm.engine, PLAY, dataclasses.replace(GREEDY, max_tokens=1, output_kind="final"), cache_salt=salt)  # type: ignore[arg-type]
+        [output] = stream(
+            llm.engine,
+            PLAY,
+            dataclasses.replace(GREEDY, max_tokens=1, output_kind="final"),
+            cache_salt=salt,
+        )  # type: ignore[arg-type]
         return output.num_cached_tokens
 
     length = len(llm.engine.tokenizer.encode(PLAY))
     full = (length - 1) // 16 * 16
-    assert [cached(None), cached(None), cached("a"), cached("a"), cached("b"), cached(None)] == [0, full, 0, full, 0, full]
+    assert [cached(None), cached(None), cached("a"), cached("a"), cached("b"), cached(None)] == [
+        0,
+        full,
+        0,
+        full,
+        0,
+        full,
+    ]
     llm.engine.reset_prefix_cache()
     assert [cached(None), cached("a")] == [0, 0]
 
@@ -452,12 +610,17 @@ def test_a_repeated_prompt_is_found_in_the_cache_of_its_salt(llm: LLM) -> None:
 
 def test_statistics_add_up(llm: LLM) -> None:
     before = llm.engine.stats()
-    outputs = llm.generate([PLAY, "A", [9] * 20], dataclasses.replace(GREEDY, ignore_eos=True), use_tqdm=False)
+    outputs = llm.generate(
+        [PLAY, "A", [9] * 20], dataclasses.replace(GREEDY, ignore_eos=True), use_tqdm=False
+    )
     after = llm.engine.stats()
     prompts = sum(len(output.prompt_token_ids) for output in outputs)
     assert after.arrived - before.arrived == after.finished - before.finished == 3
     assert after.generated_tokens - before.generated_tokens == 3 * 12
-    assert after.prefill_tokens - before.prefill_tokens + after.cached_tokens - before.cached_tokens == prompts
+    assert (
+        after.prefill_tokens - before.prefill_tokens + after.cached_tokens - before.cached_tokens
+        == prompts
+    )
     assert after.decode_tokens - before.decode_tokens == 3 * 11
     assert (after.waiting, after.running, after.blocks.held) == (0, 0, 0)
     assert before.steps < after.steps, "stats() is a snapshot"
@@ -465,10 +628,19 @@ def test_statistics_add_up(llm: LLM) -> None:
 
 def test_times_are_in_order(llm: LLM) -> None:
     begun = llm.engine.now()
-    for output in llm.generate([PLAY, "A"], [GREEDY, dataclasses.replace(GREEDY, n=3)], use_tqdm=False):
+    for output in llm.generate(
+        [PLAY, "A"], [GREEDY, dataclasses.replace(GREEDY, n=3)], use_tqdm=False
+    ):
         times = output.metrics
         assert times is not None
-        moments = [begun, times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time, llm.engine.now()]
+        moments = [
+            begun,
+            times.arrival_time,
+            times.first_scheduled_time,
+            times.first_token_time,
+            times.finished_time,
+            llm.engine.now(),
+        ]
         assert None not in moments
         assert moments == sorted(moments)  # type: ignore[type-var]
         assert times.preemptions == 0
@@ -477,20 +649,32 @@ def test_times_are_in_order(llm: LLM) -> None:
 # Settings
 
 
-@pytest.mark.parametrize(("setting", "meant"), [("auto", {"temperature": 0.8, "top_p": 0.95}), ("none", {"temperature": 1.0, "top_p": 1.0})])
-def test_the_models_own_sampling_is_the_default_unless_turned_off(llm: LLM, setting: str, meant: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [("auto", {"temperature": 0.8, "top_p": 0.95}), ("none", {"temperature": 1.0, "top_p": 1.0})],
+)
+def test_the_models_own_sampling_is_the_default_unless_turned_off(
+    llm: LLM, setting: str, meant: dict[str, float]
+) -> None:
     params = SamplingParams(seed=4, max_tokens=40)
     with LLM("demo", generation_config=setting, **CONFIG) as other:
         implicit = complete(other, PLAY, params)
         explicit = complete(other, PLAY, params, **meant)
         assert implicit == explicit
-        assert complete(other, PLAY, logit_bias={EOS: 100.0}).finish_reason == "stop", "EOS is known from config.json too"
+        assert complete(other, PLAY, logit_bias={EOS: 100.0}).finish_reason == "stop", (
+            "EOS is known from config.json too"
+        )
 
 
 def test_the_more_important_request_goes_first() -> None:
-    with LLMEngine.from_config({"model": "demo", "scheduler": "priority", **CONFIG, "max_num_seqs": 1}, clock=VirtualClock()) as engine:
+    with LLMEngine.from_config(
+        {"model": "demo", "scheduler": "priority", **CONFIG, "max_num_seqs": 1},
+        clock=VirtualClock(),
+    ) as engine:
         for request_id, priority in (("third", 5), ("first", -2), ("second", 0)):
-            engine.add_request(request_id, "A", dataclasses.replace(GREEDY, output_kind="final"), priority=priority)  # type: ignore[arg-type]
+            engine.add_request(
+                request_id, "A", dataclasses.replace(GREEDY, output_kind="final"), priority=priority
+            )  # type: ignore[arg-type]
         finished = []
         while engine.has_unfinished_requests():
             finished += [output.request_id for output in engine.step()]
@@ -507,7 +691,11 @@ def test_two_engines_live_in_one_process(llm: LLM) -> None:
             engine.add_request("same", PLAY, GREEDY)
         last = {}
         while llm.engine.has_unfinished_requests() or other.engine.has_unfinished_requests():
-            last |= {id(engine): engine.step() for engine in (llm.engine, other.engine) if engine.has_unfinished_requests()}
+            last |= {
+                id(engine): engine.step()
+                for engine in (llm.engine, other.engine)
+                if engine.has_unfinished_requests()
+            }
     assert [output.outputs[0] for [output] in last.values()] == [expected] * 2
 
 
@@ -517,7 +705,11 @@ def test_an_engine_is_closed_by_its_context_and_twice_is_as_good_as_once() -> No
         llm.engine.step()
     llm.close()
     assert not llm.engine.has_unfinished_requests()
-    for call in (llm.engine.step, lambda: llm.generate("A", use_tqdm=False), lambda: llm.engine.add_request("a", "A")):
+    for call in (
+        llm.engine.step,
+        lambda: llm.generate("A", use_tqdm=False),
+        lambda: llm.engine.add_request("a", "A"),
+    ):
         with pytest.raises(EngineDeadError, match="the engine was closed"):
             call()
     llm.engine.abort_request("left behind")
@@ -525,7 +717,9 @@ def test_an_engine_is_closed_by_its_context_and_twice_is_as_good_as_once() -> No
 
 
 @pytest.mark.slow("looks through all objects, several times")
-def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm: LLM, request: pytest.FixtureRequest) -> None:
+def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(
+    llm: LLM, request: pytest.FixtureRequest
+) -> None:
     def requests_alive() -> int:
         return sum(type(thing) is Request for thing in gc.get_objects())
 
@@ -534,7 +728,11 @@ def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm:
     gc.disable()
     request.addfinalizer(gc.enable)
     for i in range(15):
-        llm.generate(["A", PLAY[i:], [i + 1]], SamplingParams(n=1 + i % 3, max_tokens=3, stop=["x"], logprobs=i % 2), use_tqdm=False)
+        llm.generate(
+            ["A", PLAY[i:], [i + 1]],
+            SamplingParams(n=1 + i % 3, max_tokens=3, stop=["x"], logprobs=i % 2),
+            use_tqdm=False,
+        )
         with pytest.raises(RequestError):
             llm.generate(["A", ""], use_tqdm=False)
         llm.engine.add_request("aborted", PLAY, SamplingParams(n=2, max_tokens=50))
@@ -547,7 +745,9 @@ def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_waits_until_the_first_step_and_is_then_as_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+def test_the_garbage_collector_waits_until_the_first_step_and_is_then_as_it_was(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
     states, step = list[bool](), llm.engine.core.step
     monkeypatch.setattr(llm.engine.core, "step", lambda: states.append(gc.isenabled()) or step())
     (gc.enable if enabled else gc.disable)()
@@ -587,7 +787,9 @@ def interrupting(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, times: int)
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def test_an_interrupt_leaves_an_engine_that_can_be_used(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
     expected = complete(llm, PLAY)
     llm.engine.reset_prefix_cache()
     interrupting(llm.engine, monkeypatch, times)
@@ -599,7 +801,9 @@ def test_an_interrupt_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: p
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupt_amidst_a_step_by_hand_ends_the_engine_rather_than_leaving_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_amidst_a_step_by_hand_ends_the_engine_rather_than_leaving_wrong_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with LLMEngine.from_config(CONFIG) as engine:
         interrupting(engine, monkeypatch, times=1)
         engine.add_request("a", PLAY, dataclasses.replace(GREEDY, max_tokens=100))

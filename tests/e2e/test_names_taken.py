@@ -51,32 +51,56 @@ def test_the_bundled_model_runs_whoever_else_serves_its_architecture(taken: Site
 def test_the_component_that_the_config_names_serves_the_model(taken: Site, tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text("model:\n  path: demo\n  component: dovetail-mine:llama\n")
-    with pytest.raises(UnsupportedError, match=r"dovetail-mine:llama can't serve .*\n  - it is mine"):
+    with pytest.raises(
+        UnsupportedError, match=r"dovetail-mine:llama can't serve .*\n  - it is mine"
+    ):
         LLMEngine.from_config(path)
-    with pytest.raises(UnsupportedError, match=r"dovetail-mine:none doesn't serve Qwen3ForCausalLM; served are NoneForCausalLM"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"dovetail-mine:none doesn't serve Qwen3ForCausalLM; served are NoneForCausalLM",
+    ):
         LLMEngine.from_config(path, **{"model.component": "dovetail-mine:none"})
     with LLMEngine.from_config(path, **{"model.component": "dovetail:qwen3"}) as engine:
-        assert engine.config.in_full(Registry.discover())["model"] == {"path": "demo", "component": "dovetail:qwen3"}
+        assert engine.config.in_full(Registry.discover())["model"] == {
+            "path": "demo",
+            "component": "dovetail:qwen3",
+        }
 
 
-def test_a_component_that_is_not_there_is_told_with_file_and_line(taken: Site, tmp_path: Path) -> None:
+def test_a_component_that_is_not_there_is_told_with_file_and_line(
+    taken: Site, tmp_path: Path
+) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text("model:\n  path: demo\n  component: dovetail-mine:lama\n")
     [problem] = find_problems(EngineConfig.load(path), Registry.discover())
     assert isinstance(problem, PluginError)
-    assert str(problem).startswith(f"{path}:3: model.component: unknown model 'dovetail-mine:lama', did you mean dovetail-mine:llama?")
+    assert str(problem).startswith(
+        f"{path}:3: model.component: unknown model 'dovetail-mine:lama', did you mean dovetail-mine:llama?"
+    )
     with pytest.raises(PluginError, match=r"model\.component: unknown model"):
         LLMEngine.from_config(path)
 
 
-@pytest.mark.parametrize("written", [{"path": "demo"}, {"path": "demo", "component": {"name": "dovetail:llama"}}, "demo"])
+@pytest.mark.parametrize(
+    "written", [{"path": "demo"}, {"path": "demo", "component": {"name": "dovetail:llama"}}, "demo"]
+)
 def test_a_config_that_is_written_out_is_read_back(written: object) -> None:
     config = EngineConfig.load({"model": written})
     assert EngineConfig.load(config.model_dump(mode="json")) == config == EngineConfig.load(config)
     assert str(config.model) == "demo"
 
 
-@pytest.mark.parametrize("wrong", [{}, {"component": "x"}, {"path": "demo", "component": {"weight": 1}}, {"path": 3}, ["demo"], None])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"component": "x"},
+        {"path": "demo", "component": {"weight": 1}},
+        {"path": 3},
+        ["demo"],
+        None,
+    ],
+)
 def test_a_model_that_is_no_model_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"^model"):
         EngineConfig.load({"model": wrong})
@@ -84,4 +108,6 @@ def test_a_model_that_is_no_model_is_refused(wrong: object) -> None:
 
 def test_options_that_a_model_does_not_have_are_refused() -> None:
     with pytest.raises(DovetailError, match=r"model\.component\.weight: unknown option"):
-        LLMEngine.from_config({"model": {"path": "demo", "component": {"name": "dovetail:qwen3", "weight": 1}}})
+        LLMEngine.from_config(
+            {"model": {"path": "demo", "component": {"name": "dovetail:qwen3", "weight": 1}}}
+        )

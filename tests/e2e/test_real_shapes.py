@@ -51,19 +51,33 @@ LLAMA_32_1B = LlamaConfig(
     },
     tie_word_embeddings=True,
 )
-SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128, "kv_cache_memory": "512MiB"}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory": "512MiB",
+}
 
 
-@pytest.mark.parametrize(("config", "dtype"), [(QWEN3_06B, torch.float32), (LLAMA_32_1B, torch.bfloat16)], ids=["Qwen3-0.6B", "Llama-3.2-1B"])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(QWEN3_06B, torch.float32), (LLAMA_32_1B, torch.bfloat16)],
+    ids=["Qwen3-0.6B", "Llama-3.2-1B"],
+)
 def test_greedy_tokens_are_those_of_transformers(config: Any, dtype: torch.dtype) -> None:
     """The files hold `dtype`; both load it as float32."""
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in (1, 37, 300)]
+    prompts = [
+        torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+        for length in (1, 37, 300)
+    ]
     with TemporaryDirectory() as directory:
         save_random(config, dtype, Path(directory))
         outputs = run(Path(directory), prompts, [greedy(24)] * len(prompts), **SETTINGS)
         gc.collect()
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         counts = Comparison()
         for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
             compare_greedy(model, prompt, tokens, counts)
@@ -81,5 +95,7 @@ def save_random(config: Any, dtype: torch.dtype, directory: Path) -> None:
     model.tie_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+            parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(
+                0.0, parameter.shape[-1] ** -0.5
+            )
     model.save_pretrained(directory, max_shard_size="1GB")

@@ -44,7 +44,15 @@ PROMPTS += [PROMPTS[6][:40], [*PROMPTS[6][:41], 3, 4], PROMPTS[6][:16]]  # prefi
 PARAMS = [
     greedy(20)
     if i % 2
-    else SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=20, ignore_eos=True, detokenize=False, output_kind="final")
+    else SamplingParams(
+        temperature=0.9,
+        top_p=0.95,
+        seed=i,
+        max_tokens=20,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind="final",
+    )
     for i in range(len(PROMPTS))
 ]
 
@@ -52,7 +60,10 @@ PARAMS = [
 @cache
 def tokens_alone() -> list[list[int]]:
     """Return each request's tokens when it has the engine to itself."""
-    return [tokens_of(run(model_dir(), [prompt], [params], overlap=False))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    return [
+        tokens_of(run(model_dir(), [prompt], [params], overlap=False))[0]
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +84,9 @@ def circumstances(draw: st.DrawFn, policies: Sequence[str]) -> dict[str, Any]:
         "kv_cache": {"name": "prefix", "reuse": draw(st.booleans())},
         "executor": {
             "name": "local",
-            "num_blocks": draw(st.integers(enough, 2 * enough)),  # barely enough for one, to scarce: preemption is certain
+            "num_blocks": draw(
+                st.integers(enough, 2 * enough)
+            ),  # barely enough for one, to scarce: preemption is certain
             "max_in_flight": draw(st.integers(1, 3)),
         },
     }
@@ -82,7 +95,9 @@ def circumstances(draw: st.DrawFn, policies: Sequence[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("policies", [POLICIES[:2], POLICIES[2:4], POLICIES[4:]], ids=" or ".join)
 @examples(quick=8, full=167)
 @given(data=st.data(), order=st.permutations(range(len(PROMPTS))))
-def test_tokens_are_the_same_whatever_is_around_them(alone: list[list[int]], policies: Sequence[str], data: st.DataObject, order: list[int]) -> None:
+def test_tokens_are_the_same_whatever_is_around_them(
+    alone: list[list[int]], policies: Sequence[str], data: st.DataObject, order: list[int]
+) -> None:
     config = data.draw(circumstances(policies))
     outputs = run(model_dir(), [PROMPTS[i] for i in order], [PARAMS[i] for i in order], **config)
     assert tokens_of(outputs) == [alone[i] for i in order]
@@ -91,7 +106,12 @@ def test_tokens_are_the_same_whatever_is_around_them(alone: list[list[int]], pol
 def test_scarce_memory_really_preempts() -> None:
     """Else the test above would say nothing about preemption."""
     with LLMEngine.from_config(
-        {"model": str(model_dir()), "generation_config": "none", "block_size": 8, "executor": {"name": "local", "num_blocks": 14, "max_in_flight": 2}}
+        {
+            "model": str(model_dir()),
+            "generation_config": "none",
+            "block_size": 8,
+            "executor": {"name": "local", "num_blocks": 14, "max_in_flight": 2},
+        }
     ) as engine:
         for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             engine.add_request(str(index), prompt, params)
@@ -102,13 +122,26 @@ def test_scarce_memory_really_preempts() -> None:
 
 
 def test_samples_of_one_request_differ_and_the_first_is_the_seeded_one() -> None:
-    params = SamplingParams(n=3, temperature=1.0, seed=11, max_tokens=12, ignore_eos=True, detokenize=False, output_kind="final")
+    params = SamplingParams(
+        n=3,
+        temperature=1.0,
+        seed=11,
+        max_tokens=12,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind="final",
+    )
     together = run(model_dir(), [PROMPTS[4]], [params])[0].outputs
-    single = run(model_dir(), [PROMPTS[4]], [SamplingParams(**{**_fields(params), "n": 1})])[0].outputs[0]
+    single = run(model_dir(), [PROMPTS[4]], [SamplingParams(**{**_fields(params), "n": 1})])[
+        0
+    ].outputs[0]
     assert [sample.index for sample in together] == [0, 1, 2]
     assert list(together[0].token_ids) == list(single.token_ids)
     assert len({tuple(sample.token_ids) for sample in together}) == 3
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in ("temperature", "seed", "max_tokens", "ignore_eos", "detokenize", "output_kind")}
+    return {
+        name: getattr(params, name)
+        for name in ("temperature", "seed", "max_tokens", "ignore_eos", "detokenize", "output_kind")
+    }

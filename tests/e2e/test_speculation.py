@@ -33,17 +33,39 @@ WAYS: dict[str, dict[str, Any]] = {
     "one step at a time": {"executor": {"max_in_flight": 1}},
     "overlap": {"executor": {"max_in_flight": 3}},
     "small memory": {"block_size": 8, "executor": {"num_blocks": 12, "max_in_flight": 2}},
-    "small steps": {"max_num_batched_tokens": 12, "max_num_seqs": 4, "executor": {"max_in_flight": 2}},
+    "small steps": {
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 4,
+        "executor": {"max_in_flight": 2},
+    },
     "one request at a time": {"max_num_seqs": 1, "executor": {"max_in_flight": 2}},
-    "no reuse": {"kv_cache": {"name": "prefix", "reuse": False}, "scheduler": "vtc", "executor": {"max_in_flight": 2}},
+    "no reuse": {
+        "kv_cache": {"name": "prefix", "reuse": False},
+        "scheduler": "vtc",
+        "executor": {"max_in_flight": 2},
+    },
 }
 EACH = 56 if FULL else 12  # requests of an engine
-PAIRS = list(product(DRAFTERS, WAYS)) if FULL else list(zip(DRAFTERS, WAYS, strict=True))  # 2,016 requests, or 72
-OPENINGS = ("ROMEO:\n", "the king and the queen and the king and", "First Citizen:\nWe are", "O, she doth teach the torches to burn", "A")
+PAIRS = (
+    list(product(DRAFTERS, WAYS)) if FULL else list(zip(DRAFTERS, WAYS, strict=True))
+)  # 2,016 requests, or 72
+OPENINGS = (
+    "ROMEO:\n",
+    "the king and the queen and the king and",
+    "First Citizen:\nWe are",
+    "O, she doth teach the torches to burn",
+    "A",
+)
 RULES = (
     Structured(regex="[a-f]{3,30}!"),
     Structured(choice=["the lord", "the lordship", "a lady"]),
-    Structured(json_schema={"type": "object", "properties": {"name": {"enum": ["Romeo", "Juliet"]}}, "required": ["name"]}),
+    Structured(
+        json_schema={
+            "type": "object",
+            "properties": {"name": {"enum": ["Romeo", "Juliet"]}},
+            "required": ["name"],
+        }
+    ),
 )
 
 
@@ -86,7 +108,14 @@ def request(seed: int) -> tuple[str, SamplingParams]:
 
 
 def moe(**fields: Any) -> Any:
-    sizes = {"num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    sizes = {
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    }
     return Qwen3MoeConfig(**{**hybrids.SHAPE, **sizes, **fields})
 
 
@@ -116,8 +145,12 @@ def in_parts(cases: Sequence[tuple[str, ...]], each: int) -> Iterator[Any]:
         ranks = "two ranks" in case
         if not FULL and not ranks:
             yield pytest.param(*case, each // 3, id="-".join(case))
-        reason = "starts ranks: processes that import torch" if ranks else "answers many requests twice"
-        yield pytest.param(*case, each, id="-".join((*case, "all")), marks=() if FULL else pytest.mark.slow(reason))
+        reason = (
+            "starts ranks: processes that import torch" if ranks else "answers many requests twice"
+        )
+        yield pytest.param(
+            *case, each, id="-".join((*case, "all")), marks=() if FULL else pytest.mark.slow(reason)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +177,9 @@ def answers_of(engine: LLMEngine, seeds: Sequence[int]) -> list[RequestOutput]:
 def by_prompt(outputs: Sequence[RequestOutput]) -> drafting.Answers:
     answers: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for output in outputs:
-        answers.setdefault(tuple(output.prompt_token_ids), []).extend(sample.token_ids for sample in output.outputs)
+        answers.setdefault(tuple(output.prompt_token_ids), []).extend(
+            sample.token_ids for sample in output.outputs
+        )
     return answers
 
 
@@ -160,7 +195,11 @@ def test_answers_are_those_without_drafts(
     drafting.install(site)
     monkeypatch.setattr(drafting, "ANSWERS", by_prompt(list(without.values())))
     config = {**MODEL, **WAYS[way], "executor": {"name": "free", **WAYS[way]["executor"]}}
-    with LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0}) as engine:
+    with LLMEngine.from_config(
+        config,
+        clock=VirtualClock(),
+        speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0},
+    ) as engine:
         seeds = seeds_of((drafter, way))[:count]
         for again in (seeds, seeds[::3]):  # the second time it finds prefixes that it has computed
             for seed, output in zip(again, answers_of(engine, again), strict=True):
@@ -168,7 +207,9 @@ def test_answers_are_those_without_drafts(
         stats = engine.stats()
     if count < EACH:
         return  # too few for what follows
-    assert stats.draft_tokens > sum(stats.accepted_drafts) > 0 or drafter == "random"  # whose drafts are only compared, if none seems to pay
+    assert (
+        stats.draft_tokens > sum(stats.accepted_drafts) > 0 or drafter == "random"
+    )  # whose drafts are only compared, if none seems to pay
     assert stats.preemptions > 0 or way != "small memory"
 
 
@@ -203,10 +244,18 @@ def plain() -> Iterator[GetPlain]:
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    return {"model": str(directory), "tokenizer": "demo", "dtype": "float32", "max_model_len": 96, "block_size": 8}
+    return {
+        "model": str(directory),
+        "tokenizer": "demo",
+        "dtype": "float32",
+        "max_model_len": 96,
+        "block_size": 8,
+    }
 
 
-@pytest.mark.parametrize(("model", "drafter", "way", "count"), list(in_parts(TRIPLES, EACH_OF_OTHERS)))
+@pytest.mark.parametrize(
+    ("model", "drafter", "way", "count"), list(in_parts(TRIPLES, EACH_OF_OTHERS))
+)
 def test_answers_of_other_models_are_those_without_drafts(
     model: str,
     drafter: str,
@@ -221,12 +270,20 @@ def test_answers_of_other_models_are_those_without_drafts(
     seeds = range(first_of(triple), first_of(triple) + count)
     directory, expected, layout = plain(triple, count)
     monkeypatch.setattr(drafting, "ANSWERS", by_prompt(expected))
-    config: dict[str, Any] = {**config_of(directory), **WAYS.get(way, {}), "executor": {"name": "free", **WAYS.get(way, {}).get("executor", {})}}
+    config: dict[str, Any] = {
+        **config_of(directory),
+        **WAYS.get(way, {}),
+        "executor": {"name": "free", **WAYS.get(way, {}).get("executor", {})},
+    }
     if way == "two ranks":
         config["executor"] = {"name": "free-ranks", "size": 2, "device": "cpu", "max_in_flight": 2}
     elif way == "small memory":
         config["executor"]["num_blocks"] = layout.most_pages(96, 96) + layout.state_pages
-    with LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0}) as engine:
+    with LLMEngine.from_config(
+        config,
+        clock=VirtualClock(),
+        speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0},
+    ) as engine:
         for _ in range(2):  # the second time it finds prefixes that it has computed
             for seed, output, other in zip(seeds, answers_of(engine, seeds), expected, strict=True):
                 require_same(output, other, f"request {seed}: {request(seed)}")
@@ -241,9 +298,17 @@ def test_answers_of_other_models_are_those_without_drafts(
 def require_same(one: RequestOutput, other: RequestOutput, what: str) -> None:
     for sample, expected in zip(one.outputs, other.outputs, strict=True):
         assert list(sample.token_ids) == list(expected.token_ids), what
-        assert (sample.text, sample.finish_reason, sample.stop_reason) == (expected.text, expected.finish_reason, expected.stop_reason), what
+        assert (sample.text, sample.finish_reason, sample.stop_reason) == (
+            expected.text,
+            expected.finish_reason,
+            expected.stop_reason,
+        ), what
         assert (sample.logprobs is None) == (expected.logprobs is None), what
         for position, there in zip(sample.logprobs or (), expected.logprobs or (), strict=True):
             assert list(position) == list(there), what
-            assert [entry.logprob for entry in position.values()] == pytest.approx([entry.logprob for entry in there.values()], abs=1e-3), what
-            assert [entry.rank for entry in position.values()] == [entry.rank for entry in there.values()], what
+            assert [entry.logprob for entry in position.values()] == pytest.approx(
+                [entry.logprob for entry in there.values()], abs=1e-3
+            ), what
+            assert [entry.rank for entry in position.values()] == [
+                entry.rank for entry in there.values()
+            ], what

@@ -50,40 +50,73 @@ class Broken(Drafter):
 @pytest.fixture
 def installed(site: Site) -> None:  # noqa: F811
     here = __name__
-    drafters = [f'kind="drafter", api="0.2", name={name.lower()!r}, target="{here}:{name}"' for name in ("Small", "Broken", "Gone")]
+    drafters = [
+        f'kind="drafter", api="0.2", name={name.lower()!r}, target="{here}:{name}"'
+        for name in ("Small", "Broken", "Gone")
+    ]
     sampler = f'kind="sampler", name="without", api="0.4", target="{here}:WithoutDrafts"'
     executor = f'kind="executor", name="modest", api="0.7", target="{here}:Modest", options="dovetail_executors.options:LocalOptions"'
-    site.install("dovetail-refused", modules={"refused_plugin": components(*drafters, sampler, executor)})
+    site.install(
+        "dovetail-refused", modules={"refused_plugin": components(*drafters, sampler, executor)}
+    )
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("config", "error", "says"),
     [
-        ({"sampler": "without"}, UnsupportedError, r"sampler dovetail-refused:without can't sample after drafts.*use the sampler `def"),
+        (
+            {"sampler": "without"},
+            UnsupportedError,
+            r"sampler dovetail-refused:without can't sample after drafts.*use the sampler `def",
+        ),
         (
             {"max_num_batched_tokens": 8, "max_num_seqs": 1},
             UnsupportedError,
             r"speculation.max_drafts is 8, but a step .* can check 7 drafts",
         ),
-        ({"executor": "modest"}, UnsupportedError, r"executor dovetail-refused:modest can't check drafts"),
+        (
+            {"executor": "modest"},
+            UnsupportedError,
+            r"executor dovetail-refused:modest can't check drafts",
+        ),
         (
             {"speculation": {"drafter": "small"}, "executor": "modest"},
             UnsupportedError,
             r"speculation.drafter: dovetail-refused:small drafts with a model, which executor dovetail-refused:modest can't run.*`suffix`",
         ),
-        ({"speculation": {"drafter": "broken"}}, PluginError, "drafter dovetail-refused:broken .*no drafts of 8"),
+        (
+            {"speculation": {"drafter": "broken"}},
+            PluginError,
+            "drafter dovetail-refused:broken .*no drafts of 8",
+        ),
         ({"speculation": {"drafter": "gone"}}, PluginError, r"speculation.drafter: .*gone"),
-        ({"speculation": {"drafter": "sufix"}}, PluginError, r"speculation.drafter: unknown drafter 'sufix', did you mean suffix\?"),
+        (
+            {"speculation": {"drafter": "sufix"}},
+            PluginError,
+            r"speculation.drafter: unknown drafter 'sufix', did you mean suffix\?",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(config: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    config: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
-        LLMEngine.from_config({"model": "demo", "max_model_len": 64, "speculation": {"max_drafts": 8}, **config})
+        LLMEngine.from_config(
+            {"model": "demo", "max_model_len": 64, "speculation": {"max_drafts": 8}, **config}
+        )
 
 
-def test_states_that_say_not_what_a_token_changes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeltaShape, "spec", lambda shape, index: StateSpec(index, (StateTensor(shape.v_heads * shape.v_size, shape.k_size),)))
+def test_states_that_say_not_what_a_token_changes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        DeltaShape,
+        "spec",
+        lambda shape, index: StateSpec(
+            index, (StateTensor(shape.v_heads * shape.v_size, shape.k_size),)
+        ),
+    )
     with (
         checkpoint(hybrids.qwen3_next()) as (directory, _),
         pytest.raises(UnsupportedError, match="states of layer 0 can't take back a rejected draft"),
@@ -93,8 +126,12 @@ def test_states_that_say_not_what_a_token_changes_are_refused(monkeypatch: pytes
 
 @pytest.mark.parametrize("max_drafts", [None, 0, 1, 10**9])
 def test_a_request_lowers_its_drafts_and_has_the_same_tokens(max_drafts: int | None) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=12, max_drafts=max_drafts, output_kind="final")
-    with LLMEngine.from_config({"model": "demo", "max_model_len": 64, "speculation": {"drafter": "ngram", "max_drafts": 4}}) as engine:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, max_drafts=max_drafts, output_kind="final"
+    )
+    with LLMEngine.from_config(
+        {"model": "demo", "max_model_len": 64, "speculation": {"drafter": "ngram", "max_drafts": 4}}
+    ) as engine:
         engine.add_request("r", "a b c a b c a b", params)
         while engine.has_unfinished_requests():
             [output] = engine.step() or [None]

@@ -86,7 +86,10 @@ def nothing_is_left(llm: LLM) -> bool:
 
 def test_threads_that_share_an_llm_get_the_tokens_of_one_that_is_alone(llm: LLM) -> None:
     alone = [generate(llm, prompt) for prompt in PROMPTS]
-    threads = [in_thread(lambda i=i: [generate(llm, PROMPTS[(i + k) % 4]) for k in range(2)]) for i in range(8)]  # type: ignore[misc]
+    threads = [
+        in_thread(lambda i=i: [generate(llm, PROMPTS[(i + k) % 4]) for k in range(2)])
+        for i in range(8)
+    ]  # type: ignore[misc]
     for i, result in enumerate(threads):
         assert result() == [alone[(i + k) % 4] for k in range(2)]
     assert nothing_is_left(llm)
@@ -104,7 +107,12 @@ def test_a_stream_a_list_and_other_requests_are_served_concurrently(llm: LLM) ->
         assert {output.request_id for output in outputs} == {"theirs"}
         return ids_of(outputs[-1])
 
-    threads = [in_thread(streamed), in_thread(stepped), in_thread(lambda: generate(llm, "ROMEO:", LONG)[0]), in_thread(streamed)]
+    threads = [
+        in_thread(streamed),
+        in_thread(stepped),
+        in_thread(lambda: generate(llm, "ROMEO:", LONG)[0]),
+        in_thread(streamed),
+    ]
     assert [result() for result in threads] == [expected] * 4
     assert nothing_is_left(llm)
 
@@ -112,13 +120,17 @@ def test_a_stream_a_list_and_other_requests_are_served_concurrently(llm: LLM) ->
 @pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])
 def test_what_a_list_brings_of_others_waits_for_their_next_step(llm: LLM, kind: Any) -> None:
     for request_id in ("a", "b"):
-        llm.engine.add_request(request_id, "ROMEO:", SamplingParams(temperature=0, max_tokens=5, output_kind=kind))
+        llm.engine.add_request(
+            request_id, "ROMEO:", SamplingParams(temperature=0, max_tokens=5, output_kind=kind)
+        )
     [expected] = generate(llm, "ROMEO:", LONG)
     assert llm.engine.has_unfinished_requests()
     assert llm.engine.get_num_unfinished_requests() == 0
     llm.engine.abort_request("b")
     outputs = llm.engine.step()
-    assert [(output.request_id, output.finished, ids_of(output)) for output in outputs] == [("a", True, expected[:5])]
+    assert [(output.request_id, output.finished, ids_of(output)) for output in outputs] == [
+        ("a", True, expected[:5])
+    ]
     assert nothing_is_left(llm)
 
 
@@ -138,7 +150,9 @@ def test_closing_ends_what_other_threads_wait_for(fresh: LLM) -> None:
         waiting()
 
 
-def test_the_engines_death_reaches_every_thread(fresh: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_death_reaches_every_thread(
+    fresh: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor, steps, all_in = fresh.engine.core.executor, [], threading.Barrier(3)
     submit = executor.submit
 
@@ -208,7 +222,11 @@ def test_deltas_add_up_to_the_list(llm: LLM) -> None:
         for sample in output.outputs:
             place = (output.prompt_index, sample.index)
             texts[place] = texts.get(place, "") + sample.text
-    assert texts == {(i, sample.index): sample.text for i, output in enumerate(expected) for sample in output.outputs}
+    assert texts == {
+        (i, sample.index): sample.text
+        for i, output in enumerate(expected)
+        for sample in output.outputs
+    }
     assert list(llm.stream([])) == []
 
 
@@ -235,7 +253,9 @@ def test_a_stream_that_is_left_aborts_its_requests(llm: LLM, how: str) -> None:
     assert nothing_is_left(llm)
 
 
-def test_a_stream_that_is_collected_amidst_a_step_waits_for_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_collected_amidst_a_step_waits_for_the_next(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The collector runs whenever it likes: an abort then would change the books under the loop."""
     held, seen = [llm.stream("ROMEO:", LONG)], list[int]()
     submit = llm.engine.core.executor.submit
@@ -260,7 +280,9 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupted_stream_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_stream_leaves_an_engine_that_can_be_used(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [expected] = generate(llm, "ROMEO:")
     submit, calls = llm.engine.core.executor.submit, []
 
@@ -300,7 +322,11 @@ def test_an_interrupt_harms_no_other_thread(llm: LLM, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("driven", [True, False])
 def test_a_step_that_waits_for_the_future_lets_others_in(driven: bool) -> None:
-    with LLM("demo", **SETTINGS) if driven else LLMEngine.from_config({"model": "demo"}, **SETTINGS) as one:
+    with (
+        LLM("demo", **SETTINGS)
+        if driven
+        else LLMEngine.from_config({"model": "demo"}, **SETTINGS) as one
+    ):
         engine, asleep = one.engine if isinstance(one, LLM) else one, threading.Event()
         wait_until = engine.core.plan_timing.wait_until
 
@@ -310,7 +336,10 @@ def test_a_step_that_waits_for_the_future_lets_others_in(driven: bool) -> None:
 
         engine.core.plan_timing.wait_until = tell
         engine.add_request("future", [1], GREEDY, arrival_time=1e9)
-        for call in (engine.get_num_unfinished_requests, lambda: engine.add_request("now", [1], GREEDY)):
+        for call in (
+            engine.get_num_unfinished_requests,
+            lambda: engine.add_request("now", [1], GREEDY),
+        ):
             asleep.clear()
             stepping = in_thread(engine.step)
             assert asleep.wait(PATIENCE_S)
@@ -330,16 +359,27 @@ def test_a_core_that_is_stepped_by_hand_waits_for_an_arrival() -> None:
         assert engine.now() >= due
 
 
-@pytest.mark.parametrize("wrong", [None, 5, {}, {"a": 1}, b"a", [1], ["a", None], [["a"]], Ellipsis, range(3)], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [None, 5, {}, {"a": 1}, b"a", [1], ["a", None], [["a"]], Ellipsis, range(3)], ids=str
+)
 def test_what_is_no_id_cannot_be_aborted(llm: LLM, wrong: Any) -> None:
-    with pytest.raises(RequestError, match="a request id must be a string, and several a list of strings"):
+    with pytest.raises(
+        RequestError, match="a request id must be a string, and several a list of strings"
+    ):
         llm.engine.abort_request(wrong)
 
 
 def test_a_repr_tells_what_it_is_and_how_it_fares(fresh: LLM) -> None:
     fresh.engine.add_request("a", [1], GREEDY)
     text = repr(fresh)
-    for part in ("LLM(LLMEngine(model='demo'", "scheduler='fcfs'", "max_model_len=128", "device='cpu", "dtype='float32'", "unfinished=1, running"):
+    for part in (
+        "LLM(LLMEngine(model='demo'",
+        "scheduler='fcfs'",
+        "max_model_len=128",
+        "device='cpu",
+        "dtype='float32'",
+        "unfinished=1, running",
+    ):
         assert part in text
     fresh.close()
     assert repr(fresh).endswith("unfinished=0, closed))")

@@ -19,7 +19,15 @@ import pytest
 import typer
 from tools import docs_hooks
 
-from dovetail import BeamSearchParams, EngineArgs, EngineConfig, PoolingParams, SamplingParams, pooling, sampling_params
+from dovetail import (
+    BeamSearchParams,
+    EngineArgs,
+    EngineConfig,
+    PoolingParams,
+    SamplingParams,
+    pooling,
+    sampling_params,
+)
 from dovetail.checks import among
 from dovetail.errors import ConfigError, DovetailError, RequestError
 from dovetail.front import vllm_args
@@ -28,14 +36,22 @@ from dovetail_server import engine_flags, vllm_flags
 from dovetail_server.command import app as serve_app
 from tests.docs.pages import DOCS
 
-VERSIONS = {path.stem.rpartition("_")[2]: json.loads(path.read_text()) for path in (Path(__file__).parent / "data").glob("vllm_names_*.json")}
+VERSIONS = {
+    path.stem.rpartition("_")[2]: json.loads(path.read_text())
+    for path in (Path(__file__).parent / "data").glob("vllm_names_*.json")
+}
 UNKNOWN = {"unknown": True}  # a default that isn't plain
 PARAMETERS: dict[str, Any] = {
     "SamplingParams": SamplingParams,
     "BeamSearchParams": partial(BeamSearchParams, 2, 2),
     "PoolingParams": PoolingParams,
 }
-ADVISORY = {name for rows in (pooling.VLLM_NAMES, sampling_params.VLLM_NAMES) for name, row in rows.items() if row.advisory}
+ADVISORY = {
+    name
+    for rows in (pooling.VLLM_NAMES, sampling_params.VLLM_NAMES)
+    for name, row in rows.items()
+    if row.advisory
+}
 
 versions = pytest.mark.parametrize("names", VERSIONS.values(), ids=VERSIONS)
 
@@ -61,8 +77,16 @@ def test_every_argument_of_vllms_engine_is_known(names: dict[str, Any]) -> None:
 
 
 @versions
-def test_vllms_default_of_every_argument_is_accepted_and_changes_nothing(names: dict[str, Any]) -> None:
-    changing = {"disable_log_stats", "max_loras", "max_lora_rank", "prefix_caching_hash_algo", "gpu_memory_utilization"}  # which are asked for
+def test_vllms_default_of_every_argument_is_accepted_and_changes_nothing(
+    names: dict[str, Any],
+) -> None:
+    changing = {
+        "disable_log_stats",
+        "max_loras",
+        "max_lora_rank",
+        "prefix_caching_hash_algo",
+        "gpu_memory_utilization",
+    }  # which are asked for
     plain = EngineConfig.load("demo")
     for name, default in arguments_of(names).items():
         if default != UNKNOWN:
@@ -71,24 +95,35 @@ def test_vllms_default_of_every_argument_is_accepted_and_changes_nothing(names: 
 
 
 @versions
-def test_an_argument_reads_as_vllms_default_or_none_where_the_engine_decides(names: dict[str, Any]) -> None:
+def test_an_argument_reads_as_vllms_default_or_none_where_the_engine_decides(
+    names: dict[str, Any],
+) -> None:
     args = EngineArgs()
     for name, default in arguments_of(names).items():
         value = getattr(args, name)
-        if default != UNKNOWN and name != "disable_log_stats" and name not in {"worker_extension_cls", *vllm_args.OLDER}:
+        if (
+            default != UNKNOWN
+            and name != "disable_log_stats"
+            and name not in {"worker_extension_cls", *vllm_args.OLDER}
+        ):
             assert value is None or among(value, (default,)), name
 
 
 @versions
 @pytest.mark.parametrize("kind", PARAMETERS)
-def test_every_field_of_vllms_parameters_is_one_here_or_accepted_at_its_default(names: dict[str, Any], kind: str) -> None:
+def test_every_field_of_vllms_parameters_is_one_here_or_accepted_at_its_default(
+    names: dict[str, Any], kind: str
+) -> None:
     make = PARAMETERS[kind]
     for name, default in names[kind].items():
         if default != UNKNOWN and name not in ("beam_width", "max_tokens"):
             make(**{name: default})
         if name in ADVISORY:
             continue
-        with suppress(TypeError), pytest.raises(RequestError, match=f"^{name}(?!: unknown)"):  # TypeError: it is given already
+        with (
+            suppress(TypeError),
+            pytest.raises(RequestError, match=f"^{name}(?!: unknown)"),
+        ):  # TypeError: it is given already
             make(**{name: object()})
 
 
@@ -96,18 +131,30 @@ def test_every_field_of_vllms_parameters_is_one_here_or_accepted_at_its_default(
 def spellings() -> set[str]:
     """Options of `dovetail serve`."""
     command: Any = typer.main.get_command(serve_app)
-    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return {
+        option
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
 
 
 @versions
 def test_every_flag_of_vllms_server_is_known(names: dict[str, Any], spellings: set[str]) -> None:
     known = spellings | set(vllm_flags.RENAMED)
-    assert [flag for flag in names["flags"] if flag not in known and not vllm_flags.is_known(flag)] == []
+    assert [
+        flag for flag in names["flags"] if flag not in known and not vllm_flags.is_known(flag)
+    ] == []
 
 
-def test_flags_are_renamed_to_those_that_there_are_and_no_name_is_in_two_places(spellings: set[str]) -> None:
+def test_flags_are_renamed_to_those_that_there_are_and_no_name_is_in_two_places(
+    spellings: set[str],
+) -> None:
     grouped = [flag for group in vllm_flags.GROUPS for flag in group.defaults]
-    assert [ours for ours in vllm_flags.RENAMED.values() if ours not in spellings and ours not in grouped] == []
+    assert [
+        ours
+        for ours in vllm_flags.RENAMED.values()
+        if ours not in spellings and ours not in grouped
+    ] == []
     assert not set(grouped) & (spellings | set(vllm_flags.RENAMED))
     assert len(set(grouped)) == len(grouped)
     rows = [name for group in vllm_args.GROUPS for name in group.defaults]
@@ -136,7 +183,10 @@ def test_a_flag_of_the_server_is_accepted_with_vllms_default_and_else_refused(gr
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--compilation-config.cudagraph_mode", "FULL"], "--compilation-config '{cudagraph_mode: …}'"),
+        (
+            ["--compilation-config.cudagraph_mode", "FULL"],
+            "--compilation-config '{cudagraph_mode: …}'",
+        ),
         (["-cc.mode=3"], "--compilation-config '{mode: …}'"),
         (["--response-role"], "it needs a value"),
         (["--headless=1"], "it takes no value"),
@@ -172,7 +222,12 @@ def test_every_group_is_on_the_page() -> None:
 
 def test_fields_are_read_set_and_honoured() -> None:
     args = EngineArgs("demo", max_num_seqs=4)
-    assert (args.model, args.max_num_seqs, args.tensor_parallel_size, args.scheduler) == ("demo", 4, 1, UNSET)
+    assert (args.model, args.max_num_seqs, args.tensor_parallel_size, args.scheduler) == (
+        "demo",
+        4,
+        1,
+        UNSET,
+    )
     args.max_num_seqs = 3
     args.scheduler = "sjf"
     assert args.create_engine_config() == EngineConfig.load("demo", max_num_seqs=3, scheduler="sjf")
@@ -184,15 +239,24 @@ def test_fields_are_read_set_and_honoured() -> None:
 def test_asdict_and_replace_keep_what_was_given() -> None:
     args = EngineArgs("demo", max_model_len=64, cuda_graphs=False, enable_lora=True)
     changed = dataclasses.replace(args, max_num_seqs=2)
-    assert changed == EngineArgs("demo", max_model_len=64, cuda_graphs=False, enable_lora=True, max_num_seqs=2)
+    assert changed == EngineArgs(
+        "demo", max_model_len=64, cuda_graphs=False, enable_lora=True, max_num_seqs=2
+    )
     assert pickle.loads(pickle.dumps(changed)) == changed
     given = dataclasses.asdict(changed)
-    assert EngineConfig.load({"model": given.pop("model")}, **translated(given)) == changed.create_engine_config()
+    assert (
+        EngineConfig.load({"model": given.pop("model")}, **translated(given))
+        == changed.create_engine_config()
+    )
 
 
-def test_asdict_of_nothing_given_is_the_default_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_asdict_of_nothing_given_is_the_default_and_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     given = dataclasses.asdict(EngineArgs())
-    assert EngineConfig.load({"model": given.pop("model")}, **translated(given)) == EngineConfig.load("demo")
+    assert EngineConfig.load(
+        {"model": given.pop("model")}, **translated(given)
+    ) == EngineConfig.load("demo")
     assert caplog.records == []
 
 

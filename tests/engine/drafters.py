@@ -24,7 +24,10 @@ class Oracle(Drafter):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
         self.asked.append(tuple(request.id for request in requests))
         assert all(1 <= limit <= self.context.max_drafts for limit in most)
-        return [self.changed(self.right(request, limit)) for request, limit in zip(requests, most, strict=True)]
+        return [
+            self.changed(self.right(request, limit))
+            for request, limit in zip(requests, most, strict=True)
+        ]
 
     def on_finished(self, request: Request) -> None:
         self.finished.append(request.id)
@@ -55,7 +58,11 @@ class Alternating(Oracle):
 
     def changed(self, tokens: list[int]) -> Sequence[int]:
         self.turn += 1
-        return tokens if self.turn % 2 else [self.wrong(token) if index else token for index, token in enumerate(tokens)]
+        return (
+            tokens
+            if self.turn % 2
+            else [self.wrong(token) if index else token for index, token in enumerate(tokens)]
+        )
 
 
 class Moody(Oracle):
@@ -63,7 +70,9 @@ class Moody(Oracle):
 
     def changed(self, tokens: list[int]) -> Sequence[int]:
         right = self.random.randint(0, len(tokens))
-        kept = tokens[:right] + [self.random.randrange(self.context.vocab_size) for _ in tokens[right:]]
+        kept = tokens[:right] + [
+            self.random.randrange(self.context.vocab_size) for _ in tokens[right:]
+        ]
         return kept[: self.random.choice([0, 1, len(kept), len(kept)])]
 
 

@@ -79,7 +79,11 @@ class Chaos(Silly):
 
     def grant(self, step: Step, request: Request, everybody: list[Request]) -> None:
         before = step.cost(request), step.tokens_left, step.seqs_left, step.free_blocks
-        victims = self.random.sample(everybody, self.random.randint(0, len(everybody))) if self.often(0.2) else []
+        victims = (
+            self.random.sample(everybody, self.random.randint(0, len(everybody)))
+            if self.often(0.2)
+            else []
+        )
         granted = step.grant(
             request,
             self.random.choice([None, None, 0, 1, 3, 8]),
@@ -207,7 +211,10 @@ class Named:
 def _built_in() -> list[Named]:
     """Return the policies that `dovetail_schedulers` declares, with their default options."""
     declared: list[ComponentSpec] = getattr(dovetail_schedulers, "dovetail_components", list)()
-    return [Named(spec.name, _load(spec.target), _load(spec.options) if spec.options else NoOptions) for spec in declared]
+    return [
+        Named(spec.name, _load(spec.target), _load(spec.options) if spec.options else NoOptions)
+        for spec in declared
+    ]
 
 
 def _load(target: str) -> type:
@@ -217,5 +224,8 @@ def _load(target: str) -> type:
 
 
 BUILT_IN = _built_in()
-SILLY = [Named(policy.__name__, policy) for policy in (FCFS, Chaos, Regrets, Backwards, NeverForgets, RoundRobin)]
+SILLY = [
+    Named(policy.__name__, policy)
+    for policy in (FCFS, Chaos, Regrets, Backwards, NeverForgets, RoundRobin)
+]
 EVERY_POLICY = BUILT_IN + SILLY

@@ -24,11 +24,15 @@ class RuleMatcher(Matcher):
 
     def allowed(self) -> NDArray[np.bool_]:
         last = self.tokens[-1] if self.tokens else 0
-        fits = (np.arange(self.vocab_size) + last + len(self.tokens)) % min(self.modulus, self.vocab_size) == 0
+        fits = (np.arange(self.vocab_size) + last + len(self.tokens)) % min(
+            self.modulus, self.vocab_size
+        ) == 0
         return np.asarray(fits, np.bool_)
 
     def fill(self, words: NDArray[np.uint32]) -> None:
-        words.view(np.uint8)[:] = np.packbits(np.pad(self.allowed(), (0, 32 * len(words) - self.vocab_size)), bitorder="little")
+        words.view(np.uint8)[:] = np.packbits(
+            np.pad(self.allowed(), (0, 32 * len(words) - self.vocab_size)), bitorder="little"
+        )
 
     def accept(self, token: int) -> bool:
         if not self.allowed()[token]:
@@ -79,7 +83,13 @@ def constraint(modulus: int, length: int = 0, *, vocab_size: int) -> Constraint:
 
 
 def expected_by_rule(
-    prompt: Sequence[int], count: int, seed: int, vocab_size: int, modulus: int, length: int = 0, digest: str = ""
+    prompt: Sequence[int],
+    count: int,
+    seed: int,
+    vocab_size: int,
+    modulus: int,
+    length: int = 0,
+    digest: str = "",
 ) -> tuple[list[int], bool]:
     """The tokens that the fake executor generates under a rule, and whether the rule ends them."""
     tokens, matcher = list(prompt), RuleMatcher(modulus, length, vocab_size)

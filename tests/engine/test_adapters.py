@@ -13,7 +13,17 @@ from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.suites.holding import reachable
-from tests.engine.policies import BUILT_IN, FCFS, Backwards, Named, RoundRobin, always, fcfs, named, scripted
+from tests.engine.policies import (
+    BUILT_IN,
+    FCFS,
+    Backwards,
+    Named,
+    RoundRobin,
+    always,
+    fcfs,
+    named,
+    scripted,
+)
 from tests.engine.world import FakeAdapter, RecordingExecutor, Shape, Spec, World
 from tests.support import FULL
 
@@ -22,7 +32,11 @@ PROMPT = tuple(range(1, 9))
 
 def loads(world: World) -> list[tuple[int, int, str]]:
     """Step, slot and digest of everything loaded."""
-    return [(batch.step, load.slot, load.digest) for batch in world.executor.sent for load in batch.adapters]
+    return [
+        (batch.step, load.slot, load.digest)
+        for batch in world.executor.sent
+        for load in batch.adapters
+    ]
 
 
 def shown(world: World) -> Iterator[set[str]]:
@@ -47,7 +61,13 @@ def test_nothing_computed_with_one_adapter_is_found_with_another() -> None:
     for adapter in (None, "x", "y", None, "x"):
         world.add(Spec(f"{len(world.requests)}", PROMPT, adapter=adapter))
         world.drain(check=True)  # the fake executor fails if another's K and V are read
-    assert [request.cached_tokens > 0 for request in world.requests.values()] == [False, False, False, True, True]
+    assert [request.cached_tokens > 0 for request in world.requests.values()] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_the_adapter_unused_for_the_longest_time_is_overwritten() -> None:
@@ -55,12 +75,20 @@ def test_the_adapter_unused_for_the_longest_time_is_overwritten() -> None:
     for digest in "xyxzxy":
         world.add(Spec(f"{len(world.requests)}", PROMPT, adapter=digest))
         world.drain(check=True)
-    assert [(slot, digest) for _, slot, digest in loads(world)] == [(1, "x"), (2, "y"), (2, "z"), (2, "y")]
+    assert [(slot, digest) for _, slot, digest in loads(world)] == [
+        (1, "x"),
+        (2, "y"),
+        (2, "z"),
+        (2, "y"),
+    ]
 
 
 def test_whoever_can_get_no_slot_is_held_back_and_blocks_nobody() -> None:
     held: list[list[str]] = []
-    world = World(always(lambda step: (held.append([r.id for r in step.held_back]), fcfs(step))), Shape(adapters=1))
+    world = World(
+        always(lambda step: (held.append([r.id for r in step.held_back]), fcfs(step))),
+        Shape(adapters=1),
+    )
     world.add(Spec("one", PROMPT, adapter="x"))
     world.step()
     world.add(Spec("other", PROMPT, adapter="y"))
@@ -86,7 +114,12 @@ def test_a_slot_taken_in_this_step_is_refused_as_such_and_one_held_back_as_not_n
     world.add(Spec("y", PROMPT, adapter="y"))
     world.step()
     world.step()
-    assert refusals[:4] == [("x", None), ("y", Refusal.ADAPTERS), ("x", None), ("y", Refusal.NOT_NOW)]
+    assert refusals[:4] == [
+        ("x", None),
+        ("y", Refusal.ADAPTERS),
+        ("x", None),
+        ("y", Refusal.NOT_NOW),
+    ]
     world.drain(check=True)
 
 
@@ -106,7 +139,10 @@ def test_a_slot_given_back_within_the_step_is_free_again_and_loads_nothing() -> 
 
 
 def test_a_preempted_request_gives_its_slot_up() -> None:
-    world = World(scripted(fcfs, lambda step: step.preempt(named(step)["x"])), Shape(adapters=1, overlap=False))
+    world = World(
+        scripted(fcfs, lambda step: step.preempt(named(step)["x"])),
+        Shape(adapters=1, overlap=False),
+    )
     world.add(Spec("x", PROMPT, adapter="x"))
     world.step()
     world.add(Spec("y", PROMPT, adapter="y", delay=-1.0))
@@ -146,9 +182,11 @@ def test_a_bad_adapter_rejects_its_own_requests_alone() -> None:
     while world.core.has_unfinished():
         world.step()
         world.check()
-    assert {id: finish.stop_reason for id, finish in world.finished.items() if finish.reason == "rejected"} == dict.fromkeys(
-        ("a", "b#0", "b#1"), "no such file"
-    )
+    assert {
+        id: finish.stop_reason
+        for id, finish in world.finished.items()
+        if finish.reason == "rejected"
+    } == dict.fromkeys(("a", "b#0", "b#1"), "no such file")
     assert world.finished["good"].reason == "length"
     assert "a" not in world.heard.arrived
 
@@ -180,19 +218,37 @@ def test_another_executor_has_an_empty_bank() -> None:
         slots.forget()
 
 
-PATIENT = [named for named in BUILT_IN if not named.policy.claims.starves] + [Named("Backwards", Backwards), Named("RoundRobin", RoundRobin)]
+PATIENT = [named for named in BUILT_IN if not named.policy.claims.starves] + [
+    Named("Backwards", Backwards),
+    Named("RoundRobin", RoundRobin),
+]
 
 
 @pytest.mark.parametrize("policy", PATIENT, ids=repr)
 def test_an_adapter_that_waits_too_long_gets_the_next_slot(policy: Named) -> None:
     """The adapters in use never run out of requests, so that no slot would ever be free."""
-    world = World(policy.policy, Shape(adapters=2, max_seqs=4, slot_wait_s=0.2, num_blocks=256), policy.make_options())
+    world = World(
+        policy.policy,
+        Shape(adapters=2, max_seqs=4, slot_wait_s=0.2, num_blocks=256),
+        policy.make_options(),
+    )
     for turn in range(400):
         if turn % 3 == 0:
             for digest in "xy":
-                world.add(Spec(f"{digest}{turn}", PROMPT, adapter=digest, max_tokens=4, deadline=1e6, predicted_tokens=4))
+                world.add(
+                    Spec(
+                        f"{digest}{turn}",
+                        PROMPT,
+                        adapter=digest,
+                        max_tokens=4,
+                        deadline=1e6,
+                        predicted_tokens=4,
+                    )
+                )
         if turn == 30:
-            world.add(Spec("rare", PROMPT, adapter="rare", max_tokens=4, deadline=1e6, predicted_tokens=4))
+            world.add(
+                Spec("rare", PROMPT, adapter="rare", max_tokens=4, deadline=1e6, predicted_tokens=4)
+            )
         if "rare" in world.finished:
             break
         world.step()
@@ -232,22 +288,37 @@ def test_an_adapter_whose_offered_slot_the_policy_leaves_holds_up_nobody() -> No
     assert list(world.finished)[-1] == "rare"
 
 
-@pytest.mark.parametrize("policy", [Named("FCFS", FCFS), *[named for named in BUILT_IN if named.name in ("lpm", "sjf")]], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [Named("FCFS", FCFS), *[named for named in BUILT_IN if named.name in ("lpm", "sjf")]],
+    ids=repr,
+)
 def test_a_thousand_adapters_starve_nobody(policy: Named) -> None:
     """Popular and rare ones, far more than slots."""
     dice = random.Random(7)
     slots, seats, count = (64, 96, 4_000) if FULL else (16, 24, 400)
-    world = World(policy.policy, Shape(num_blocks=2_000, max_tokens=1_024, max_seqs=seats, adapters=slots, events=False), policy.make_options())
+    world = World(
+        policy.policy,
+        Shape(num_blocks=2_000, max_tokens=1_024, max_seqs=seats, adapters=slots, events=False),
+        policy.make_options(),
+    )
     adapters = {rank: FakeAdapter(f"{rank}") for rank in range(1_000)}
     popular = dice.choices(range(1_000), [1 / (1 + rank) for rank in range(1_000)], k=count)
     for turn, rank in enumerate(popular):
-        world.add(Spec(f"{turn}", (rank % 97, turn % 97, 5), max_tokens=3, predicted_tokens=3), adapters[rank])
+        world.add(
+            Spec(f"{turn}", (rank % 97, turn % 97, 5), max_tokens=3, predicted_tokens=3),
+            adapters[rank],
+        )
         if turn % 24 == 23:
             world.step()
     world.drain(200_000)
     assert {finish.reason for finish in world.finished.values()} == {"length"}
     assert world.core.adapters.used == 0
-    waits = [request.first_token_time - request.arrival_time for request in world.requests.values() if request.first_token_time is not None]
+    waits = [
+        request.first_token_time - request.arrival_time
+        for request in world.requests.values()
+        if request.first_token_time is not None
+    ]
     assert max(waits) < 6.0  # seconds; all of them together compute for four
 
 
@@ -259,7 +330,9 @@ def test_thousands_of_loads_leak_nothing() -> None:
     step = 0
     while slots.loads < (10_000 if FULL else 1_000):
         hidden = slots.open_step(step / 100, waiting)
-        for request in [r for r in waiting if r.adapter is not None and r.adapter.digest not in hidden]:
+        for request in [
+            r for r in waiting if r.adapter is not None and r.adapter.digest not in hidden
+        ]:
             assert request.adapter is not None
             if len(running) < 96 and slots.can_take(request.adapter.digest):
                 slots.take(request.adapter)

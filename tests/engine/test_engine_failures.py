@@ -15,7 +15,13 @@ from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import MAX_ERRORS, STORM_STEPS
-from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
+from dovetail.errors import (
+    DovetailError,
+    EngineDeadError,
+    PolicyError,
+    RequestError,
+    SchedulerStalled,
+)
 from dovetail.request import Request
 from dovetail.testing import FakeExecutorOptions
 from tests.engine.policies import FCFS, always, fcfs, scripted
@@ -24,7 +30,11 @@ from tests.engine.world import RecordingExecutor, RecordingObserver, Shape, Spec
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
-def populated(policy: type[Scheduler] = FCFS, shape: Shape | None = None, executor: type[RecordingExecutor] = RecordingExecutor) -> World:
+def populated(
+    policy: type[Scheduler] = FCFS,
+    shape: Shape | None = None,
+    executor: type[RecordingExecutor] = RecordingExecutor,
+) -> World:
     world = World(policy, shape, executor=executor)
     for index in range(4):
         world.add(Spec(f"r{index}", PROMPT[index:], max_tokens=2 + index))
@@ -76,8 +86,12 @@ def raising(method: str) -> type[Scheduler]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("method", ["schedule", "on_arrival", "on_step", "on_preempted", "on_finished"])
-def test_a_policy_that_raises_is_named_and_everybody_is_answered(method: str, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    "method", ["schedule", "on_arrival", "on_step", "on_preempted", "on_finished"]
+)
+def test_a_policy_that_raises_is_named_and_everybody_is_answered(
+    method: str, overlap: bool
+) -> None:
     world = populated(raising(method), Shape(overlap=overlap, num_blocks=40))
     step_until_dead(world)
     assert isinstance(world.core.dead, PolicyError)
@@ -135,7 +149,11 @@ class Undecided(Scheduler):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    ("policy", "words"), [(GrantsNothing, "grants nothing, sets no wake_at"), (Undecided, "preempts and rejects, but never grants")]
+    ("policy", "words"),
+    [
+        (GrantsNothing, "grants nothing, sets no wake_at"),
+        (Undecided, "preempts and rejects, but never grants"),
+    ],
 )
 def test_in_place_of_a_policy_that_would_wait_forever_the_engine_plans_by_arrival(
     policy: type[Scheduler], words: str, overlap: bool, caplog: pytest.LogCaptureFixture
@@ -151,7 +169,9 @@ def test_in_place_of_a_policy_that_would_wait_forever_the_engine_plans_by_arriva
     assert f"scheduler {policy.__name__} {words}" in warning.getMessage(), "told once"
 
 
-def test_what_the_engine_could_never_run_is_rejected_with_the_reason_and_others_are_served() -> None:
+def test_what_the_engine_could_never_run_is_rejected_with_the_reason_and_others_are_served() -> (
+    None
+):
     """Nothing that a front end lets through: one that doesn't check lengths."""
     world = World(GrantsNothing, Shape(num_blocks=3, max_model_len=40, max_tokens=16))
     world.add(Spec("too long", (*PROMPT, *range(20)), max_tokens=2))
@@ -225,7 +245,9 @@ def test_a_storm_of_recomputing_is_warned_of_once(caplog: pytest.LogCaptureFixtu
         for request in step.waiting:
             step.grant(request)
 
-    world = World(always(thrash), Shape(reuse=False, overlap=False, num_blocks=200, max_model_len=800))
+    world = World(
+        always(thrash), Shape(reuse=False, overlap=False, num_blocks=200, max_model_len=800)
+    )
     with caplog.at_level(logging.WARNING, "dovetail"):
         for index in range(3):
             world.add(Spec(f"r{index}", PROMPT, max_tokens=1_000))
@@ -248,7 +270,9 @@ def test_a_request_that_alone_fills_the_pool_ends_at_its_length() -> None:
         world.step()
     assert world.finished["a"] == Finish("length", "kv_capacity")
     assert world.tokens["a"] == world.expected("a")[0][: len(world.tokens["a"])]
-    assert len(world.tokens["a"]) == 3 * 4 - len(PROMPT) + 1, "K and V of all but the last token fill the pool"
+    assert len(world.tokens["a"]) == 3 * 4 - len(PROMPT) + 1, (
+        "K and V of all but the last token fill the pool"
+    )
     assert world.kv.counts.held == 0
     world.add(Spec("b", PROMPT, max_tokens=2))
     while "b" not in world.finished:
@@ -257,7 +281,10 @@ def test_a_request_that_alone_fills_the_pool_ends_at_its_length() -> None:
 
 def test_a_policy_that_stalls_with_a_full_pool_ends_no_request_early() -> None:
     """The request could go on: it is the policy that doesn't let it."""
-    world = World(scripted(lambda step: step.grant(step.waiting[0], reserve=True), *[lambda step: None] * 9), Shape(num_blocks=3, max_model_len=12))
+    world = World(
+        scripted(lambda step: step.grant(step.waiting[0], reserve=True), *[lambda step: None] * 9),
+        Shape(num_blocks=3, max_model_len=12),
+    )
     world.add(Spec("a", (*PROMPT, 9, 10), max_tokens=2))
     world.drain()
     assert world.finished["a"] == Finish("length")
@@ -294,9 +321,16 @@ class DiesAtCollect(RecordingExecutor):
 
 @pytest.mark.parametrize(
     ("executor", "words"),
-    [(WrongStep, "results must come in order"), (FewTokens, "tokens for the"), (DiesAtSubmit, "device is gone"), (DiesAtCollect, "device is gone")],
+    [
+        (WrongStep, "results must come in order"),
+        (FewTokens, "tokens for the"),
+        (DiesAtSubmit, "device is gone"),
+        (DiesAtCollect, "device is gone"),
+    ],
 )
-def test_an_executor_that_fails_ends_the_engine_and_everybody_is_answered(executor: type[RecordingExecutor], words: str) -> None:
+def test_an_executor_that_fails_ends_the_engine_and_everybody_is_answered(
+    executor: type[RecordingExecutor], words: str
+) -> None:
     world = populated(executor=executor)
     step_until_dead(world)
     assert words in str(world.core.dead)
@@ -324,8 +358,15 @@ def failing(id: str, at: int) -> type[RecordingExecutor]:
                 self.seen += 1
                 if self.seen >= at:
                     index = self.ids[handle].index(id)
-                    tokens = np.array([-1 if row == index else token for row, token in enumerate(result.token_ids)])
-                    return dataclasses.replace(result, token_ids=tokens, failed={index: "not a number"})
+                    tokens = np.array(
+                        [
+                            -1 if row == index else token
+                            for row, token in enumerate(result.token_ids)
+                        ]
+                    )
+                    return dataclasses.replace(
+                        result, token_ids=tokens, failed={index: "not a number"}
+                    )
             return result
 
     return Failing
@@ -356,7 +397,11 @@ def test_samples_do_not_fork_a_sibling_that_failed() -> None:
     while world.core.has_unfinished():
         world.step()
     assert not any(batch.copies for batch in world.executor.sent[:2])
-    assert [world.finished[id].reason for id in ("s#0", "s#1", "s#2")] == ["error", "length", "length"]
+    assert [world.finished[id].reason for id in ("s#0", "s#1", "s#2")] == [
+        "error",
+        "length",
+        "length",
+    ]
 
 
 # Observers
@@ -374,7 +419,9 @@ class Bad(Observer):
 
 
 @pytest.mark.parametrize("method", ["on_arrived", "on_admitted", "on_finished", "on_step"])
-def test_an_observer_that_raises_is_logged_once_and_dropped_after_a_few_more_errors(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_raises_is_logged_once_and_dropped_after_a_few_more_errors(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     bad, good = Bad(method), RecordingObserver()
     world = World(observers=[("bad", bad), ("good", good)])
     for index in range(8):
@@ -382,26 +429,50 @@ def test_an_observer_that_raises_is_logged_once_and_dropped_after_a_few_more_err
     with caplog.at_level(logging.ERROR, "dovetail"):
         world.drain()
     assert bad.calls == MAX_ERRORS
-    assert [record.getMessage().split(" raised ")[0] for record in caplog.records] == ["observer bad", "observer bad"]
+    assert [record.getMessage().split(" raised ")[0] for record in caplog.records] == [
+        "observer bad",
+        "observer bad",
+    ]
     assert good.events == world.observer.events, "the others miss nothing"
 
 
 def test_events_come_in_an_order_that_makes_sense() -> None:
-    world = World(scripted(lambda step: (step.grant_each(step.waiting), step.reject(step.waiting[0] if step.waiting else step.running[0], "no"))))
+    world = World(
+        scripted(
+            lambda step: (
+                step.grant_each(step.waiting),
+                step.reject(step.waiting[0] if step.waiting else step.running[0], "no"),
+            )
+        )
+    )
     world.add(Spec("a", PROMPT, max_tokens=1))
     world.add(Spec("b", PROMPT, max_tokens=1))
     world.drain()
-    of_a = [type(event).__name__ for event in world.observer.events if getattr(event, "request", None) is world.requests["a"]]
-    of_b = [type(event).__name__ for event in world.observer.events if getattr(event, "request", None) is world.requests["b"]]
+    of_a = [
+        type(event).__name__
+        for event in world.observer.events
+        if getattr(event, "request", None) is world.requests["a"]
+    ]
+    of_b = [
+        type(event).__name__
+        for event in world.observer.events
+        if getattr(event, "request", None) is world.requests["b"]
+    ]
     assert of_a == ["RequestArrived", "RequestFinished"]
-    assert of_b == ["RequestArrived", "RequestPreempted", "RequestAdmitted", "RequestFinished"], "b shared what a was to compute"
+    assert of_b == ["RequestArrived", "RequestPreempted", "RequestAdmitted", "RequestFinished"], (
+        "b shared what a was to compute"
+    )
 
 
 def test_observers_hear_of_the_end_and_why() -> None:
     world = populated(always(lambda step: step.wake_at(float("nan"))))
     step_until_dead(world)
     world.core.stop()
-    ends = {event.request.id: event.finish_reason for event in world.observer.events if isinstance(event, RequestFinished)}
+    ends = {
+        event.request.id: event.finish_reason
+        for event in world.observer.events
+        if isinstance(event, RequestFinished)
+    }
     assert ends == dict.fromkeys(world.requests, "error")
     last = world.observer.events[-1]
     assert isinstance(last, EngineStopped)

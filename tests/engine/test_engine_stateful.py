@@ -22,14 +22,25 @@ from tests.support import examples
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     max_model_len, max_tokens = draw(st.integers(4, 40)), draw(st.integers(1, 64))
-    windows = draw(st.sampled_from([(None,), (None,), (1,), (3,), (8,), (None, 3), (None, 8), (2, 9), (None, 1, 6)]))
+    windows = draw(
+        st.sampled_from(
+            [(None,), (None,), (1,), (3,), (8,), (None, 3), (None, 8), (2, 9), (None, 1, 6)]
+        )
+    )
     unit = draw(st.integers(1, 5))
-    groups = tuple((unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3]))) for window in windows)
-    layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
+    groups = tuple(
+        (unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3])))
+        for window in windows
+    )
+    layout = KVLayout(
+        tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none"
+    )
     drafter = draw(st.sampled_from([None, None, None, *DRAFTERS]))
     state_pages = draw(st.sampled_from([0, 0, 0, 1, 3]))
     return Shape(
-        num_blocks=layout.most_pages(max_model_len, max_tokens) + state_pages + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
+        num_blocks=layout.most_pages(max_model_len, max_tokens)
+        + state_pages
+        + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
         groups=groups,
         state_pages=state_pages,
         max_in_flight=draw(st.integers(1, 4)),
@@ -64,7 +75,11 @@ def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
         max_tokens=draw(st.integers(1, shape.max_model_len - length)),
         n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
         delay=draw(st.sampled_from([0.0, 0.0, 0.0, 0.005, 0.1, 3.0])),
-        stop_ids=draw(st.frozensets(st.integers(0, shape.vocab_size - 1), max_size=max(1, shape.vocab_size // 6))),
+        stop_ids=draw(
+            st.frozensets(
+                st.integers(0, shape.vocab_size - 1), max_size=max(1, shape.vocab_size // 6)
+            )
+        ),
         min_tokens=draw(st.sampled_from([0, 0, 0, 2, 5])),
         client=draw(st.sampled_from([None, "a", "b"])),
         priority=draw(st.integers(-1, 2)),

@@ -43,7 +43,9 @@ def test_arrivals_are_told_in_order_and_not_before_their_time(delays: list[float
         world.add(Spec(f"r{index}", PROMPT, delay=delay))
     world.drain()  # the watch kept on the policy checks order and once-ness
     told = [call[1] for call in world.heard.calls if call[0] == "arrival"]
-    assert told == sorted(world.requests, key=lambda id: (world.requests[id].arrival_time, world.requests[id].order))
+    assert told == sorted(
+        world.requests, key=lambda id: (world.requests[id].arrival_time, world.requests[id].order)
+    )
 
 
 def test_a_request_aborted_before_its_arrival_is_never_reported() -> None:
@@ -59,14 +61,24 @@ def test_a_request_aborted_before_its_arrival_is_never_reported() -> None:
 def test_requests_aborted_before_their_time_take_no_memory() -> None:
     """A thousand that are far away come and go; those that stay arrive in order."""
     world = World(shape=Shape(events=False))
-    stay = [world.add(Spec(f"stays{index}", PROMPT, max_tokens=1, delay=5.0 - index))[0] for index in range(4)]
+    stay = [
+        world.add(Spec(f"stays{index}", PROMPT, max_tokens=1, delay=5.0 - index))[0]
+        for index in range(4)
+    ]
     for index in range(1_000):
-        request = LiveRequest(f"goes{index}", PROMPT, SamplingParams(), max_tokens=1, arrival_time=1e9 - index)
+        request = LiveRequest(
+            f"goes{index}", PROMPT, SamplingParams(), max_tokens=1, arrival_time=1e9 - index
+        )
         world.core.add(request)
         world.core.abort(request)
         assert len(world.core._arrivals) <= 2 * len(stay) + 2
     world.drain()
-    assert [call[1] for call in world.heard.calls if call[0] == "arrival"] == ["stays3", "stays2", "stays1", "stays0"]
+    assert [call[1] for call in world.heard.calls if call[0] == "arrival"] == [
+        "stays3",
+        "stays2",
+        "stays1",
+        "stays0",
+    ]
 
 
 def test_the_dead_go_when_the_living_have_arrived() -> None:
@@ -124,7 +136,11 @@ def test_who_arrives_during_a_step_runs_in_the_next(share: float) -> None:
     in_flight = world.core._flights[-1].index
     world.add(Spec("new", PROMPT, max_tokens=1, delay=begun + share * step_s - world.clock.now()))
     world.drain()
-    first = next(batch for batch in world.executor.sent if any(new.request_id == "new" for new in batch.added))
+    first = next(
+        batch
+        for batch in world.executor.sent
+        if any(new.request_id == "new" for new in batch.added)
+    )
     assert first.step == in_flight + 1
 
 
@@ -166,7 +182,11 @@ def test_one_slow_step_does_not_keep_the_device_idle() -> None:
 
 def test_estimates_are_zero_before_the_first_step_and_good_soon() -> None:
     seen: list[float] = []
-    world = World(always(lambda step: (seen.append(step.estimate_s(decodes=1, context_tokens=20)), fcfs(step))))
+    world = World(
+        always(
+            lambda step: (seen.append(step.estimate_s(decodes=1, context_tokens=20)), fcfs(step))
+        )
+    )
     world.add(Spec("a", PROMPT, max_tokens=30))
     world.drain()
     assert seen[0] == 0.0
@@ -184,7 +204,10 @@ def test_deadlines_are_the_policy_s_business_and_absolute() -> None:
     world.add(Spec("late", PROMPT, deadline=0.02, max_tokens=50))
     world.add(Spec("fine", PROMPT, deadline=math.inf, max_tokens=5))
     world.drain()
-    assert (world.finished["late"].reason, world.finished["late"].stop_reason) == ("rejected", "late")
+    assert (world.finished["late"].reason, world.finished["late"].stop_reason) == (
+        "rejected",
+        "late",
+    )
     assert 0 < len(world.tokens["late"]) < 50
     assert world.finished["fine"].reason == "length"
 

@@ -14,7 +14,14 @@ from dovetail.engine.step_times import StepTimeFit
 from tests.support import FULL, examples
 
 Point = tuple[int, int, int]  # prefill tokens, decodes, context tokens
-PROBES: list[Point] = [(0, 0, 0), (0, 1, 100), (0, 256, 500_000), (2000, 0, 2000), (8192, 256, 10**6), (10**6, 10**5, 10**9)]
+PROBES: list[Point] = [
+    (0, 0, 0),
+    (0, 1, 100),
+    (0, 256, 500_000),
+    (2000, 0, 2000),
+    (8192, 256, 10**6),
+    (10**6, 10**5, 10**9),
+]
 
 
 def true_s(prefill: int, decodes: int, context: int) -> float:
@@ -46,7 +53,9 @@ def test_noise_and_slow_steps_hardly_matter() -> None:
     fit, at, dice = StepTimeFit(), points(1), random.Random(1)
     for index in range(400):
         point = next(at)
-        fit.update(30.0 if index in (0, 50, 51, 300) else true_s(*point) * dice.uniform(0.9, 1.1), *point)
+        fit.update(
+            30.0 if index in (0, 50, 51, 300) else true_s(*point) * dice.uniform(0.9, 1.1), *point
+        )
     for point in PROBES[1:5]:
         assert fit.estimate_s(*point) == pytest.approx(true_s(*point), rel=0.1)
 
@@ -95,7 +104,12 @@ ODD: dict[str, Callable[[random.Random], tuple[float, int, int, int]]] = {
     "all zeros": lambda dice: (0.0, 0, 0, 0),
     "constant": lambda dice: (0.01, 0, 256, 10**6),
     "collinear": lambda dice: (0.01, 0, (n := dice.randint(1, 256)), 1000 * n),
-    "outliers": lambda dice: (dice.choice([0.0, 1e-9, 0.01, 0.01, 0.01, 1e9]), dice.randint(0, 8192), dice.randint(0, 256), dice.randint(0, 10**7)),
+    "outliers": lambda dice: (
+        dice.choice([0.0, 1e-9, 0.01, 0.01, 0.01, 1e9]),
+        dice.randint(0, 8192),
+        dice.randint(0, 256),
+        dice.randint(0, 10**7),
+    ),
     "no durations": lambda dice: (dice.choice([math.nan, math.inf, -1.0, 0.01]), 0, 1, 10),
     "falling": lambda dice: (1.0 / (1 + (n := dice.randint(0, 8192))), n, 0, n),
     "huge": lambda dice: (1e12, 10**12, 10**12, 10**15),
@@ -114,8 +128,17 @@ def test_many_odd_steps_leave_it_finite_and_never_negative(name: str) -> None:
 
 
 @examples(quick=50, full=1_000)
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 10**9)), max_size=30))
-def test_any_steps_leave_it_finite_and_never_negative(steps: list[tuple[float, int, int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 10**9)
+        ),
+        max_size=30,
+    )
+)
+def test_any_steps_leave_it_finite_and_never_negative(
+    steps: list[tuple[float, int, int, int]],
+) -> None:
     fit = StepTimeFit()
     for step in steps:
         fit.update(*step)
@@ -127,5 +150,7 @@ def check_sane(fit: StepTimeFit) -> None:
         estimate = fit.estimate_s(*point)
         assert math.isfinite(estimate)
         assert estimate >= 0.0
-    assert fit.estimate_s(100, 10, 1000) <= fit.estimate_s(200, 20, 2000), "more work never takes less time"
+    assert fit.estimate_s(100, 10, 1000) <= fit.estimate_s(200, 20, 2000), (
+        "more work never takes less time"
+    )
     assert fit.error() >= 0.0

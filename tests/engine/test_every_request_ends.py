@@ -26,13 +26,23 @@ GROUPS = [(None,), (8,), (None, 3), (None, 8), (2, 9), (None, 1, 6)]
 @st.composite
 def tight(draw: st.DrawFn) -> Shape:
     """An engine whose pool has hardly more pages than a request of the full length needs."""
-    max_model_len, max_tokens = draw(st.integers(8, 60)), draw(st.sampled_from([1, 2, 3, 7, 7, 16, 64]))
+    max_model_len, max_tokens = (
+        draw(st.integers(8, 60)),
+        draw(st.sampled_from([1, 2, 3, 7, 7, 16, 64])),
+    )
     unit = draw(st.integers(1, 4))
-    groups = tuple((unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3]))) for window in draw(st.sampled_from(GROUPS)))
-    layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
+    groups = tuple(
+        (unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3])))
+        for window in draw(st.sampled_from(GROUPS))
+    )
+    layout = KVLayout(
+        tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none"
+    )
     state_pages = draw(st.sampled_from([0, 0, 1, 3]))
     return Shape(
-        num_blocks=layout.most_pages(max_model_len, max_tokens) + state_pages + draw(st.sampled_from([0, 0, 1, 2, 3])),
+        num_blocks=layout.most_pages(max_model_len, max_tokens)
+        + state_pages
+        + draw(st.sampled_from([0, 0, 1, 2, 3])),
         groups=groups,
         state_pages=state_pages,
         max_in_flight=draw(st.integers(1, 3)),
@@ -58,7 +68,11 @@ def crowd(shape: Shape, seed: int) -> list[Spec]:
     specs = []
     for index in range(chance.randint(2, 8)):
         length = chance.choice([chance.randint(1, most), max(1, most - chance.randint(0, 3))])
-        prompt = (0,) * length if chance.random() < 0.5 else tuple(chance.randrange(5) for _ in range(length))
+        prompt = (
+            (0,) * length
+            if chance.random() < 0.5
+            else tuple(chance.randrange(5) for _ in range(length))
+        )
         specs.append(
             Spec(
                 f"r{index}",
@@ -87,8 +101,15 @@ def play(world: World, specs: list[Spec], aborts: list[int]) -> None:
 
 
 @examples(quick=60, full=2_500)
-@given(named=st.sampled_from(BUILT_IN), shape=tight(), seed=st.integers(0, 2**32), aborts=st.lists(st.integers(0, 30), max_size=3))
-def test_every_request_ends_in_a_pool_that_barely_holds_one(named: Named, shape: Shape, seed: int, aborts: list[int]) -> None:
+@given(
+    named=st.sampled_from(BUILT_IN),
+    shape=tight(),
+    seed=st.integers(0, 2**32),
+    aborts=st.lists(st.integers(0, 30), max_size=3),
+)
+def test_every_request_ends_in_a_pool_that_barely_holds_one(
+    named: Named, shape: Shape, seed: int, aborts: list[int]
+) -> None:
     """And by the policy's own plans: a strict engine would raise where it makes none."""
     play(World(named.policy, shape, named.make_options()), crowd(shape, seed), aborts)
 
@@ -101,20 +122,44 @@ def losing_interest(policy: type[Scheduler], seed: int) -> type[Scheduler]:
         if chance.random() < 0.5:
             policy.schedule(self, step)
 
-    return type(f"Bored{policy.__name__}", (policy,), {"schedule": schedule, "claims": Claims(idles=True, starves=True, rejects=True, stalls=True)})
+    return type(
+        f"Bored{policy.__name__}",
+        (policy,),
+        {
+            "schedule": schedule,
+            "claims": Claims(idles=True, starves=True, rejects=True, stalls=True),
+        },
+    )
 
 
 @examples(quick=30, full=1_000)
-@given(named=st.sampled_from(BUILT_IN), shape=tight(), seed=st.integers(0, 2**32), aborts=st.lists(st.integers(0, 30), max_size=3))
-def test_every_request_ends_though_its_policy_loses_interest(named: Named, shape: Shape, seed: int, aborts: list[int]) -> None:
+@given(
+    named=st.sampled_from(BUILT_IN),
+    shape=tight(),
+    seed=st.integers(0, 2**32),
+    aborts=st.lists(st.integers(0, 30), max_size=3),
+)
+def test_every_request_ends_though_its_policy_loses_interest(
+    named: Named, shape: Shape, seed: int, aborts: list[int]
+) -> None:
     """Policies bear that steps are planned without them."""
-    world = World(losing_interest(named.policy, seed), replace(shape, strict=False), named.make_options())
+    world = World(
+        losing_interest(named.policy, seed), replace(shape, strict=False), named.make_options()
+    )
     play(world, crowd(shape, seed), aborts)
 
 
 def test_an_older_prefill_takes_the_memory_of_a_younger_decode() -> None:
     """The older request is admitted later, when its adapter gets the only slot. When both need pages, the decode can evict nobody."""
-    shape = Shape(num_blocks=6, max_tokens=8, max_model_len=24, reuse=False, adapters=1, overlap=False, strict=True)
+    shape = Shape(
+        num_blocks=6,
+        max_tokens=8,
+        max_model_len=24,
+        reuse=False,
+        adapters=1,
+        overlap=False,
+        strict=True,
+    )
     world = World(FCFS, shape)
     world.add(Spec("holds the slot", (1, 2, 3), max_tokens=2, adapter="x"))
     world.step()

@@ -23,9 +23,16 @@ VOCAB = 97
 IN_FLIGHT = pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 
 
-def add(world: World, name: str, constraint: Constraint, *, max_tokens: int = 6, delay: float = 0.0) -> LiveRequest:
+def add(
+    world: World, name: str, constraint: Constraint, *, max_tokens: int = 6, delay: float = 0.0
+) -> LiveRequest:
     request = LiveRequest(
-        name, PROMPT, SamplingParams(max_tokens=max_tokens), max_tokens=max_tokens, constraint=constraint, arrival_time=world.clock.now() + delay
+        name,
+        PROMPT,
+        SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        constraint=constraint,
+        arrival_time=world.clock.now() + delay,
     )
     world.requests[name], world.seeds[name], world.tokens[name] = request, 0, []
     world.core.add(request)
@@ -130,7 +137,9 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
     pending.future.set_exception(RequestError("json_schema: 'contains' can't be followed"))
     while world.core.has_unfinished():
         world.step()
-    assert world.finished["wrong"] == Finish("rejected", "json_schema: 'contains' can't be followed")
+    assert world.finished["wrong"] == Finish(
+        "rejected", "json_schema: 'contains' can't be followed"
+    )
     assert "wrong" not in world.heard.arrived
     assert "wrong" not in world.heard.finished
     assert world.tokens["other"] == world.expected("other")[0]
@@ -188,8 +197,17 @@ class Made(Rule):
 
 
 @IN_FLIGHT
-@pytest.mark.parametrize(("kind", "why"), [(Failing, "a lexer gave up"), (FailingToAccept, "a lexer gave up"), (DeadEnd, "allows no token")])
-def test_a_matcher_that_fails_ends_its_request_alone(kind: type[RuleMatcher], why: str, max_in_flight: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Failing, "a lexer gave up"),
+        (FailingToAccept, "a lexer gave up"),
+        (DeadEnd, "allows no token"),
+    ],
+)
+def test_a_matcher_that_fails_ends_its_request_alone(
+    kind: type[RuleMatcher], why: str, max_in_flight: int
+) -> None:
     world = World(shape=Shape(max_in_flight=max_in_flight))
     add(world, "bad", Constraint(compiled(Made(kind)), RuleBackend(VOCAB)))
     world.add(Spec("good", PROMPT, max_tokens=8, rule=5))
@@ -215,7 +233,10 @@ def test_a_token_against_the_rule_is_an_error_that_names_it() -> None:
 # A beginning behind other text
 
 
-@pytest.mark.parametrize("cuts", [[b"a</", b"thi", b"nk>"], [b"</think>"], [b"x<", b"</think", b">\n"], [b"</thi</think>"]])
+@pytest.mark.parametrize(
+    "cuts",
+    [[b"a</", b"thi", b"nk>"], [b"</think>"], [b"x<", b"</think", b">\n"], [b"</thi</think>"]],
+)
 def test_the_grammar_begins_behind_the_mark_however_it_is_cut(cuts: list[bytes]) -> None:
     backend = RuleBackend(VOCAB, [*cuts, *(b"t",) * (VOCAB - len(cuts))])
     constraint = Constraint(compiled(Rule(5, 0, VOCAB)), backend, b"</think>")
@@ -228,10 +249,17 @@ def test_the_grammar_begins_behind_the_mark_however_it_is_cut(cuts: list[bytes])
 @IN_FLIGHT
 @pytest.mark.parametrize("rule", [None, 5])
 @pytest.mark.parametrize("most", [1, 2, 5, 30])
-def test_what_comes_before_the_mark_ends_after_its_most_tokens(most: int, rule: int | None, max_in_flight: int) -> None:
+def test_what_comes_before_the_mark_ends_after_its_most_tokens(
+    most: int, rule: int | None, max_in_flight: int
+) -> None:
     world = World(shape=Shape(max_in_flight=max_in_flight))
     compiling = None if rule is None else compiled(Rule(rule, 0, VOCAB))
-    add(world, "bounded", Constraint(compiling, RuleBackend(VOCAB), b"7 8 ", most=most, closing=(7, 8)), max_tokens=12)
+    add(
+        world,
+        "bounded",
+        Constraint(compiling, RuleBackend(VOCAB), b"7 8 ", most=most, closing=(7, 8)),
+        max_tokens=12,
+    )
     world.add(Spec("free", PROMPT, max_tokens=9))
     while world.core.has_unfinished():
         world.step()
@@ -241,7 +269,9 @@ def test_what_comes_before_the_mark_ends_after_its_most_tokens(most: int, rule: 
     assert world.tokens["bounded"] == expected
     assert world.tokens["free"] == world.expected("free")[0]
     late = [batch.late for batch in world.executor.sent if batch.yields_token.any()]
-    assert rule is not None or late.count(True) <= 2 + max_in_flight, "steps without a mask overlap as usual"
+    assert rule is not None or late.count(True) <= 2 + max_in_flight, (
+        "steps without a mask overlap as usual"
+    )
 
 
 def test_a_mark_that_comes_by_itself_is_not_forced() -> None:

@@ -72,7 +72,10 @@ def test_a_preempted_request_is_refused_until_all_its_tokens_have_come() -> None
     def retry(step: Step) -> None:
         refused.append(step.grant(named(step)["a"]).refused)
 
-    world = World(scripted(fcfs, fcfs, lambda step: step.preempt(named(step)["a"]), retry, retry), Shape(max_in_flight=3))
+    world = World(
+        scripted(fcfs, fcfs, lambda step: step.preempt(named(step)["a"]), retry, retry),
+        Shape(max_in_flight=3),
+    )
     world.add(Spec("a", PROMPT, max_tokens=5))
     world.drain()
     assert refused == [Refusal.NOT_NOW, None]
@@ -126,7 +129,11 @@ def test_the_row_after_a_stop_shows_nowhere() -> None:
     assert rows_of(world, request) == 2, "one row is wasted, or this test shows nothing"
     while world.core.is_computing:  # nobody waits for its results, but a later request may
         world.step()
-    assert (world.core.stats.prefill_tokens, world.core.stats.decode_tokens, world.core.stats.generated_tokens) == (5, 0, 1)
+    assert (
+        world.core.stats.prefill_tokens,
+        world.core.stats.decode_tokens,
+        world.core.stats.generated_tokens,
+    ) == (5, 0, 1)
     assert world.heard.computed["a"] == 5
     wasted = world.observer.events[-1]
     assert isinstance(wasted, StepFinished)
@@ -139,7 +146,9 @@ def test_what_a_wasted_row_computes_is_never_found_in_the_cache() -> None:
     world.drain()
     follow_up = (*PROMPT, first_token(), first_token((*PROMPT, first_token())), 1)
     (request,) = world.add(Spec("b", follow_up))
-    assert world.kv.lookup(request) == len(PROMPT) + 1  # the stop token is known and computed; nothing after it
+    assert (
+        world.kv.lookup(request) == len(PROMPT) + 1
+    )  # the stop token is known and computed; nothing after it
 
 
 # (e) max_in_flight is the executor's to say
@@ -147,7 +156,9 @@ def test_what_a_wasted_row_computes_is_never_found_in_the_cache() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @IN_FLIGHT
-def test_as_many_steps_are_in_flight_as_the_executor_takes(max_in_flight: int, overlap: bool) -> None:
+def test_as_many_steps_are_in_flight_as_the_executor_takes(
+    max_in_flight: int, overlap: bool
+) -> None:
     depths = []
 
     class Counting(RecordingExecutor):
@@ -167,7 +178,10 @@ def test_as_many_steps_are_in_flight_as_the_executor_takes(max_in_flight: int, o
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5])
 def test_a_preempted_request_resumes_with_the_same_tokens(after: int) -> None:
-    world = World(scripted(*[fcfs] * after, lambda step: [step.preempt(r) for r in step.running]), Shape(reuse=False, max_tokens=3))
+    world = World(
+        scripted(*[fcfs] * after, lambda step: [step.preempt(r) for r in step.running]),
+        Shape(reuse=False, max_tokens=3),
+    )
     (request,) = world.add(Spec("a", PROMPT, max_tokens=6))
     world.drain()
     assert request.preemptions == 1
@@ -186,19 +200,35 @@ class WithPromptLogprobs(RecordingExecutor):
         fresh = {new.row: (new.token_ids.tolist(), new.computed) for new in batch.added}
         self.following = getattr(self, "following", {})
         self.following[batch.step] = {}
-        for index, (row, count) in enumerate(zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)):
-            tokens, computed = fresh[row] if row in fresh else (self._rows[row].tokens, self._rows[row].computed)
+        for index, (row, count) in enumerate(
+            zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
+        ):
+            tokens, computed = (
+                fresh[row] if row in fresh else (self._rows[row].tokens, self._rows[row].computed)
+            )
             after = np.array(tokens[computed + 1 : computed + count + 1], np.int64)
-            self.following[batch.step][index] = HostLogprobs(after[:, None], np.zeros((len(after), 1), np.float32), np.ones(len(after), np.int64))
+            self.following[batch.step][index] = HostLogprobs(
+                after[:, None], np.zeros((len(after), 1), np.float32), np.ones(len(after), np.int64)
+            )
 
     def collect(self, handle: int) -> Result:
         result = super().collect(handle)
-        return Result(result.step, result.token_ids, result.started, result.ended, prompt_logprobs=self.following[handle])
+        return Result(
+            result.step,
+            result.token_ids,
+            result.started,
+            result.ended,
+            prompt_logprobs=self.following[handle],
+        )
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 6])
 def test_prompt_logprobs_are_given_once_whatever_is_prefilled_again(after: int) -> None:
-    world = World(scripted(*[fcfs] * after, lambda step: [step.preempt(r) for r in step.running]), Shape(max_tokens=4), executor=WithPromptLogprobs)
+    world = World(
+        scripted(*[fcfs] * after, lambda step: [step.preempt(r) for r in step.running]),
+        Shape(max_tokens=4),
+        executor=WithPromptLogprobs,
+    )
     prompt = tuple(range(20, 33))
     world.add(Spec("a", prompt, prompt_logprobs=0))
     given: list[int] = []
@@ -220,9 +250,18 @@ def order_of(world: World) -> list[object]:
 def test_the_order_is_the_same_however_fast_the_device(max_in_flight: int) -> None:
     orders = []
     for seconds in (1e-6, 0.01, 10.0):
-        world = World(shape=Shape(max_in_flight=max_in_flight, num_blocks=32, seconds_per_step=seconds))
+        world = World(
+            shape=Shape(max_in_flight=max_in_flight, num_blocks=32, seconds_per_step=seconds)
+        )
         for index in range(6):
-            world.add(Spec(f"r{index}", PROMPT * (index + 1), max_tokens=3 + index, stop_ids=frozenset(range(0, 97, 7))))
+            world.add(
+                Spec(
+                    f"r{index}",
+                    PROMPT * (index + 1),
+                    max_tokens=3 + index,
+                    stop_ids=frozenset(range(0, 97, 7)),
+                )
+            )
         world.drain()
         orders.append(order_of(world))
     assert orders[0] == orders[1] == orders[2]

@@ -27,25 +27,48 @@ ALONE_S = STEP_S + DECODES * TOKEN_S
 
 
 def shape(pace: float | None) -> Shape:
-    sizes: dict[str, int] = {"num_blocks": 2_000, "block_size": 16, "max_tokens": 4096, "max_seqs": 16, "max_model_len": 6000}
+    sizes: dict[str, int] = {
+        "num_blocks": 2_000,
+        "block_size": 16,
+        "max_tokens": 4096,
+        "max_seqs": 16,
+        "max_model_len": 6000,
+    }
     return Shape(**sizes, pace=pace, seconds_per_step=STEP_S, events=True)
 
 
 @cache
 def steps_beside_decodes(
-    pace: float | None, policy: type[Scheduler] = FCFS, output_kind: OutputKind = OutputKind.DELTA, options: type[BaseModel] = NoOptions
+    pace: float | None,
+    policy: type[Scheduler] = FCFS,
+    output_kind: OutputKind = OutputKind.DELTA,
+    options: type[BaseModel] = NoOptions,
 ) -> tuple[float, float]:
     """(the longest device time of a step while four answers go on and prompts of 4,000 tokens come, when the last prompt was through)."""
     world = World(policy, shape(pace), options())
     specs = [Spec(f"d{i}", (i,) * 20, max_tokens=120) for i in range(DECODES)]
-    specs += [Spec(f"p{i}", tuple((j * (i + 3)) % 90 for j in range(4000)), max_tokens=1, delay=15.0 + 12 * i) for i in range(3)]
+    specs += [
+        Spec(
+            f"p{i}",
+            tuple((j * (i + 3)) % 90 for j in range(4000)),
+            max_tokens=1,
+            delay=15.0 + 12 * i,
+        )
+        for i in range(3)
+    ]
     for spec in specs:
         for request in world.add(spec):
             request.params = SamplingParams(max_tokens=spec.max_tokens, output_kind=output_kind)
     world.drain()
-    steps = [event for event in world.observer.events if isinstance(event, StepFinished) and event.decode_tokens]
+    steps = [
+        event
+        for event in world.observer.events
+        if isinstance(event, StepFinished) and event.decode_tokens
+    ]
     assert any(event.prefill_tokens for event in steps) or world.policy.claims.stalls
-    return max(event.ended - event.started for event in steps), max(world.requests[f"p{i}"].first_token_time or 0.0 for i in range(3))
+    return max(event.ended - event.started for event in steps), max(
+        world.requests[f"p{i}"].first_token_time or 0.0 for i in range(3)
+    )
 
 
 @pytest.mark.parametrize("pace", [1.5, 2.0, 4.0])
@@ -54,7 +77,9 @@ def test_no_step_with_a_streamed_answer_is_longer_than_the_pace_lets_it(pace: fl
     assert longest <= 1.05 * max(pace * ALONE_S, ALONE_S + LEAST_PROMPT_TOKENS * TOKEN_S)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy.cls.claims.is_paced], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [policy for policy in POLICIES if policy.cls.claims.is_paced], ids=repr
+)
 def test_the_pace_is_no_difference_between_policies(policy: Policy) -> None:
     longest, _ = steps_beside_decodes(2.0, policy.cls, options=policy.options)
     assert longest <= 1.05 * 2.0 * ALONE_S
@@ -71,10 +96,17 @@ def claiming(claims: Claims) -> type[FCFS]:
 
 @pytest.mark.parametrize(
     ("claims", "paced"),
-    [(Claims(), True), (Claims(stalls=True), False), (Claims(stalls=True, paced=True), True), (Claims(paced=False), False)],
+    [
+        (Claims(), True),
+        (Claims(stalls=True), False),
+        (Claims(stalls=True, paced=True), True),
+        (Claims(paced=False), False),
+    ],
 )
 def test_a_policy_that_claims_not_to_be_paced_is_left_alone(claims: Claims, paced: bool) -> None:
-    assert steps_beside_decodes(2.0, claiming(claims)) == steps_beside_decodes(2.0 if paced else None)
+    assert steps_beside_decodes(2.0, claiming(claims)) == steps_beside_decodes(
+        2.0 if paced else None
+    )
 
 
 def test_prompts_are_through_about_as_soon() -> None:
@@ -83,7 +115,9 @@ def test_prompts_are_through_about_as_soon() -> None:
 
 
 def test_who_wants_the_final_output_alone_does_not_hold_prompts_up() -> None:
-    assert steps_beside_decodes(2.0, output_kind=OutputKind.FINAL) == steps_beside_decodes(None, output_kind=OutputKind.FINAL)
+    assert steps_beside_decodes(2.0, output_kind=OutputKind.FINAL) == steps_beside_decodes(
+        None, output_kind=OutputKind.FINAL
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +130,9 @@ def test_who_wants_the_final_output_alone_does_not_hold_prompts_up() -> None:
         pytest.param(0.01, 1e-9, 4096, id="a token takes no time to speak of"),
     ],
 )
-def test_how_many_prompt_tokens_a_step_takes_beside_streams(base_s: float, token_s: float, tokens: int) -> None:
+def test_how_many_prompt_tokens_a_step_takes_beside_streams(
+    base_s: float, token_s: float, tokens: int
+) -> None:
     class Fit:
         def estimate_s(self, prefill_tokens: int, decodes: int, context_tokens: int) -> float:
             return base_s + token_s * prefill_tokens
@@ -120,26 +156,56 @@ class TwoPrompts(Scheduler):
             step.grant(prompts[0])
 
 
-def granted(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Request, Request], list[Grant]], *, indivisible: bool = False) -> list[Grant]:
+def granted(
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[Step, Request, Request], list[Grant]],
+    *,
+    indivisible: bool = False,
+) -> list[Grant]:
     """Return the tokens granted by `act` for two prompts of 1,000 tokens that arrive during a stream; the pace allows 100 tokens per step."""
     monkeypatch.setattr(TwoPrompts, "act", staticmethod(act), raising=False)
     monkeypatch.setattr(TwoPrompts, "grants", [], raising=False)
     monkeypatch.setattr(step_times, "LEAST_PROMPT_TOKENS", 100)
-    world = World(TwoPrompts, Shape(num_blocks=2_000, block_size=16, max_tokens=4096, max_seqs=4, max_model_len=2000, pace=1.1))
+    world = World(
+        TwoPrompts,
+        Shape(
+            num_blocks=2_000,
+            block_size=16,
+            max_tokens=4096,
+            max_seqs=4,
+            max_model_len=2000,
+            pace=1.1,
+        ),
+    )
     world.add(Spec("stream", (1, 2, 3), max_tokens=60))
     for name in "ab":
-        world.add(Spec(name, (ord(name) % 90, 5) * 500, max_tokens=1, delay=0.1, indivisible=indivisible))
+        world.add(
+            Spec(name, (ord(name) % 90, 5) * 500, max_tokens=1, delay=0.1, indivisible=indivisible)
+        )
     world.drain()
     return TwoPrompts.grants
 
 
-def test_prompts_share_what_the_pace_allows_and_the_rest_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert granted(monkeypatch, lambda step, a, b: [step.grant(a, 30), step.grant(b)]) == [Grant(30), Grant(70)]
-    assert granted(monkeypatch, lambda step, a, b: [step.grant(a), step.grant(b)]) == [Grant(100), Grant(0, Refusal.PACE)]
+def test_prompts_share_what_the_pace_allows_and_the_rest_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert granted(monkeypatch, lambda step, a, b: [step.grant(a, 30), step.grant(b)]) == [
+        Grant(30),
+        Grant(70),
+    ]
+    assert granted(monkeypatch, lambda step, a, b: [step.grant(a), step.grant(b)]) == [
+        Grant(100),
+        Grant(0, Refusal.PACE),
+    ]
 
 
-def test_a_whole_prompt_beyond_the_pace_is_taken_if_it_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = granted(monkeypatch, lambda step, a, b: [step.grant(a, min_tokens=1000), step.grant(b, min_tokens=1000)])
+def test_a_whole_prompt_beyond_the_pace_is_taken_if_it_is_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = granted(
+        monkeypatch,
+        lambda step, a, b: [step.grant(a, min_tokens=1000), step.grant(b, min_tokens=1000)],
+    )
     assert whole == [Grant(1000), Grant(0, Refusal.PACE)]
 
 
@@ -152,6 +218,10 @@ def test_a_prompt_that_is_taken_back_gives_its_share_back(monkeypatch: pytest.Mo
     assert granted(monkeypatch, act) == [Grant(100), Grant(100)]
 
 
-def test_what_cannot_be_divided_is_taken_whole_beyond_the_pace_if_it_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = granted(monkeypatch, lambda step, a, b: [step.grant(a, 30), step.grant(b)], indivisible=True)
+def test_what_cannot_be_divided_is_taken_whole_beyond_the_pace_if_it_is_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = granted(
+        monkeypatch, lambda step, a, b: [step.grant(a, 30), step.grant(b)], indivisible=True
+    )
     assert whole == [Grant(1000), Grant(0, Refusal.PACE)]

@@ -21,7 +21,9 @@ def request(order: int, arrival_time: float = 0.0) -> LiveRequest:
 
 @examples(quick=50, full=1_000)
 @given(st.lists(st.floats(0, 2, allow_nan=False), max_size=20), st.data())
-def test_a_queue_is_a_list_sorted_by_arrival_and_order(times: list[float], data: st.DataObject) -> None:
+def test_a_queue_is_a_list_sorted_by_arrival_and_order(
+    times: list[float], data: st.DataObject
+) -> None:
     requests = [request(order, time) for order, time in enumerate(times)]
     queue, model = RequestQueue(), []
     for one in data.draw(st.permutations(requests)):
@@ -33,7 +35,11 @@ def test_a_queue_is_a_list_sorted_by_arrival_and_order(times: list[float], data:
             queue.remove(gone)
             model.remove(gone)
             assert gone in before, "a tuple given out before isn't changed"
-        assert list(queue) == list(queue.as_tuple()) == sorted(model, key=lambda r: (r.arrival_time, r.order))
+        assert (
+            list(queue)
+            == list(queue.as_tuple())
+            == sorted(model, key=lambda r: (r.arrival_time, r.order))
+        )
         assert len(queue) == len(model)
         assert queue.as_tuple() is queue.as_tuple(), "made anew only after a change"
 
@@ -48,7 +54,9 @@ def test_removing_who_is_not_in_the_queue_is_an_error() -> None:
 
 @examples(quick=50, full=1_000)
 @given(st.integers(1, 4), st.data())
-def test_rows_are_given_to_one_request_each_and_taken_from_who_does_not_run(num_rows: int, data: st.DataObject) -> None:
+def test_rows_are_given_to_one_request_each_and_taken_from_who_does_not_run(
+    num_rows: int, data: st.DataObject
+) -> None:
     table = RowAllocator(num_rows)
     executor: set[int] = set()  # the rows that it has in use
     requests = [request(order) for order in range(7)]
@@ -64,7 +72,9 @@ def test_rows_are_given_to_one_request_each_and_taken_from_who_does_not_run(num_
         removed = table.take_removed()
         assert {*removed} <= executor, "only rows in use are given up"
         executor -= {*removed}
-        assert not executor & {one.row for one in newcomers}, "a row is given up before it is taken again"
+        assert not executor & {one.row for one in newcomers}, (
+            "a row is given up before it is taken again"
+        )
         executor |= {one.row for one in newcomers}
         assert all(one.row >= 0 for one in running)
         held = [one.row for one in requests if one.row >= 0]
@@ -78,7 +88,9 @@ def test_rows_are_given_to_one_request_each_and_taken_from_who_does_not_run(num_
 def test_who_ran_longest_ago_and_has_nothing_in_flight_loses_its_row() -> None:
     table = RowAllocator(3)
     old, older_in_flight, recent, new = (request(order) for order in range(4))
-    for one, (touched, in_flight) in zip((old, older_in_flight, recent), [(1, 0), (0, 1), (2, 0)], strict=True):
+    for one, (touched, in_flight) in zip(
+        (old, older_in_flight, recent), [(1, 0), (0, 1), (2, 0)], strict=True
+    ):
         table.assign(one)
         one.decided_in, one.in_flight = touched, in_flight
     new.granted = 1
@@ -96,11 +108,17 @@ def test_who_ran_longest_ago_and_has_nothing_in_flight_loses_its_row() -> None:
         ([(1,) * 9], 0),
     ],
 )
-def test_a_batch_says_with_how_many_blocks_all_its_requests_begin(prompts: list[tuple[int, ...]], blocks: int) -> None:
+def test_a_batch_says_with_how_many_blocks_all_its_requests_begin(
+    prompts: list[tuple[int, ...]], blocks: int
+) -> None:
     world = World()
     for number, prompt in enumerate(prompts):
         world.add(Spec(str(number), prompt, max_tokens=3))
     world.drain()
-    full = [batch.shared_prefix_blocks for batch in world.executor.sent if len(batch.rows) == len(prompts)]
+    full = [
+        batch.shared_prefix_blocks
+        for batch in world.executor.sent
+        if len(batch.rows) == len(prompts)
+    ]
     assert full
     assert set(full) == {blocks}

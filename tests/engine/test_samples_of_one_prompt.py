@@ -22,7 +22,9 @@ def prompt_tokens_computed(world: World) -> int:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("max_tokens", [1, 2, 6])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 10, 11, 16])
-def test_a_prompt_is_computed_once_whatever_the_block_size(block_size: int, max_tokens: int, overlap: bool, reuse: bool) -> None:
+def test_a_prompt_is_computed_once_whatever_the_block_size(
+    block_size: int, max_tokens: int, overlap: bool, reuse: bool
+) -> None:
     world = World(shape=Shape(block_size=block_size, overlap=overlap, reuse=reuse, max_in_flight=3))
     world.add(Spec("s", PROMPT, n=4, max_tokens=max_tokens))
     world.drain(check=True)
@@ -39,7 +41,9 @@ def test_a_prompt_in_chunks_is_computed_once() -> None:
 
 def test_samples_are_shown_once_a_sibling_has_planned_their_prompt() -> None:
     shown: list[list[str]] = []
-    world = World(always(lambda step: (shown.append(sorted(named(step))), fcfs(step))), Shape(max_tokens=6))
+    world = World(
+        always(lambda step: (shown.append(sorted(named(step))), fcfs(step))), Shape(max_tokens=6)
+    )
     world.add(Spec("s", PROMPT, n=3, max_tokens=4))
     world.drain()
     assert shown[:3] == [["s#0"], ["s#0"], ["s#0", "s#1", "s#2"]]
@@ -47,7 +51,10 @@ def test_samples_are_shown_once_a_sibling_has_planned_their_prompt() -> None:
 
 def test_those_held_back_can_be_seen_until_they_are_shown() -> None:
     seen: list[list[str]] = []
-    world = World(always(lambda step: (seen.append([request.id for request in step.held_back]), fcfs(step))), Shape(max_tokens=6))
+    world = World(
+        always(lambda step: (seen.append([request.id for request in step.held_back]), fcfs(step))),
+        Shape(max_tokens=6),
+    )
     world.add(Spec("s", PROMPT, n=3, max_tokens=4))
     world.drain()
     assert seen[:3] == [["s#1", "s#2"], ["s#1", "s#2"], []]
@@ -73,7 +80,11 @@ def test_who_is_held_back_is_refused_not_now_and_may_be_rejected() -> None:
     world = World(Knows)
     world.add(Spec("s", PROMPT, n=3, max_tokens=4))
     world.drain(check=True)
-    assert [world.finished[f"s#{index}"].reason for index in range(3)] == ["length", "length", "rejected"]
+    assert [world.finished[f"s#{index}"].reason for index in range(3)] == [
+        "length",
+        "length",
+        "rejected",
+    ]
 
 
 def test_each_sample_is_a_request_of_its_own() -> None:
@@ -125,9 +136,17 @@ def lose_it_later(how: str) -> Callable[[Step], object]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "how",
-    ["rejected in its first step", "preempted in its first step", "rejected amid its prompt", "preempted amid its prompt", "aborted amid its prompt"],
+    [
+        "rejected in its first step",
+        "preempted in its first step",
+        "rejected amid its prompt",
+        "preempted amid its prompt",
+        "aborted amid its prompt",
+    ],
 )
-def test_the_others_go_on_when_the_first_is_lost_before_the_prompt_is_computed(how: str, overlap: bool) -> None:
+def test_the_others_go_on_when_the_first_is_lost_before_the_prompt_is_computed(
+    how: str, overlap: bool
+) -> None:
     world = World(scripted(lose_the_leader(how), lose_it_later(how)), Shape(overlap=overlap))
     world.add(Spec("s", PROMPT, n=3, max_tokens=3))
     world.step()
@@ -190,16 +209,27 @@ def test_no_sample_forks_a_sibling_that_was_admitted_in_the_same_step() -> None:
     def only(*ids: str) -> Callable[[Step], object]:
         return lambda step: [step.grant(named(step)[id]) for id in ids]
 
-    world = World(scripted(only("s#0"), only("s#3"), lambda step: step.preempt(named(step)["s#0"]), only("s#1", "s#2")))
+    world = World(
+        scripted(
+            only("s#0"),
+            only("s#3"),
+            lambda step: step.preempt(named(step)["s#0"]),
+            only("s#1", "s#2"),
+        )
+    )
     world.add(Spec("s", PROMPT, n=4, max_tokens=8))
     world.drain(check=True)
     (forks,) = [batch.copies for batch in world.executor.sent if len(batch.copies) == 2]
     assert forks[0].src == forks[1].src
 
 
-@pytest.mark.parametrize("window", [2, 3, 6])  # with a window of 1 nobody needs what others computed
+@pytest.mark.parametrize(
+    "window", [2, 3, 6]
+)  # with a window of 1 nobody needs what others computed
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_blocks_behind_a_window_are_kept_while_a_sample_may_fork_them(block_size: int, window: int) -> None:
+def test_blocks_behind_a_window_are_kept_while_a_sample_may_fork_them(
+    block_size: int, window: int
+) -> None:
     def late(step: Step) -> None:
         for request in step.running + step.waiting:
             if request.id in ("s#0", "s#1") or step.index > 8:
@@ -222,7 +252,9 @@ def test_a_sample_never_forks_a_sibling_whose_blocks_have_gone_behind_a_window(w
         step.grant_each(request for request in step.running if request.id == "s#0")
         step.wake_at(step.now + 1)
 
-    world = World(scripted(plan, plan, *[hold_back] * 15), Shape(block_size=2, window=window, reuse=False))
+    world = World(
+        scripted(plan, plan, *[hold_back] * 15), Shape(block_size=2, window=window, reuse=False)
+    )
     world.add(Spec("s", PROMPT, n=2, max_tokens=20))
     world.drain(check=True)
 
@@ -241,7 +273,9 @@ def test_a_prompt_of_one_token_has_nothing_to_share() -> None:
     assert prompt_tokens_computed(world) == 3
 
 
-def test_aborting_many_samples_compares_none_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborting_many_samples_compares_none_with_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """1,024 of them took 7.6 s, for which everybody waited: each was looked for among those held back, again for each that was left."""
     world, compared = World(), 0
 
@@ -259,12 +293,19 @@ def test_aborting_many_samples_compares_none_with_all_others(monkeypatch: pytest
     assert compared <= len(samples)
 
 
-def test_a_sample_that_resumes_after_its_prompt_is_not_forked_for_blocks_that_its_hit_left_out() -> None:
+def test_a_sample_that_resumes_after_its_prompt_is_not_forked_for_blocks_that_its_hit_left_out() -> (
+    None
+):
     """Its prefix hit covers its answer, too, and holds only what later tokens see."""
 
     def policy(step: Step) -> None:
         first = named(step).get("s#0")
-        if first in step.running and first is not None and first.num_tokens == 20 and not first.preemptions:
+        if (
+            first in step.running
+            and first is not None
+            and first.num_tokens == 20
+            and not first.preemptions
+        ):
             step.preempt(first)
         elif first is not None and (first.num_tokens < 20 or first in step.waiting):
             step.grant(first)
@@ -285,13 +326,17 @@ def test_blocks_kept_for_samples_are_given_up_before_a_request_ends_for_lack_of_
         else:
             step.grant(first)  # the other sample has to wait until it has ended
 
-    world = World(always(policy), Shape(num_blocks=8, block_size=2, window=4, max_tokens=4, max_model_len=40))
+    world = World(
+        always(policy), Shape(num_blocks=8, block_size=2, window=4, max_tokens=4, max_model_len=40)
+    )
     world.add(Spec("s", PROMPT, n=2, max_tokens=29))
     world.drain(check=True)
     assert [len(world.tokens[f"s#{index}"]) for index in range(2)] == [29, 29]
 
 
-def test_a_shared_prefix_is_forgotten_when_one_of_its_requests_runs_alone_with_other_blocks() -> None:
+def test_a_shared_prefix_is_forgotten_when_one_of_its_requests_runs_alone_with_other_blocks() -> (
+    None
+):
     """Both have run together, and do so again, but by then one of them has another table."""
 
     def preempt_second(step: Step) -> None:

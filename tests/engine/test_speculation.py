@@ -32,13 +32,18 @@ from tests.engine.rules import Rule, RuleBackend, RuleMatcher, compiled
 from tests.engine.world import RecordingExecutor, Shape, Spec, World
 
 PROMPT = (1, 2, 3, 4, 5)
-FREE = Shape(seconds_per_token=0.0)  # lines cost nothing, so that drafts are checked as long as there is hope
+FREE = Shape(
+    seconds_per_token=0.0
+)  # lines cost nothing, so that drafts are checked as long as there is hope
 VOCAB = FREE.vocab_size
 
 
 def drafts_of(world: World) -> list[int]:
     """Return the number of drafts of each batch."""
-    return [0 if batch.drafts is None else int(batch.drafts.counts.sum()) for batch in world.executor.sent]
+    return [
+        0 if batch.drafts is None else int(batch.drafts.counts.sum())
+        for batch in world.executor.sent
+    ]
 
 
 def requests() -> list[Spec]:
@@ -47,7 +52,13 @@ def requests() -> list[Spec]:
         Spec("long", PROMPT, max_tokens=40),
         Spec("three", (7, 8, 9), max_tokens=17, n=3),
         Spec("stops", (3, 1), max_tokens=40, stop_ids=frozenset(range(0, VOCAB, 9))),
-        Spec("at least", (3, 1, 2), max_tokens=40, stop_ids=frozenset(range(0, VOCAB, 5)), min_tokens=11),
+        Spec(
+            "at least",
+            (3, 1, 2),
+            max_tokens=40,
+            stop_ids=frozenset(range(0, VOCAB, 5)),
+            min_tokens=11,
+        ),
         Spec("ruled", (6, 6), max_tokens=23, rule=5),
         Spec("ends by rule", (6, 5), max_tokens=23, rule=4, rule_length=9),
         Spec("one", (5, 5, 5), max_tokens=1),
@@ -69,9 +80,13 @@ def test_tokens_are_those_without_drafts(drafter: str, overlap: bool) -> None:
 @pytest.mark.parametrize("state_pages", [0, 1])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_preempted_requests_go_on_with_the_same_tokens(drafter: str, state_pages: int) -> None:
-    world = World(shape=replace(FREE, drafter=drafter, num_blocks=14, max_seqs=6, state_pages=state_pages))
+    world = World(
+        shape=replace(FREE, drafter=drafter, num_blocks=14, max_seqs=6, state_pages=state_pages)
+    )
     for index in range(6):
-        world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=25, rule=4 if index == 3 else None))
+        world.add(
+            Spec(f"r{index}", (index, *PROMPT), max_tokens=25, rule=4 if index == 3 else None)
+        )
     world.drain(check=True)
     assert sum(request.preemptions for request in world.requests.values()) > 0
     assert sum(drafts_of(world)) > 0
@@ -79,7 +94,9 @@ def test_preempted_requests_go_on_with_the_same_tokens(drafter: str, state_pages
 
 @pytest.mark.parametrize("state_pages", [0, 2])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft(drafter: str, state_pages: int) -> None:
+def test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft(
+    drafter: str, state_pages: int
+) -> None:
     """Of recurrent states, checkpoints are those of prompts: a turn finds what the one before it has read."""
     world = World(shape=replace(FREE, drafter=drafter, num_blocks=256, state_pages=state_pages))
     read = said = PROMPT
@@ -88,7 +105,9 @@ def test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft(draft
         world.drain(check=True)
         request = world.requests[f"turn {turn}"]
         found = len(read) - 1 if state_pages else len(said) - 2
-        assert turn == 0 or request.cached_tokens >= found // 4 * 4, "the answer before was found, as far as it was computed"
+        assert turn == 0 or request.cached_tokens >= found // 4 * 4, (
+            "the answer before was found, as far as it was computed"
+        )
         read, said = said, (*said, *world.tokens[request.id], turn)
 
 
@@ -129,7 +148,9 @@ def test_drafts_keep_to_the_budget_and_to_the_executors_lines() -> None:
         for index in range(3):
             world.add(Spec(f"r{index}", (index,), max_tokens=30))
         world.drain()
-        sizes = [int(batch.num_tokens.sum()) for batch in world.executor.sent if batch.drafts is not None]
+        sizes = [
+            int(batch.num_tokens.sum()) for batch in world.executor.sent if batch.drafts is not None
+        ]
         assert max(sizes) == most
 
 
@@ -139,11 +160,20 @@ def test_a_request_checks_at_most_its_own_number_of_drafts() -> None:
     world.add(Spec("two", PROMPT, max_tokens=30, max_drafts=2))
     world.add(Spec("many", PROMPT, max_tokens=30, max_drafts=99))
     world.drain()
-    most = np.max([batch.drafts.counts for batch in world.executor.sent if batch.drafts is not None and len(batch.rows) == 3], axis=0)
+    most = np.max(
+        [
+            batch.drafts.counts
+            for batch in world.executor.sent
+            if batch.drafts is not None and len(batch.rows) == 3
+        ],
+        axis=0,
+    )
     assert most.tolist() == [0, 2, FREE.max_drafts]
 
 
-def test_steps_overlap_while_no_request_may_have_drafts_and_drafts_begin_at_once_with_one_that_may() -> None:
+def test_steps_overlap_while_no_request_may_have_drafts_and_drafts_begin_at_once_with_one_that_may() -> (
+    None
+):
     world = World(shape=replace(FREE, drafter="oracle"))
     world.add(Spec("none", PROMPT, max_tokens=30, max_drafts=0))
     for _ in range(10):
@@ -153,7 +183,10 @@ def test_steps_overlap_while_no_request_may_have_drafts_and_drafts_begin_at_once
     for index in range(3):  # the last token of each has no drafts
         world.add(Spec(f"r{index}", PROMPT, max_tokens=31))
         world.drain()
-    assert [sum(batch.drafts is not None for batch in world.executor.sent[-7 * turn :][:7]) for turn in (1, 2)] == [6, 6]
+    assert [
+        sum(batch.drafts is not None for batch in world.executor.sent[-7 * turn :][:7])
+        for turn in (1, 2)
+    ] == [6, 6]
 
 
 def test_drafts_preempt_nobody() -> None:
@@ -173,7 +206,11 @@ class AbortsInFlight(RecordingExecutor):
     world: World
 
     def collect(self, handle: int) -> Result:
-        if "gone" not in self.world.aborted and self.sent[-1].drafts is not None and len(self.world.tokens["gone"]) > 5:
+        if (
+            "gone" not in self.world.aborted
+            and self.sent[-1].drafts is not None
+            and len(self.world.tokens["gone"]) > 5
+        ):
             self.world.abort("gone")
         return super().collect(handle)
 
@@ -214,13 +251,25 @@ class LosesItsFirstRow(RecordingExecutor):
 
     def collect(self, handle: int) -> Result:
         result, batch = super().collect(handle), self.sent[-1]
-        token_ids, counts, failed = result.token_ids[result.token_ids >= 0], result.counts, result.failed
+        token_ids, counts, failed = (
+            result.token_ids[result.token_ids >= 0],
+            result.counts,
+            result.failed,
+        )
         if counts is not None and len(batch.rows) == 2:
             token_ids = token_ids[counts[0] :]
             counts, failed = np.array([0, counts[1]], np.int32), {0: "lost"}
         floats = np.zeros((len(token_ids), 1), np.float32)
-        logprobs = HostLogprobs(token_ids[:, None].astype(np.int32), floats, np.ones(len(token_ids), np.int32))
-        return replace(result, token_ids=result.token_ids if counts is None else token_ids, counts=counts, failed=failed, logprobs=logprobs)
+        logprobs = HostLogprobs(
+            token_ids[:, None].astype(np.int32), floats, np.ones(len(token_ids), np.int32)
+        )
+        return replace(
+            result,
+            token_ids=result.token_ids if counts is None else token_ids,
+            counts=counts,
+            failed=failed,
+            logprobs=logprobs,
+        )
 
 
 def test_logprobs_belong_to_their_tokens_after_a_row_that_yields_none() -> None:
@@ -229,7 +278,11 @@ def test_logprobs_belong_to_their_tokens_after_a_row_that_yields_none() -> None:
         world.add(Spec(name, PROMPT, max_tokens=30, logprobs=0))
     ids = []
     while world.core.has_unfinished():
-        ids += [int(logprobs.token_ids[index, 0]) for request, logprobs, index in world.step().logprobs if request.id == "good"]
+        ids += [
+            int(logprobs.token_ids[index, 0])
+            for request, logprobs, index in world.step().logprobs
+            if request.id == "good"
+        ]
     assert world.finished["bad"] == Finish("error", "lost")
     assert ids == world.tokens["good"] == world.expected("good")[0]
 
@@ -242,7 +295,9 @@ def test_results_that_cannot_be_are_refused(counts: list[int] | None) -> None:
             if self.sent[-1].drafts is None:
                 return result
             given = None if counts is None else np.array(counts, np.int32)
-            return replace(result, counts=given, token_ids=np.zeros(sum(counts or [1, 1]), np.int64))
+            return replace(
+                result, counts=given, token_ids=np.zeros(sum(counts or [1, 1]), np.int64)
+            )
 
     world = World(shape=replace(FREE, drafter="oracle"), executor=Wrong)
     for name in ("a", "b"):
@@ -256,10 +311,21 @@ def test_results_that_cannot_be_are_refused(counts: list[int] | None) -> None:
 # Whether drafts pay
 
 
-def seconds(drafter: str | Callable[[DrafterContext], Drafter] | None, *, rows: int = 1, token_s: float = 0.001, max_tokens: int = 100) -> float:
+def seconds(
+    drafter: str | Callable[[DrafterContext], Drafter] | None,
+    *,
+    rows: int = 1,
+    token_s: float = 0.001,
+    max_tokens: int = 100,
+) -> float:
     """Return how long the engine takes for `rows` requests."""
     made = None if drafter is None or isinstance(drafter, str) else drafter
-    shape = Shape(num_blocks=512, max_seqs=16, seconds_per_token=token_s, drafter=drafter if isinstance(drafter, str) else None)
+    shape = Shape(
+        num_blocks=512,
+        max_seqs=16,
+        seconds_per_token=token_s,
+        drafter=drafter if isinstance(drafter, str) else None,
+    )
     world = World(shape=shape, drafter=made)
     for index in range(rows):
         world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=max_tokens))
@@ -271,7 +337,9 @@ def seconds(drafter: str | Callable[[DrafterContext], Drafter] | None, *, rows: 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("token_s", [0.0005, 0.005])
 def test_a_bad_drafter_costs_little(drafter: str, rows: int, token_s: float) -> None:
-    assert seconds(drafter, rows=rows, token_s=token_s) <= 1.03 * seconds(None, rows=rows, token_s=token_s)
+    assert seconds(drafter, rows=rows, token_s=token_s) <= 1.03 * seconds(
+        None, rows=rows, token_s=token_s
+    )
 
 
 class Unmeasured(RecordingExecutor):
@@ -280,8 +348,12 @@ class Unmeasured(RecordingExecutor):
 
 
 @pytest.mark.parametrize(("drafter", "least", "most"), [("oracle", 60, 100), ("adversary", 0, 8)])
-def test_the_cost_of_lines_is_learned_if_it_was_not_measured(drafter: str, least: int, most: int) -> None:
-    world = World(shape=Shape(num_blocks=512, drafter=drafter, seconds_per_token=0.005), executor=Unmeasured)
+def test_the_cost_of_lines_is_learned_if_it_was_not_measured(
+    drafter: str, least: int, most: int
+) -> None:
+    world = World(
+        shape=Shape(num_blocks=512, drafter=drafter, seconds_per_token=0.005), executor=Unmeasured
+    )
     world.add(Spec("r", PROMPT, max_tokens=100))
     world.drain()
     assert least <= sum(drafts_of(world)) <= most
@@ -303,7 +375,11 @@ def test_drafts_that_are_as_dear_as_steps_are_not_checked() -> None:
 def test_the_time_of_a_draft_model_counts(draft_s: float, drafts: bool) -> None:
     class Drafting(RecordingExecutor):
         def start(self) -> Capacity:
-            return replace(super().start(), line_costs=((1, 0.01), (64, 0.01)), draft_costs=((1, draft_s), (8, draft_s)))
+            return replace(
+                super().start(),
+                line_costs=((1, 0.01), (64, 0.01)),
+                draft_costs=((1, draft_s), (8, draft_s)),
+            )
 
     world = World(shape=FREE, drafter=FakeModel, executor=Drafting)
     world.add(Spec("r", PROMPT, max_tokens=40))
@@ -327,7 +403,10 @@ class Changes(Adversary):
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
         proposed = Oracle.propose(self, requests, most)
-        return [ids if request.generated > 60 else [self.wrong(token) for token in ids] for request, ids in zip(requests, proposed, strict=True)]
+        return [
+            ids if request.generated > 60 else [self.wrong(token) for token in ids]
+            for request, ids in zip(requests, proposed, strict=True)
+        ]
 
     def changed(self, tokens: list[int]) -> Sequence[int]:
         return tokens
@@ -346,15 +425,26 @@ def test_a_drafter_that_becomes_good_is_used_and_costs_the_device_nothing_before
 
 def test_rows_whose_drafts_are_right_get_them() -> None:
     class Partial(Oracle):
-        def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
+        def propose(
+            self, requests: Sequence[Request], most: Sequence[int]
+        ) -> Sequence[Sequence[int]]:
             proposed = super().propose(requests, most)
-            return [ids if request.id == "good" else [self.wrong(t) for t in ids] for request, ids in zip(requests, proposed, strict=True)]
+            return [
+                ids if request.id == "good" else [self.wrong(t) for t in ids]
+                for request, ids in zip(requests, proposed, strict=True)
+            ]
 
-    world = World(shape=Shape(num_blocks=512, max_drafts=3, seconds_per_token=0.003), drafter=Partial)
+    world = World(
+        shape=Shape(num_blocks=512, max_drafts=3, seconds_per_token=0.003), drafter=Partial
+    )
     for name in ("good", "bad"):
         world.add(Spec(name, PROMPT, max_tokens=60))
     world.drain()
-    last = [batch.drafts.counts.tolist() for batch in world.executor.sent[-60:] if batch.drafts is not None and len(batch.rows) == 2]
+    last = [
+        batch.drafts.counts.tolist()
+        for batch in world.executor.sent[-60:]
+        if batch.drafts is not None and len(batch.rows) == 2
+    ]
     assert sum(counts[0] for counts in last) > 3 * sum(counts[1] for counts in last)
 
 
@@ -401,21 +491,29 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_drafter_that_fails_is_named_once_and_changes_no_token(what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_that_fails_is_named_once_and_changes_no_token(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR, "dovetail"):
         world = World(shape=FREE, drafter=lambda context: Misbehaves(context, BAD[what]))
         for index in range(3):
             world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=40))
         world.drain(check=True)
     assert sum(drafts_of(world)) == 0
-    assert [record.getMessage().startswith("drafter tests:drafter failed in propose()") for record in caplog.records] == [True]
+    assert [
+        record.getMessage().startswith("drafter tests:drafter failed in propose()")
+        for record in caplog.records
+    ] == [True]
 
 
 class ChangesItsArguments(Oracle):
     """Empties the lists that it is given, after it has looked at them."""
 
     def propose(self, requests: Any, most: Any) -> Sequence[Sequence[int]]:
-        proposed = [[*super(ChangesItsArguments, self).propose([r], [1])[0], 0, 0, 0, 0, 0] for r in requests]
+        proposed = [
+            [*super(ChangesItsArguments, self).propose([r], [1])[0], 0, 0, 0, 0, 0]
+            for r in requests
+        ]
         with suppress(AttributeError, TypeError):
             requests.clear()
             most[:] = [100] * len(most)
@@ -442,7 +540,9 @@ class HangsAtTheEnd(Drafter):
         self.go.wait(60)
 
 
-def test_requests_that_ended_do_not_pile_up_before_a_drafter_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_ended_do_not_pile_up_before_a_drafter_that_hangs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Ended(LiveRequest):
         __slots__ = ("__weakref__",)
 
@@ -451,14 +551,20 @@ def test_requests_that_ended_do_not_pile_up_before_a_drafter_that_hangs(caplog: 
     kept: WeakSet[Ended] = WeakSet()
     with caplog.at_level(logging.ERROR, "dovetail"):
         for index in range(MOST_WAITING + 10):
-            request = Ended(f"r{index}", PROMPT, SamplingParams(max_tokens=1), max_tokens=1, arrival_time=0.0)
+            request = Ended(
+                f"r{index}", PROMPT, SamplingParams(max_tokens=1), max_tokens=1, arrival_time=0.0
+            )
             kept.add(request)
             thread.finished(request)
     del request
     assert len(kept) <= 2  # the one that it hangs with, and the call's own
     assert len(caplog.records) == 1
     assert "isn't called any more" in caplog.text
-    assert [*thread.propose([LiveRequest("r", PROMPT, SamplingParams(), max_tokens=9, arrival_time=0.0)], [3])[0]] == []
+    assert [
+        *thread.propose(
+            [LiveRequest("r", PROMPT, SamplingParams(), max_tokens=9, arrival_time=0.0)], [3]
+        )[0]
+    ] == []
     thread.stop()
     drafter.go.set()
 
@@ -478,9 +584,13 @@ class Hangs(Oracle):
         return proposed
 
 
-def test_a_drafter_that_hangs_is_left_alone_until_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_that_hangs_is_left_alone_until_it_returns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.ERROR, "dovetail"):
-        world = World(shape=replace(FREE, num_blocks=512, max_model_len=600), drafter=Hangs, timeout_s=0.01)
+        world = World(
+            shape=replace(FREE, num_blocks=512, max_model_len=600), drafter=Hangs, timeout_s=0.01
+        )
         drafter = world.drafter
         assert isinstance(drafter, Hangs)
         world.add(Spec("first", PROMPT, max_tokens=60))
@@ -505,7 +615,9 @@ class LearnsBadly(Oracle):
         raise RuntimeError("can't learn")
 
 
-def test_an_error_on_finished_is_logged_and_the_drafter_is_still_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_on_finished_is_logged_and_the_drafter_is_still_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.ERROR, "dovetail"):
         world = World(shape=FREE, drafter=LearnsBadly)
         for index in range(3):
@@ -560,7 +672,13 @@ class Made(Rule):
 
 
 def add(world: World, id: str, constraint: Constraint, max_tokens: int = 40) -> LiveRequest:
-    request = LiveRequest(id, PROMPT, SamplingParams(max_tokens=max_tokens), max_tokens=max_tokens, constraint=constraint)
+    request = LiveRequest(
+        id,
+        PROMPT,
+        SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        constraint=constraint,
+    )
     world.requests[id], world.seeds[id], world.tokens[id] = request, 0, []
     world.core.add(request)
     return request
@@ -612,8 +730,17 @@ class DeadEnd(RuleMatcher):
         return super().allowed() & (len(self.tokens) < 12)
 
 
-@pytest.mark.parametrize(("kind", "why"), [(FailsToFill, "a lexer gave up"), (FailsToAccept, "a lexer gave up"), (DeadEnd, "allows no token")])
-def test_a_matcher_that_fails_among_drafts_ends_its_request_alone_at_the_same_token(kind: type[RuleMatcher], why: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (FailsToFill, "a lexer gave up"),
+        (FailsToAccept, "a lexer gave up"),
+        (DeadEnd, "allows no token"),
+    ],
+)
+def test_a_matcher_that_fails_among_drafts_ends_its_request_alone_at_the_same_token(
+    kind: type[RuleMatcher], why: str
+) -> None:
     def tokens(drafter: str | None) -> list[int]:
         world = World(shape=replace(FREE, drafter=drafter))
         world.rules["bad"] = 5, 0  # what the oracle goes by
@@ -635,19 +762,25 @@ def test_a_matcher_that_fails_among_drafts_ends_its_request_alone_at_the_same_to
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "moody"])
-def test_a_grammar_that_begins_among_drafts_masks_each_token_after_its_beginning(drafter: str) -> None:
+def test_a_grammar_that_begins_among_drafts_masks_each_token_after_its_beginning(
+    drafter: str,
+) -> None:
     free = [*PROMPT]
     for _ in range(30):
         free.append(next_token(free, 0, VOCAB))
     begins = free[len(PROMPT) + 11]  # this token's text is the beginning
     first = free.index(begins, len(PROMPT)) - len(PROMPT)
-    backend = RuleBackend(VOCAB, [b"</think>" if token == begins else b"t" for token in range(VOCAB)])
+    backend = RuleBackend(
+        VOCAB, [b"</think>" if token == begins else b"t" for token in range(VOCAB)]
+    )
 
     def tokens(drafter: str | None) -> list[int]:
         world = World(shape=replace(FREE, drafter=drafter))
         if isinstance(world.drafter, Oracle):
             world.drafter.answers = lambda id: free[len(PROMPT) :]
-        add(world, "r", Constraint(compiled(Made(RuleMatcher)), backend, b"</think>"), max_tokens=25)
+        add(
+            world, "r", Constraint(compiled(Made(RuleMatcher)), backend, b"</think>"), max_tokens=25
+        )
         while world.core.has_unfinished():
             world.step()
         assert drafter is None or sum(drafts_of(world)) > 0
@@ -669,13 +802,17 @@ def test_figures_count_drafts_and_accepted_ones_by_position() -> None:
     world.drain()
     stats = world.core.update_stats()
     batches = [batch for batch in world.executor.sent if batch.drafts is not None]
-    assert stats.draft_rows == sum(int((batch.drafts.counts > 0).sum()) for batch in batches if batch.drafts)
+    assert stats.draft_rows == sum(
+        int((batch.drafts.counts > 0).sum()) for batch in batches if batch.drafts
+    )
     assert stats.draft_tokens == sum(drafts_of(world))
     events = [event for event in world.observer.events if isinstance(event, StepFinished)]
     assert sum(event.draft_rows for event in events) == stats.draft_rows
     assert sum(event.draft_tokens for event in events) == stats.draft_tokens
     accepted = [count for event in events for count in event.accepted_drafts]
-    assert stats.accepted_drafts == [sum(count > position for count in accepted) for position in range(3)]
+    assert stats.accepted_drafts == [
+        sum(count > position for count in accepted) for position in range(3)
+    ]
     assert stats.accepted_drafts[0] > stats.accepted_drafts[2] > 0
 
 
@@ -685,4 +822,6 @@ def test_the_executors_own_drafts_are_checked() -> None:
     world.drain(check=True)
     batches: list[Batch] = [batch for batch in world.executor.sent if batch.drafts is not None]
     assert len(world.executor.sent) < 30
-    assert all(batch.drafts is not None and {*batch.drafts.token_ids.tolist()} == {-1} for batch in batches)
+    assert all(
+        batch.drafts is not None and {*batch.drafts.token_ids.tolist()} == {-1} for batch in batches
+    )

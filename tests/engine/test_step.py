@@ -20,7 +20,10 @@ SMALL = Shape(num_blocks=6, block_size=4, max_model_len=24)
 
 
 def run(
-    *plans: Callable[[Step], object], shape: Shape | None = None, prompts: Mapping[str, tuple[int, ...]] | None = None, max_tokens: int = 4
+    *plans: Callable[[Step], object],
+    shape: Shape | None = None,
+    prompts: Mapping[str, tuple[int, ...]] | None = None,
+    max_tokens: int = 4,
 ) -> World:
     """Requests a, b, c through these plans and then FCFS."""
     world = World(scripted(*plans), shape)
@@ -31,7 +34,14 @@ def run(
 
 
 def state(step: Step) -> tuple[object, ...]:
-    return step.tokens_left, step.seqs_left, step.free_blocks, step.waiting, step.running, [step.cost(r) for r in step.waiting + step.running]
+    return (
+        step.tokens_left,
+        step.seqs_left,
+        step.free_blocks,
+        step.waiting,
+        step.running,
+        [step.cost(r) for r in step.waiting + step.running],
+    )
 
 
 # Refusals
@@ -52,12 +62,19 @@ def test_budget_fewer_tokens_left_than_min_tokens() -> None:
 
 
 def test_budget_zero_tokens_wanted_is_refused_not_misuse() -> None:
-    run(lambda step: (check_equal(step.grant(step.waiting[0], 0).refused, Refusal.BUDGET), fcfs(step)))
+    run(
+        lambda step: (
+            check_equal(step.grant(step.waiting[0], 0).refused, Refusal.BUDGET),
+            fcfs(step),
+        )
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [None, 0, 1, 7, 100])
 @pytest.mark.parametrize("min_tokens", [1, 5, 100])
-def test_what_cannot_be_divided_is_granted_whole_or_refused_for_the_budget(max_tokens: int | None, min_tokens: int) -> None:
+def test_what_cannot_be_divided_is_granted_whole_or_refused_for_the_budget(
+    max_tokens: int | None, min_tokens: int
+) -> None:
     def plan(step: Step) -> None:
         a, b, c = step.waiting
         assert step.grant(a, max_tokens, min_tokens=min_tokens) == Grant(8)
@@ -127,13 +144,25 @@ def test_cost_says_what_a_grant_takes() -> None:
             assert step.grant(request) == Grant(cost.tokens)
             assert (free - step.free_blocks, left - step.tokens_left) == (cost.blocks, cost.tokens)
 
-    shared = {"a": A, "b": (*A, 9), "c": A[:5]}  # b and c share blocks that a computes in this very step
+    shared = {
+        "a": A,
+        "b": (*A, 9),
+        "c": A[:5],
+    }  # b and c share blocks that a computes in this very step
     world = run(plan, shape=Shape(max_tokens=64), prompts=shared)
     assert world.core.stats.cached_tokens == 12
 
 
-def test_tokens_are_shared_in_whole_blocks_but_for_the_last_and_between_requests_of_one_salt() -> None:
-    prompts = {"a": (1,) * 9 + (2,) * 6, "b": (1,) * 9 + (3,) * 6, "same": (1,) * 9 + (2,) * 6, "short": (1,) * 8, "other": (4,) * 15}
+def test_tokens_are_shared_in_whole_blocks_but_for_the_last_and_between_requests_of_one_salt() -> (
+    None
+):
+    prompts = {
+        "a": (1,) * 9 + (2,) * 6,
+        "b": (1,) * 9 + (3,) * 6,
+        "same": (1,) * 9 + (2,) * 6,
+        "short": (1,) * 8,
+        "other": (4,) * 15,
+    }
     shared: dict[str, int] = {}
 
     def look(step: Step) -> None:
@@ -167,13 +196,27 @@ def test_what_is_shared_is_what_the_cache_finds_once_the_other_is_computed() -> 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_step_in_flight_is_expected_to_end_when_it_does(overlap: bool) -> None:
-    expected: dict[int, tuple[float, float]] = {}  # step being planned -> now, and when those before it should have ended
-    world = World(always(lambda step: (expected.update({step.index: (step.now, step.in_flight_until)}), fcfs(step))), Shape(overlap=overlap))
+    expected: dict[
+        int, tuple[float, float]
+    ] = {}  # step being planned -> now, and when those before it should have ended
+    world = World(
+        always(
+            lambda step: (
+                expected.update({step.index: (step.now, step.in_flight_until)}),
+                fcfs(step),
+            )
+        ),
+        Shape(overlap=overlap),
+    )
     world.add(Spec("a", A, max_tokens=60))
     for i in range(20):
         world.add(Spec(f"b{i}", B, max_tokens=1, delay=0.02 * i))
     world.drain()
-    ended = {event.index: event.ended for event in world.observer.events if isinstance(event, StepFinished)}
+    ended = {
+        event.index: event.ended
+        for event in world.observer.events
+        if isinstance(event, StepFinished)
+    }
     known = [index for index in ended if index > 20 and index - 1 in ended]
     assert len(known) > 20
     for index in known:
@@ -214,7 +257,9 @@ def test_who_is_rejected_in_the_plan_that_follows_its_arrival_never_waits() -> N
         world.add(Spec(f"b{i}", B, delay=0.033 * i + 0.001))
     world.drain()
     assert [id for id, _ in arrived] == ["b0", "b1", "b2"]
-    assert all(world.finished[id].reason == "rejected" and 0.0 <= waited <= 0.02 for id, waited in arrived), "a step's time at most"
+    assert all(
+        world.finished[id].reason == "rejected" and 0.0 <= waited <= 0.02 for id, waited in arrived
+    ), "a step's time at most"
 
 
 def test_reserve_takes_the_blocks_of_the_whole_prefill() -> None:
@@ -270,7 +315,10 @@ def test_rejecting_a_granted_request_gives_back_budget_and_seat() -> None:
         assert step.grant(c)
 
     world = run(plan, shape=Shape(max_seqs=2, max_tokens=16))
-    assert (world.finished["a"].reason, world.finished["a"].stop_reason) == ("rejected", "changed my mind")
+    assert (world.finished["a"].reason, world.finished["a"].stop_reason) == (
+        "rejected",
+        "changed my mind",
+    )
 
 
 def test_tuples_are_not_changed_by_later_acts() -> None:
@@ -284,7 +332,14 @@ def test_tuples_are_not_changed_by_later_acts() -> None:
 
 
 def test_the_preempted_stand_at_their_own_arrival() -> None:
-    run(fcfs, lambda step: (step.preempt(step.running[1]), check_equal([r.id for r in step.waiting], ["b"])), lambda step: fcfs(step))
+    run(
+        fcfs,
+        lambda step: (
+            step.preempt(step.running[1]),
+            check_equal([r.id for r in step.waiting], ["b"]),
+        ),
+        lambda step: fcfs(step),
+    )
 
 
 def test_iterables_may_look_at_the_step_while_they_are_read() -> None:
@@ -321,7 +376,11 @@ def test_evict_preempts_in_order_until_it_fits() -> None:
         assert step.grant(a, evict=[b, c]) == Grant(8)
         assert (step.waiting, set(step.running)) == ((b,), {a, c})
 
-    run(lambda step: step.grant_each([named(step)["b"], named(step)["c"]]), plan, shape=Shape(num_blocks=5, max_model_len=20))
+    run(
+        lambda step: step.grant_each([named(step)["b"], named(step)["c"]]),
+        plan,
+        shape=Shape(num_blocks=5, max_model_len=20),
+    )
 
 
 def test_evict_preempts_none_if_all_would_not_suffice() -> None:
@@ -331,16 +390,27 @@ def test_evict_preempts_none_if_all_would_not_suffice() -> None:
         assert state(step) == before
 
     prompts = {"a": A, "b": B, "big": (4,) * 20}
-    run(lambda step: step.grant_each([named(step)["a"], named(step)["b"]]), plan, prompts=prompts, shape=SMALL)
+    run(
+        lambda step: step.grant_each([named(step)["a"], named(step)["b"]]),
+        plan,
+        prompts=prompts,
+        shape=SMALL,
+    )
 
 
 def test_evict_is_read_up_to_the_request_itself() -> None:
     def plan(step: Step) -> None:
         a, b = step.running
-        assert step.grant(named(step)["c"], evict=[named(step)["c"], a, b]).refused is Refusal.MEMORY
+        assert (
+            step.grant(named(step)["c"], evict=[named(step)["c"], a, b]).refused is Refusal.MEMORY
+        )
         assert step.running == (a, b)
 
-    run(lambda step: step.grant_each(step.waiting[:2]), plan, shape=Shape(num_blocks=4, max_model_len=16))
+    run(
+        lambda step: step.grant_each(step.waiting[:2]),
+        plan,
+        shape=Shape(num_blocks=4, max_model_len=16),
+    )
 
 
 def test_evict_skips_those_without_blocks() -> None:
@@ -350,7 +420,12 @@ def test_evict_skips_those_without_blocks() -> None:
         assert step.running == (a, c)
 
     prompts = {"a": A, "b": B, "c": C, "d": (4,) * 8}
-    run(lambda step: step.grant_each(step.waiting[:2]), plan, prompts=prompts, shape=Shape(num_blocks=5, max_model_len=20))
+    run(
+        lambda step: step.grant_each(step.waiting[:2]),
+        plan,
+        prompts=prompts,
+        shape=Shape(num_blocks=5, max_model_len=20),
+    )
 
 
 def test_evict_is_not_read_when_nothing_lacks_or_another_thing_than_memory_does() -> None:
@@ -379,7 +454,12 @@ def test_evict_leaves_alone_whose_work_of_this_step_the_request_would_share() ->
         assert step.grant(b, evict=[a, c])
         assert step.running == (a, b)
 
-    run(plan, prompts={"a": A, "b": (*A, *A[:2]), "c": C}, shape=Shape(num_blocks=4, max_model_len=16), max_tokens=2)
+    run(
+        plan,
+        prompts={"a": A, "b": (*A, *A[:2]), "c": C},
+        shape=Shape(num_blocks=4, max_model_len=16),
+        max_tokens=2,
+    )
 
 
 # Sharing within a step
@@ -453,20 +533,31 @@ def test_more_requests_hold_blocks_than_there_are_rows() -> None:
 
 
 @pytest.mark.parametrize("each", [True, False])
-def test_a_request_that_lost_its_row_with_a_token_in_flight_is_refused_until_it_comes(each: bool) -> None:
+def test_a_request_that_lost_its_row_with_a_token_in_flight_is_refused_until_it_comes(
+    each: bool,
+) -> None:
     refused: list[bool] = []
 
     def only(*ids: str) -> Callable[[Step], None]:
         def grant(step: Step, request: Request) -> bool:
-            return bool(step.grant_each([request])) if each else step.grant(request).refused is Refusal.NOT_NOW
+            return (
+                bool(step.grant_each([request]))
+                if each
+                else step.grant(request).refused is Refusal.NOT_NOW
+            )
 
         return lambda step: refused.extend(grant(step, named(step)[id]) for id in ids)
 
-    world = World(scripted(only("a"), only("b"), only("a", "b"), only("a")), Shape(max_seqs=1, max_in_flight=3))
+    world = World(
+        scripted(only("a"), only("b"), only("a", "b"), only("a")),
+        Shape(max_seqs=1, max_in_flight=3),
+    )
     world.add(Spec("a", A[:6]))  # its next token needs no block
     world.add(Spec("b", B[:6]))
     world.drain(check=True)
-    assert refused == [False, False, True, False, False], "a lost its row to b; when its token had come, it ran again"
+    assert refused == [False, False, True, False, False], (
+        "a lost its row to b; when its token had come, it ran again"
+    )
 
 
 # Misuse
@@ -487,7 +578,9 @@ def fails_with(policy: type[Scheduler], *words: str) -> None:
             break
         world.step()
     assert isinstance(world.core.dead, PolicyError)
-    assert all(word in str(world.core.dead) for word in (policy.__name__, *words)), str(world.core.dead)
+    assert all(word in str(world.core.dead) for word in (policy.__name__, *words)), str(
+        world.core.dead
+    )
     unanswered = {id: finish for id, finish in world.finished.items() if finish.reason == "error"}
     assert "later" in unanswered
     assert {*world.finished} == {*world.requests}
@@ -513,7 +606,10 @@ def fails_with(policy: type[Scheduler], *words: str) -> None:
         (lambda step, r: step.grant_each([copy.copy(r)]), ("'a'", "isn't its own")),
         (lambda step, r: step.grant("a"), ("expected a Request", "'a'")),
         (lambda step, r: step.grant_each(["a"]), ("expected a Request", "'a'")),
-        (lambda step, r: step.cost(Request("x", A, r.params, max_tokens=1)), ("'x'", "before it arrived")),
+        (
+            lambda step, r: step.cost(Request("x", A, r.params, max_tokens=1)),
+            ("'x'", "before it arrived"),
+        ),
         (lambda step, r: step.note(None, "?"), ("expected a Request",)),
         (lambda step, r: step.wake_at(step.now), ("wake_at", "after now")),
         (lambda step, r: step.wake_at(step.now - 1), ("wake_at",)),
@@ -523,7 +619,9 @@ def fails_with(policy: type[Scheduler], *words: str) -> None:
         (lambda step, r: 1 / 0, ("schedule()", "ZeroDivisionError")),
     ],
 )
-def test_misuse_names_policy_request_and_rule(act: Callable[[Step, Request], object], words: tuple[str, ...]) -> None:
+def test_misuse_names_policy_request_and_rule(
+    act: Callable[[Step, Request], object], words: tuple[str, ...]
+) -> None:
     fails_with(always(lambda step: act(step, step.waiting[0])), *words)
 
 
@@ -541,7 +639,10 @@ def test_evict_must_not_act_while_it_is_read() -> None:
     world = World(always(plan), Shape(num_blocks=3, max_model_len=12))
     for id, prompt in {"a": A, "b": B}.items():
         world.add(Spec(id, prompt, max_tokens=2))
-    with pytest.raises(PolicyError, match=r"'b' was granted with an `evict` that itself grants, preempts or rejects"):
+    with pytest.raises(
+        PolicyError,
+        match=r"'b' was granted with an `evict` that itself grants, preempts or rejects",
+    ):
         world.drain()
 
 
@@ -563,7 +664,9 @@ def test_the_finished_must_be_forgotten(method: str) -> None:
     world = World(Remembers)
     world.add(Spec("short", A, max_tokens=1))
     world.add(Spec("long", B, max_tokens=9))
-    with pytest.raises(PolicyError, match=r"Remembers: request 'short' was used after it had finished"):
+    with pytest.raises(
+        PolicyError, match=r"Remembers: request 'short' was used after it had finished"
+    ):
         world.drain()
 
 
@@ -611,7 +714,9 @@ def test_a_policy_that_catches_what_it_did_wrong_may_go_on() -> None:
 # What overlap hides is never misuse
 
 
-def test_a_request_whose_last_token_is_in_flight_cannot_be_stopped_any_more_and_that_is_no_misuse() -> None:
+def test_a_request_whose_last_token_is_in_flight_cannot_be_stopped_any_more_and_that_is_no_misuse() -> (
+    None
+):
     kept: list[Request] = []
 
     def keep(step: Step) -> None:

@@ -42,7 +42,9 @@ class Shape:
     num_blocks: int = 64
     block_size: int = 4
     window: int | None = None
-    groups: tuple[tuple[int, int | None, int], ...] = ()  # as `FakeExecutorOptions` has them, instead of `block_size` and `window`
+    groups: tuple[
+        tuple[int, int | None, int], ...
+    ] = ()  # as `FakeExecutorOptions` has them, instead of `block_size` and `window`
     state_pages: int = 0
     max_in_flight: int = 2
     overlap: bool = True
@@ -141,7 +143,9 @@ class RecordingObserver(Observer):
 class Heard:
     """Records what a policy was told and shown, and checks it on arrival."""
 
-    calls: list[tuple[object, ...]] = field(default_factory=list)  # in order, comparable between runs
+    calls: list[tuple[object, ...]] = field(
+        default_factory=list
+    )  # in order, comparable between runs
     arrived: dict[str, tuple[float, int]] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
     computed: Counter[str] = field(default_factory=Counter)
@@ -159,14 +163,20 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
 
         def schedule(self, step: Step) -> None:
             heard = self.heard
-            heard.calls.append(("schedule", step.index, step.now, _ids(step.waiting), _ids(step.running)))
+            heard.calls.append(
+                ("schedule", step.index, step.now, _ids(step.waiting), _ids(step.running))
+            )
             for group in (step.waiting, step.running):
                 keys = [heard.arrived[r.id] for r in group]
                 assert keys == sorted(keys), "the lists are ordered by arrival"
-                assert all(r.arrival_time <= step.now for r in group), "nobody is seen before their time"
+                assert all(r.arrival_time <= step.now for r in group), (
+                    "nobody is seen before their time"
+                )
             assert not {*step.waiting} & {*step.running}
             assert {*step.decoding} == {r for r in step.running if r.prefill_left == 0}
-            assert not {*heard.finished} & {*_ids(step.waiting), *_ids(step.running)}, "the finished are forgotten"
+            assert not {*heard.finished} & {*_ids(step.waiting), *_ids(step.running)}, (
+                "the finished are forgotten"
+            )
             heard.planning = True
             super().schedule(step)
             heard.planning = False
@@ -177,7 +187,9 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
             key = (request.arrival_time, request.order)
             assert request.id not in self.heard.arrived, "arrivals are told once"
             ordered = all(key > other for other in self.heard.arrived.values())
-            assert ordered or request.preparations, "arrivals are told in order, but for those that weren't ready"
+            assert ordered or request.preparations, (
+                "arrivals are told in order, but for those that weren't ready"
+            )
             self.heard.arrived[request.id] = key
             super().on_arrival(request)
 
@@ -203,7 +215,9 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
         def _hear(self, what: str, request: Request) -> None:
             assert not self.heard.planning, "no callback inside schedule()"
             assert request.id not in self.heard.finished, "nothing is told of the finished"
-            assert what == "arrival" or request.id in self.heard.arrived, "nothing is told before the arrival"
+            assert what == "arrival" or request.id in self.heard.arrived, (
+                "nothing is told before the arrival"
+            )
             self.heard.calls.append((what, request.id))
 
     Watched.__name__ = policy.__name__
@@ -243,26 +257,68 @@ class World:
             max_lines=shape.max_lines if shape.drafter or drafter else 0,
         )
         limits = shape.max_seqs, shape.max_tokens
-        config = ExecutorConfig("", "auto", "dummy", None, *limits, 0.9, None, None, False, shape.overlap, 0, max_adapters=shape.adapters)
+        config = ExecutorConfig(
+            "",
+            "auto",
+            "dummy",
+            None,
+            *limits,
+            0.9,
+            None,
+            None,
+            False,
+            shape.overlap,
+            0,
+            max_adapters=shape.adapters,
+        )
         self.executor = executor(fake, ExecutorContext(config, self.clock))
         capacity = replace(self.executor.start(), prompt_rate=shape.prompt_rate)
-        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_pages))
-        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_pages, capacity.layout.block_size, shape.seed)
+        self.kv = PrefixCache(
+            PrefixOptions(reuse=shape.reuse, hash=shape.hash),
+            KVContext(capacity.layout, capacity.num_pages),
+        )
+        context = SchedulerContext(
+            shape.max_tokens,
+            shape.max_seqs,
+            capacity.num_pages,
+            capacity.layout.block_size,
+            shape.seed,
+        )
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
-        hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__, shape.pace, shape.slot_wait_s, shape.strict)
+        hub = ObserverHub(
+            [("recorder", self.observer), *observers] if shape.events else list(observers)
+        )
+        settings = CoreSettings(
+            shape.max_seqs,
+            shape.max_tokens,
+            shape.overlap,
+            policy.__name__,
+            shape.pace,
+            shape.slot_wait_s,
+            shape.strict,
+        )
         self.drafter: Drafter | None = None
         if drafter is not None or shape.drafter is not None:
             make = drafter or DRAFTERS[shape.drafter or ""]
-            self.drafter = make(DrafterContext(shape.vocab_size, shape.max_drafts, shape.max_model_len))
+            self.drafter = make(
+                DrafterContext(shape.vocab_size, shape.max_drafts, shape.max_model_len)
+            )
             if isinstance(self.drafter, Oracle):
                 self.drafter.answers = lambda id: self.expected(id)[0]
-        speculation = None if self.drafter is None else SpeculationSettings(self.drafter, "tests:drafter", shape.max_drafts, timeout_s)
-        self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub, speculation)
+        speculation = (
+            None
+            if self.drafter is None
+            else SpeculationSettings(self.drafter, "tests:drafter", shape.max_drafts, timeout_s)
+        )
+        self.core = EngineCore(
+            self.policy, self.kv, self.executor, capacity, self.clock, settings, hub, speculation
+        )
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
-        self.rules: dict[str, tuple[int, int]] = {}  # modulus and length, of requests that follow one
+        self.rules: dict[
+            str, tuple[int, int]
+        ] = {}  # modulus and length, of requests that follow one
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Finish] = {}
         self.aborted: set[str] = set()
@@ -302,7 +358,9 @@ class World:
                 indivisible=spec.indivisible,
                 sampling=RowSampling(seed=index),
                 stop_ids=spec.stop_ids,
-                constraint=None if spec.rule is None else constraint(spec.rule, spec.rule_length, vocab_size=self.shape.vocab_size),
+                constraint=None
+                if spec.rule is None
+                else constraint(spec.rule, spec.rule_length, vocab_size=self.shape.vocab_size),
                 adapter=adapter,
             )
             if spec.rule is not None:
@@ -341,7 +399,9 @@ class World:
             if check:
                 self.check()
         else:
-            raise AssertionError(f"unfinished after {limit} steps: {[r for r in self.requests.values() if r.status is not Status.FINISHED]}")
+            raise AssertionError(
+                f"unfinished after {limit} steps: {[r for r in self.requests.values() if r.status is not Status.FINISHED]}"
+            )
         if self.core.dead is not None:
             raise self.core.dead
         if self.core._speculation is not None:
@@ -353,7 +413,12 @@ class World:
     def expected(self, id: str) -> tuple[list[int], str]:
         """Return all tokens of a request that isn't aborted, and its finish reason."""
         request, rule, ruled = self.requests[id], self.rules.get(id), False
-        given = list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size
+        given = (
+            list(request.prompt_token_ids),
+            request.max_tokens,
+            self.seeds[id],
+            self.shape.vocab_size,
+        )
         digest = "" if request.adapter is None else request.adapter.digest
         if rule is None:
             tokens = expected_tokens(*given, digest)
@@ -375,7 +440,9 @@ class World:
         self._check_rows()
         self._check_slots()
         for id, tokens in self.tokens.items():
-            assert tokens == self.expected(id)[0][: len(tokens)], f"{id} generated what it should not"
+            assert tokens == self.expected(id)[0][: len(tokens)], (
+                f"{id} generated what it should not"
+            )
 
     def check_end(self) -> None:
         """After all requests have ended and everything in flight was dropped or delivered."""
@@ -390,8 +457,13 @@ class World:
         self._check_counts()
 
     def _check_requests(self) -> None:
-        books, live = self.core.books, [r for r in self.requests.values() if r.status is not Status.FINISHED]
-        assert {r.id for r in live} == {*self.core._requests}, "the core and its requests disagree on who is unfinished"
+        books, live = (
+            self.core.books,
+            [r for r in self.requests.values() if r.status is not Status.FINISHED],
+        )
+        assert {r.id for r in live} == {*self.core._requests}, (
+            "the core and its requests disagree on who is unfinished"
+        )
         dead = sum(arrival[2].status is Status.FINISHED for arrival in self.core._arrivals._heap)
         assert dead == self.core._arrivals._aborted
         assert 2 * dead <= len(self.core._arrivals), "aborted before their time, and kept"
@@ -403,16 +475,24 @@ class World:
         )
         for request in self.requests.values():
             assert request.granted == 0
-            assert (request in books.waiting.as_tuple()) == (request.status is Status.WAITING), request
+            assert (request in books.waiting.as_tuple()) == (request.status is Status.WAITING), (
+                request
+            )
             assert (request in books.gated) == (request.status is Status.GATED), request
-            assert (request in books.running.as_tuple()) == (request.status is Status.RUNNING), request
-            assert (request in books.known) == (request.status in (Status.GATED, Status.WAITING, Status.RUNNING, Status.DRAINING)), request
+            assert (request in books.running.as_tuple()) == (request.status is Status.RUNNING), (
+                request
+            )
+            assert (request in books.known) == (
+                request.status in (Status.GATED, Status.WAITING, Status.RUNNING, Status.DRAINING)
+            ), request
             assert request.num_computed <= request.capacity
             if request.capacity:
                 groups = self.core.books.layout.groups
                 tables = zip(groups, self.kv.tables(request), strict=True)
                 assert request.capacity == min(
-                    len(pages) // group.pages_per_block * group.block_tokens for group, pages in tables if not group.recurrent
+                    len(pages) // group.pages_per_block * group.block_tokens
+                    for group, pages in tables
+                    if not group.recurrent
                 )
             if request.status in (Status.RUNNING, Status.DRAINING):
                 assert request.capacity
@@ -423,8 +503,15 @@ class World:
                 assert request.in_flight == in_flight[request], request
                 assert 0 <= request.output_left <= request.max_tokens
                 assert self.tokens[request.id] == list(request.output_token_ids)
-            if self.drafter is not None and request.status is Status.RUNNING and request.generated and not request.preemptions:
-                assert request.num_computed + 1 == request.num_tokens + request.in_flight, "the books know all tokens, whatever the drafts"
+            if (
+                self.drafter is not None
+                and request.status is Status.RUNNING
+                and request.generated
+                and not request.preemptions
+            ):
+                assert request.num_computed + 1 == request.num_tokens + request.in_flight, (
+                    "the books know all tokens, whatever the drafts"
+                )
 
     def _check_rows(self) -> None:
         rows = self.core.books.rows
@@ -437,8 +524,16 @@ class World:
 
     def _check_slots(self) -> None:
         """Each adapter in use has a slot of its own, and no more are used than there are."""
-        running = [r for r in self.requests.values() if r.adapter is not None and r.status in (Status.RUNNING, Status.DRAINING)]
-        slots = {r.adapter.digest: self.core.adapters.slot_of(r.adapter) for r in running if r.adapter is not None}
+        running = [
+            r
+            for r in self.requests.values()
+            if r.adapter is not None and r.status in (Status.RUNNING, Status.DRAINING)
+        ]
+        slots = {
+            r.adapter.digest: self.core.adapters.slot_of(r.adapter)
+            for r in running
+            if r.adapter is not None
+        }
         assert len({*slots.values()}) == len(slots) == self.core.adapters.used
         assert all(1 <= slot <= self.shape.adapters for slot in slots.values())
 
@@ -446,30 +541,54 @@ class World:
         """Statistics, events and the policy's `on_step` tell the same story; wasted rows are in none."""
         stats, heard = self.core.update_stats(), self.heard
         assert stats.waiting == stats.running == 0
-        assert stats.generated_tokens == heard.generated.total() == sum(map(len, self.tokens.values()))
+        assert (
+            stats.generated_tokens == heard.generated.total() == sum(map(len, self.tokens.values()))
+        )
         assert stats.prefill_tokens + stats.decode_tokens == heard.computed.total()
         assert 0 <= stats.recomputed_tokens <= stats.prefill_tokens
         assert stats.arrived == stats.finished == len(heard.arrived)
         steps = [event for event in self.observer.events if isinstance(event, StepFinished)]
         if self.shape.events:
             assert stats.steps == len(steps)
-            for name in ("prefill_tokens", "decode_tokens", "generated_tokens", "recomputed_tokens"):
+            for name in (
+                "prefill_tokens",
+                "decode_tokens",
+                "generated_tokens",
+                "recomputed_tokens",
+            ):
                 assert getattr(stats, name) == sum(getattr(event, name) for event in steps), name
         for id, request in self.requests.items():
-            if id in self.finished and not request.preemptions and self.finished[id].reason in ("stop", "length"):
+            if (
+                id in self.finished
+                and not request.preemptions
+                and self.finished[id].reason in ("stop", "length")
+            ):
                 assert heard.computed[id] == request.num_tokens - 1 - request.cached_tokens, id
                 assert heard.generated[id] == len(self.tokens[id])
 
     def story(self) -> list[object]:
         """All that a policy saw and all that was sent to the executor: equal in equal runs."""
         batches = [
-            (b.step, b.rows.tolist(), b.num_tokens.tolist(), b.yields_token.tolist(), b.new_pages.tolist(), b.copies) for b in self.executor.sent
+            (
+                b.step,
+                b.rows.tolist(),
+                b.num_tokens.tolist(),
+                b.yields_token.tolist(),
+                b.new_pages.tolist(),
+                b.copies,
+            )
+            for b in self.executor.sent
         ]
         return [self.heard.calls, batches, self.tokens, self.finished, self.clock.now()]
 
 
 def rows_of(world: World, request: LiveRequest) -> int:
     """In how many batches a request that never lost its row ran."""
-    rows = {new.row for batch in world.executor.sent for new in batch.added if new.request_id == request.id}
+    rows = {
+        new.row
+        for batch in world.executor.sent
+        for new in batch.added
+        if new.request_id == request.id
+    }
     assert len(rows) == 1
     return sum(int(np.isin(batch.rows, list(rows)).sum()) for batch in world.executor.sent)

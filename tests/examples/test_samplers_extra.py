@@ -21,16 +21,27 @@ from dovetail_samplers_extra import dry, top_n_sigma, xtc  # noqa: E402
 CLASSES = {"dry": dry.Dry, "top_n_sigma": top_n_sigma.TopNSigma, "xtc": xtc.Xtc}
 THEIRS = runpy.run_path(str(PACKAGE / "tests/test_conformance.py"))
 SUITES = {value.component: value for name, value in THEIRS.items() if name.startswith("Test")}
-OF_ALL_KINDS = {"hygiene.spawn", "hygiene.declaration"}  # take a process each: third_party.sh runs the whole suites
+OF_ALL_KINDS = {
+    "hygiene.spawn",
+    "hygiene.declaration",
+}  # take a process each: third_party.sh runs the whole suites
 
 for file in ("test_samplers_extra.py", "test_engine.py"):
-    globals().update({name: value for name, value in runpy.run_path(str(PACKAGE / "tests" / file)).items() if name.startswith("test_")})
+    globals().update(
+        {
+            name: value
+            for name, value in runpy.run_path(str(PACKAGE / "tests" / file)).items()
+            if name.startswith("test_")
+        }
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     site = Site(tmp_path_factory.mktemp("site"))
-    site.install(PACKAGE.name, modules={}, entry_points={"samplers_extra": "dovetail_samplers_extra"})
+    site.install(
+        PACKAGE.name, modules={}, entry_points={"samplers_extra": "dovetail_samplers_extra"}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("DOVETAIL_PLUGINS", raising=False)
         patch.syspath_prepend(site.path)
@@ -38,11 +49,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "check", [check for id, check in checks_of(LogitsProcessorSuite).items() if id not in OF_ALL_KINDS], ids=lambda check: check.id
+    "check",
+    [check for id, check in checks_of(LogitsProcessorSuite).items() if id not in OF_ALL_KINDS],
+    ids=lambda check: check.id,
 )
 @pytest.mark.parametrize("name", CLASSES)
 def test_processors_pass_their_suite(name: str, check: object) -> None:
-    suite = type("Suite", (LogitsProcessorSuite,), {"component": CLASSES[name], "arguments": SUITES[name].arguments})
+    suite = type(
+        "Suite",
+        (LogitsProcessorSuite,),
+        {"component": CLASSES[name], "arguments": SUITES[name].arguments},
+    )
     try:
         getattr(suite(), check.attribute)()  # type: ignore[attr-defined]
     except (Absent, Untried) as reason:

@@ -13,14 +13,24 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from dovetail.api.executor import AdapterCapacity, AdapterLoad, Batch, Capacity, Drafts, Executor, NewRow
+from dovetail.api.executor import (
+    AdapterCapacity,
+    AdapterLoad,
+    Batch,
+    Capacity,
+    Drafts,
+    Executor,
+    NewRow,
+)
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.profiling import empty_batch
 
 Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]  # module -> A [rank, in] and B [out, rank]
 
 
-def random_adapter(capacity: AdapterCapacity, rank: int, seed: int, share: float = 1.0, size: float = 0.5) -> Weights:
+def random_adapter(
+    capacity: AdapterCapacity, rank: int, seed: int, share: float = 1.0, size: float = 0.5
+) -> Weights:
     """An adapter of some `share` of the modules, whose products are of about the `size` of their inputs."""
     generator, random = torch.Generator().manual_seed(seed), Random(seed)
     names = [name for name in capacity.modules if random.random() < share]
@@ -34,7 +44,14 @@ def random_adapter(capacity: AdapterCapacity, rank: int, seed: int, share: float
 
 def save(weights: Weights, path: Path) -> str:
     """Write the file that an executor reads."""
-    save_file({f"{name}.lora_{which}": part for name, parts in weights.items() for which, part in zip("AB", parts, strict=True)}, path)
+    save_file(
+        {
+            f"{name}.lora_{which}": part
+            for name, parts in weights.items()
+            for which, part in zip("AB", parts, strict=True)
+        },
+        path,
+    )
     return str(path)
 
 
@@ -80,7 +97,14 @@ class Asked:
 class Driver:
     """Runs requests on an executor in random steps: some prompts in chunks, some rows with drafts, some preempted or begun after cached blocks."""
 
-    def __init__(self, executor: Executor, capacity: Capacity, files: Mapping[int, str], max_rows: int, random: Random) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        capacity: Capacity,
+        files: Mapping[int, str],
+        max_rows: int,
+        random: Random,
+    ) -> None:
         """`files`: of each adapter."""
         assert capacity.adapters is not None
         self.executor, self.capacity, self.files, self.random = executor, capacity, files, random
@@ -119,7 +143,9 @@ class Driver:
         for one in rows:
             left = len(one.known) - one.computed
             drafts = self._drafts(one) if left == 1 else []
-            count = left if left == 1 or self.random.random() < 0.5 else self.random.randint(1, left)
+            count = (
+                left if left == 1 or self.random.random() < 0.5 else self.random.randint(1, left)
+            )
             drafted.append(drafts)
             counts.append(count + len(drafts))
             yields.append(count == left)
@@ -131,7 +157,10 @@ class Driver:
             rows=np.array([one.row for one in rows], np.int32),
             num_tokens=np.array(counts, np.int32),
             yields_token=np.array(yields, np.bool_),
-            drafts=Drafts(np.array([*map(len, drafted)], np.int32), np.array([token for own in drafted for token in own], np.int32))
+            drafts=Drafts(
+                np.array([*map(len, drafted)], np.int32),
+                np.array([token for own in drafted for token in own], np.int32),
+            )
             if any_drafts
             else None,
             adapters=tuple(loads),
@@ -161,7 +190,11 @@ class Driver:
         for slot in range(1, 1 + self.capacity.adapters.slots):
             if self.slots.get(slot) == adapter:
                 return slot, []
-        free = [slot for slot in range(1, 1 + self.capacity.adapters.slots) if self.slots.get(slot) not in used]
+        free = [
+            slot
+            for slot in range(1, 1 + self.capacity.adapters.slots)
+            if self.slots.get(slot) not in used
+        ]
         if not free:
             return None, []
         slot = self.random.choice(free)
@@ -171,27 +204,55 @@ class Driver:
 
     def _begin(self, one: Asked, slot: int) -> NewRow:
         """Give a request a row, with pages for all its tokens; begin after the blocks of another's that are the same."""
-        one.row, one.pages, one.computed = self.free_rows.pop(self.random.randrange(len(self.free_rows))), [], 0
+        one.row, one.pages, one.computed = (
+            self.free_rows.pop(self.random.randrange(len(self.free_rows))),
+            [],
+            0,
+        )
         most = len(one.prompt) + len(one.expected) + 8
         for group in self.capacity.layout.groups:
             count = group.blocks(most) * group.pages_per_block
             one.pages.append([*range(self.next_page, self.next_page + count)])
             self.next_page += count
         assert self.next_page <= self.capacity.num_pages
-        for other in self.live if len(self.capacity.layout.groups) == 1 and self.capacity.layout.groups[0].window is None else ():
+        for other in (
+            self.live
+            if len(self.capacity.layout.groups) == 1
+            and self.capacity.layout.groups[0].window is None
+            else ()
+        ):
             size = self.capacity.layout.groups[0].block_tokens
             blocks = min(other.computed, len(one.known) - 1) // size
-            if other.adapter == one.adapter and blocks and other.known[: blocks * size] == one.known[: blocks * size]:
+            if (
+                other.adapter == one.adapter
+                and blocks
+                and other.known[: blocks * size] == one.known[: blocks * size]
+            ):
                 one.pages[0][:blocks] = other.pages[0][:blocks]
                 one.computed, self.saw_hits = blocks * size, self.saw_hits + 1
                 break
         self.live.append(one)
-        pages, sampling = tuple(np.array(own, np.int32) for own in one.pages), RowSampling(temperature=0.0)
-        return NewRow(one.row, f"r{id(one)}", np.array(one.known, np.int32), len(one.prompt), one.computed, pages, sampling, adapter=slot)
+        pages, sampling = (
+            tuple(np.array(own, np.int32) for own in one.pages),
+            RowSampling(temperature=0.0),
+        )
+        return NewRow(
+            one.row,
+            f"r{id(one)}",
+            np.array(one.known, np.int32),
+            len(one.prompt),
+            one.computed,
+            pages,
+            sampling,
+            adapter=slot,
+        )
 
     def _drafts(self, one: Asked) -> list[int]:
         """The next tokens, most of them right."""
         if not self.capacity.max_lines or self.random.random() < 0.4:
             return []
         right = one.expected[len(one.tokens) : len(one.tokens) + 3][:-1]
-        return [token if self.random.random() < 0.7 else self.random.randrange(self.capacity.vocab_size) for token in right]
+        return [
+            token if self.random.random() < 0.7 else self.random.randrange(self.capacity.vocab_size)
+            for token in right
+        ]

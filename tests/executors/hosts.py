@@ -19,7 +19,12 @@ NOTICED_S = 5.0  # a host that is lost is named within this time
 
 
 def environment(token: str = TOKEN) -> dict[str, str]:
-    return {**os.environ, "DOVETAIL_RANKS_TOKEN": token, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "DOVETAIL_RANKS_TOKEN": token,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def free_port(address: str = HERE) -> int:
@@ -47,17 +52,29 @@ class Agent:
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def wait_until_told(self, text: str, times: int = 1) -> None:
-        wait_until(lambda: self.told().count(text) >= times or self.process.poll() is not None, f"the other host says {text!r}")
+        wait_until(
+            lambda: self.told().count(text) >= times or self.process.poll() is not None,
+            f"the other host says {text!r}",
+        )
         assert self.told().count(text) >= times, self.told()
 
 
 @contextmanager
-def agent(folder: Path, engine: str, *options: str, inside: tuple[str, ...] = (), token: str = TOKEN) -> Iterator[Agent]:
+def agent(
+    folder: Path, engine: str, *options: str, inside: tuple[str, ...] = (), token: str = TOKEN
+) -> Iterator[Agent]:
     """`engine` is HOST:PORT; `inside` is a command that runs the agent's own elsewhere."""
     output = folder / "agent.txt"
     command = [*inside, sys.executable, "-m", "dovetail", "ranks", engine, *options]
     with output.open("w") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(token), text=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment(token),
+            text=True,
+        )
     try:
         yield Agent(process, output)
     finally:

@@ -35,7 +35,9 @@ _pids = count((1 << 22) + 1)  # above all that Linux gives to processes
 @contextmanager
 def ranks_as_threads() -> Iterator[None]:
     """Engines that are started here have threads for ranks."""
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+    names = {
+        name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
+    }
     with patch.object(ranks, "subprocess", SimpleNamespace(Popen=RankThread, **names)):
         yield
 
@@ -61,7 +63,9 @@ class RankThread:
         self._waker, self._wakes = os.pipe()
         self._jobs: SimpleQueue[RankJob] = SimpleQueue()
         self._orders = Orders()
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._run, self._heed)]
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._run, self._heed)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -84,7 +88,14 @@ class RankThread:
 
     def _work(self, job: RankJob) -> int:
         context = context_of(job, lambda *_: None)
-        rank = Rank(job.rank, torch.device(job.device), job.settings, context, partial(self._control.send, {"joining": True}), address=job.address)
+        rank = Rank(
+            job.rank,
+            torch.device(job.device),
+            job.settings,
+            context,
+            partial(self._control.send, {"joining": True}),
+            address=job.address,
+        )
         try:
             run(rank, job, self._control, self._orders)
         except (WriterGone, EOFError):

@@ -13,12 +13,20 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.testing.suites.footprint import Footprint, child_processes, temporary_folder
 
 LIMIT_S = 60
-SETTINGS: dict[str, Any] = {"model": "demo", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "generation_config": "none"}
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "generation_config": "none",
+}
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, detokenize=False)
 
 
 def engine(size: int = 2, **options: Any) -> LLMEngine:
-    return LLMEngine.from_config({**SETTINGS, "executor": {"name": "tensor", "size": size, "device": "cpu", **options}})
+    return LLMEngine.from_config(
+        {**SETTINGS, "executor": {"name": "tensor", "size": size, "device": "cpu", **options}}
+    )
 
 
 def processes_of_ranks(among: list[int] | None = None) -> list[int]:
@@ -83,4 +91,12 @@ def _command(pid: int) -> bytes:
 def _shared_memory() -> set[str]:
     """Return the names in /dev/shm created by processes of this user, except those of tests running in parallel."""
     folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if path.stat().st_uid == os.getuid() and "dovetail" in path.name} if folder.is_dir() else set()
+    return (
+        {
+            path.name
+            for path in folder.iterdir()
+            if path.stat().st_uid == os.getuid() and "dovetail" in path.name
+        }
+        if folder.is_dir()
+        else set()
+    )

@@ -15,7 +15,15 @@ from dovetail_executors import rank as rank_module
 from dovetail_executors.rank import Rank, RankSettings
 from tests.runtime.demo import context
 
-SETTINGS = RankSettings(group="test", size=2, store="nowhere", num_blocks=None, threads=None, symmetric=True, step_timeout_s=1.0)
+SETTINGS = RankSettings(
+    group="test",
+    size=2,
+    store="nowhere",
+    num_blocks=None,
+    threads=None,
+    symmetric=True,
+    step_timeout_s=1.0,
+)
 
 
 class Part:
@@ -50,7 +58,9 @@ def test_cuda_graphs_go_before_the_group_is_closed(monkeypatch: pytest.MonkeyPat
     assert acts == ["stop", "close"]
 
 
-def test_kernels_that_wait_for_another_rank_are_released_before_anything_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_wait_for_another_rank_are_released_before_anything_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     acts: list[str] = []
     closing(monkeypatch, acts, lambda: "abort" in acts).close()
     assert acts == ["abort", "stop", "close"]

@@ -13,7 +13,9 @@ PROMPTS = [[5, 17, 200, 31, 8], [9, 12], [400, 3, 77]]
 CHAIN = [[5, 17, 20, 31, 8], [9], [4, 3, 7]]
 
 
-def results(executor: LocalExecutor | TensorExecutor, prompts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+def results(
+    executor: LocalExecutor | TensorExecutor, prompts: list[list[int]]
+) -> list[tuple[list[int], list[int]]]:
     """Return tokens and counts of three steps with drafts after the prompts."""
 
     def told(result: Result) -> tuple[list[int], list[int]]:
@@ -21,7 +23,13 @@ def results(executor: LocalExecutor | TensorExecutor, prompts: list[list[int]]) 
 
     try:
         first = told(executor.collect(executor.submit(prefill(executor.start(), prompts))))
-        return [first, *(told(executor.collect(executor.submit(check([[-1, -1]] * 3, step)))) for step in (1, 2, 3))]
+        return [
+            first,
+            *(
+                told(executor.collect(executor.submit(check([[-1, -1]] * 3, step))))
+                for step in (1, 2, 3)
+            ),
+        ]
     finally:
         executor.stop()
 
@@ -36,7 +44,12 @@ def test_ranks_draft_as_one_does(threads_as_ranks: None) -> None:
 def test_ranks_draft_with_their_shares_of_a_head_as_one_does(threads_as_ranks: None) -> None:
     """The head is always right, if all ranks read the same states, and the tokens after them."""
     with chained(glm4_moe(**CHAINED), mtp=True) as directory:
-        config = context(model=str(directory), max_drafts=3, draft_model=str(directory), draft_head="dovetail_models.mtp:Mtp")
+        config = context(
+            model=str(directory),
+            max_drafts=3,
+            draft_model=str(directory),
+            draft_head="dovetail_models.mtp:Mtp",
+        )
         alone = results(LocalExecutor(LocalOptions(device="cpu"), config), CHAIN)
         assert results(TensorExecutor(TensorOptions(device="cpu"), config), CHAIN) == alone
     assert [counts for _, counts in alone[1:]] == [[3, 3, 3]] * 3

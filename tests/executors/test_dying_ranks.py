@@ -19,7 +19,16 @@ import torch
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import DovetailError
-from tests.executors.ranks import LONG, SETTINGS, engine, generate, is_alive, nothing_left, processes_of_ranks, wait_until
+from tests.executors.ranks import (
+    LONG,
+    SETTINGS,
+    engine,
+    generate,
+    is_alive,
+    nothing_left,
+    processes_of_ranks,
+    wait_until,
+)
 from tests.support import FULL
 
 PROMPTS = [[5, 17, 200, 31], [9, 12]]
@@ -68,7 +77,10 @@ def test_a_rank_that_is_killed_amidst_steps_is_named_to_the_requests_that_wait()
             outputs |= {output.request_id: output for output in one.step()}
         assert time.monotonic() - killed < NOTICED_S + 1
         assert [outputs[name].outputs[0].finish_reason for name in ("0", "1")] == ["error", "error"]
-        assert str(one.core.dead) == f"executor tensor: rank 1 (cpu), process {pid}, was killed by SIGKILL"
+        assert (
+            str(one.core.dead)
+            == f"executor tensor: rank 1 (cpu), process {pid}, was killed by SIGKILL"
+        )
         with pytest.raises(DovetailError, match="was killed by SIGKILL"):
             one.core.executor.check()
 
@@ -102,7 +114,10 @@ def test_a_rank_that_is_stopped_is_named_long_before_its_step_is_too_slow() -> N
         [pid] = processes_of_ranks()
         os.kill(pid, signal.SIGSTOP)
         generate(one, PROMPTS)
-        assert str(one.core.dead) == f"executor tensor: rank 1 (cpu), process {pid}, had been stopped (SIGSTOP) for 5 s"
+        assert (
+            str(one.core.dead)
+            == f"executor tensor: rank 1 (cpu), process {pid}, had been stopped (SIGSTOP) for 5 s"
+        )
 
 
 @pytest.mark.full
@@ -122,7 +137,10 @@ def test_of_several_ranks_the_one_is_named_that_died_first() -> None:
 def test_a_rank_that_cannot_start_in_time_is_named() -> None:
     with (
         nothing_left(),
-        pytest.raises(DovetailError, match=r"not started after 0.2 s \(executor.start_timeout_s\): rank 1 \(cpu\), .* haven't loaded the model$"),
+        pytest.raises(
+            DovetailError,
+            match=r"not started after 0.2 s \(executor.start_timeout_s\): rank 1 \(cpu\), .* haven't loaded the model$",
+        ),
     ):
         engine(2, start_timeout_s=0.2)
 
@@ -147,7 +165,9 @@ def _work_until(killed: threading.Event, size: int) -> None:
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_no_rank_outlives_its_engines_process(signum: int) -> None:
     with _parent() as parent:
         pids = [int(pid) for pid in _line(parent).split()]
@@ -220,7 +240,13 @@ def _killing(chance: random.Random, after_s: float) -> Iterator[threading.Event]
 def _parent(code: str = PARENT) -> Iterator[subprocess.Popen[str]]:
     config = json.dumps({**SETTINGS, "executor": {"name": "tensor", "size": 2, "device": "cpu"}})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", code, config], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, config],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
     try:
         yield parent
     finally:
@@ -236,5 +262,7 @@ def _line(parent: subprocess.Popen[str]) -> str:
 
 
 def _ranks_of(pid: int) -> list[int]:
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
     return processes_of_ranks([int(child) for child in children])

@@ -23,11 +23,31 @@ from dovetail.errors import ConfigError, DovetailError
 from dovetail.testing.suites.footprint import Footprint
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.tensor import rank_devices
-from tests.executors.hosts import HERE, NOTICED_S, THERE, TOKEN, Agent, agent, environment, free_port
-from tests.executors.ranks import SETTINGS, children_of, engine, generate, is_alive, nothing_left, processes_of_ranks, wait_until
+from tests.executors.hosts import (
+    HERE,
+    NOTICED_S,
+    THERE,
+    TOKEN,
+    Agent,
+    agent,
+    environment,
+    free_port,
+)
+from tests.executors.ranks import (
+    SETTINGS,
+    children_of,
+    engine,
+    generate,
+    is_alive,
+    nothing_left,
+    processes_of_ranks,
+    wait_until,
+)
 
 PROMPTS = [[5, 17, 200, 31, 8, 90, 12], [9, 12], [400, 3, 77]]
-SEEDED = SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=6, ignore_eos=True, detokenize=False)
+SEEDED = SamplingParams(
+    temperature=1.0, seed=7, top_p=0.9, max_tokens=6, ignore_eos=True, detokenize=False
+)
 FOREVER = """
 import json, sys, time
 from dovetail import LLMEngine
@@ -85,22 +105,33 @@ def over_hosts(port: int, size: int = 2, **options: Any) -> LLMEngine:
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
-def test_two_hosts_generate_the_tokens_of_one_and_one_that_is_lost_is_named(other: Agent, port: int) -> None:
+def test_two_hosts_generate_the_tokens_of_one_and_one_that_is_lost_is_named(
+    other: Agent, port: int
+) -> None:
     expected = alone()
     before = Footprint.now()
     with over_hosts(port) as one:
         assert tokens(generate(one, PROMPTS, SEEDED)) == expected
         details = one.capacity.details
-        assert (details["ranks"], details["device"].count(f"{HERE}: "), details["device"].count(f"; {THERE}: ")) == ("2", 1, 1)
+        assert (
+            details["ranks"],
+            details["device"].count(f"{HERE}: "),
+            details["device"].count(f"; {THERE}: "),
+        ) == ("2", 1, 1)
         [rank] = other.ranks()
         other.process.kill()
         killed = time.monotonic()
-        assert failure(one) == f"executor tensor: host {THERE} was lost: its connection was closed (rank 1 (cpu of {THERE}))"
+        assert (
+            failure(one)
+            == f"executor tensor: host {THERE} was lost: its connection was closed (rank 1 (cpu of {THERE}))"
+        )
         assert time.monotonic() - killed < NOTICED_S
         with pytest.raises(DovetailError, match="was lost"):
             one.core.executor.check()
     wait_until(lambda: not is_alive(rank), "its rank is gone")
-    assert not [each for each in before.left_behind() if not each.startswith("open file pipe:")]  # torch keeps a pipe of its first group
+    assert not [
+        each for each in before.left_behind() if not each.startswith("open file pipe:")
+    ]  # torch keeps a pipe of its first group
 
 
 # What is refused before anything is started
@@ -110,24 +141,44 @@ def test_hosts_are_addresses_and_the_size_is_a_multiple_of_them() -> None:
     with pytest.raises(ValueError, match="'node-2' does not appear to be an IPv4 or IPv6 address"):
         TensorOptions(hosts=(HERE, "node-2"))
     assert TensorOptions(hosts=("::1", "FD00:0::2")).hosts == ("::1", "fd00::2")
-    for options in (TensorOptions(size=3, hosts=(HERE, THERE)), TensorOptions(size=4, hosts=(HERE, HERE))):
-        with pytest.raises(ConfigError, match=r"can't be dealt evenly to 2 different hosts \(executor.hosts: 127.0.0.1, "):
+    for options in (
+        TensorOptions(size=3, hosts=(HERE, THERE)),
+        TensorOptions(size=4, hosts=(HERE, HERE)),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=r"can't be dealt evenly to 2 different hosts \(executor.hosts: 127.0.0.1, ",
+        ):
             rank_devices(options)
 
 
 def test_without_a_token_nothing_is_started(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOVETAIL_RANKS_TOKEN", "short")
-    with nothing_left(), pytest.raises(ConfigError, match="DOVETAIL_RANKS_TOKEN: the same 16 or more characters"):
+    with (
+        nothing_left(),
+        pytest.raises(ConfigError, match="DOVETAIL_RANKS_TOKEN: the same 16 or more characters"),
+    ):
         over_hosts(port)
 
 
 def test_a_host_that_does_not_come_is_named(port: int) -> None:
-    with nothing_left(), pytest.raises(DovetailError, match=f"not started after 0.2 s .*: {THERE}, where `dovetail ranks` hasn't connected"):
+    with (
+        nothing_left(),
+        pytest.raises(
+            DovetailError,
+            match=f"not started after 0.2 s .*: {THERE}, where `dovetail ranks` hasn't connected",
+        ),
+    ):
         over_hosts(port, start_timeout_s=0.2)
 
 
 def test_an_address_of_another_machine_is_refused(port: int) -> None:
-    with nothing_left(), pytest.raises(DovetailError, match=r"executor.hosts: 192.0.2.1 isn't an address of this host"):
+    with (
+        nothing_left(),
+        pytest.raises(
+            DovetailError, match=r"executor.hosts: 192.0.2.1 isn't an address of this host"
+        ),
+    ):
         engine(2, hosts=("192.0.2.1", THERE), port=port)
 
 
@@ -143,7 +194,9 @@ def test_the_command_says_what_it_expects(arguments: tuple[str, ...], tmp_path: 
 
 
 @pytest.mark.full
-def test_an_agent_serves_one_engine_after_another_and_keeps_nothing_of_them(other: Agent, port: int) -> None:
+def test_an_agent_serves_one_engine_after_another_and_keeps_nothing_of_them(
+    other: Agent, port: int
+) -> None:
     expected, kept = alone(), set()
     for number in range(3):
         with nothing_left(), over_hosts(port, 4) as one:
@@ -165,14 +218,19 @@ def test_a_host_that_is_stopped_is_named(other: Agent, port: int) -> None:
         for pid in other.ranks():
             os.kill(pid, signal.SIGSTOP)
         stopped = time.monotonic()
-        assert failure(one) == f"executor tensor: host {THERE} was lost: nothing was heard from it for 4 s (rank 1 (cpu of {THERE}))"
+        assert (
+            failure(one)
+            == f"executor tensor: host {THERE} was lost: nothing was heard from it for 4 s (rank 1 (cpu of {THERE}))"
+        )
         assert time.monotonic() - stopped < NOTICED_S
         other.process.send_signal(signal.SIGCONT)
         wait_until(lambda: not other.ranks(), "its ranks are gone")
 
 
 @pytest.mark.full
-def test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check(other: Agent, port: int) -> None:
+def test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check(
+    other: Agent, port: int
+) -> None:
     with nothing_left(), over_hosts(port) as one:
         other.process.send_signal(signal.SIGSTOP)
         stopped = time.monotonic()
@@ -189,7 +247,9 @@ def test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check(other: Age
 
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_of_another_host_that_is_killed_is_named_and_the_host_continues(other: Agent, port: int, size: int) -> None:
+def test_a_rank_of_another_host_that_is_killed_is_named_and_the_host_continues(
+    other: Agent, port: int, size: int
+) -> None:
     with nothing_left(), over_hosts(port, size) as one:
         victim = other.ranks()[-1]
         os.kill(victim, signal.SIGKILL)
@@ -206,13 +266,17 @@ def test_a_rank_of_the_engines_host_that_is_killed_is_named(other: Agent, port: 
     with nothing_left(), over_hosts(port, 4) as one:
         [pid] = processes_of_ranks()
         os.kill(pid, signal.SIGKILL)
-        assert failure(one) == f"executor tensor: rank 1 (cpu), process {pid}, was killed by SIGKILL"
+        assert (
+            failure(one) == f"executor tensor: rank 1 (cpu), process {pid}, was killed by SIGKILL"
+        )
     wait_until(lambda: not other.ranks(), "the other host's ranks are gone")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5, 3.0, 5.0])
-def test_an_engine_that_is_killed_at_any_moment_leaves_nothing_on_the_other_host(other: Agent, port: int, after_s: float) -> None:
+def test_an_engine_that_is_killed_at_any_moment_leaves_nothing_on_the_other_host(
+    other: Agent, port: int, after_s: float
+) -> None:
     with _engine_process(port, 4) as process:
         other.wait_until_told("computing rank 2")
         pids = wait_until(other.ranks, "its ranks are there")
@@ -226,7 +290,9 @@ def test_an_engine_that_is_killed_at_any_moment_leaves_nothing_on_the_other_host
 
 @pytest.mark.full
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 3.0])
-def test_a_host_that_is_lost_while_it_starts_is_named(other: Agent, port: int, after_s: float) -> None:
+def test_a_host_that_is_lost_while_it_starts_is_named(
+    other: Agent, port: int, after_s: float
+) -> None:
     other.wait_until_told("waiting for an engine")
     with _engine_process(port, 4) as process:
         other.wait_until_told("computing rank 2")
@@ -240,7 +306,9 @@ def test_a_host_that_is_lost_while_it_starts_is_named(other: Agent, port: int, a
 
 @pytest.mark.full
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_agent_that_is_told_to_end_takes_its_ranks_with_it(other: Agent, port: int, signum: int) -> None:
+def test_an_agent_that_is_told_to_end_takes_its_ranks_with_it(
+    other: Agent, port: int, signum: int
+) -> None:
     with nothing_left(), over_hosts(port, 4) as one:
         pids = other.ranks()
         other.process.send_signal(signum)
@@ -251,9 +319,17 @@ def test_an_agent_that_is_told_to_end_takes_its_ranks_with_it(other: Agent, port
 
 @pytest.mark.full
 def test_an_agent_with_another_token_ends_and_the_engine_logs_it(tmp_path: Path, port: int) -> None:
-    with agent(tmp_path, f"{HERE}:{port}", "--address", THERE, token="one that is not the same") as one:
+    with agent(
+        tmp_path, f"{HERE}:{port}", "--address", THERE, token="one that is not the same"
+    ) as one:
         one.wait_until_told("waiting for an engine")
-        with nothing_left(), pytest.raises(DovetailError, match=f"refused: {THERE}: the other host has another DOVETAIL_RANKS_TOKEN"):
+        with (
+            nothing_left(),
+            pytest.raises(
+                DovetailError,
+                match=f"refused: {THERE}: the other host has another DOVETAIL_RANKS_TOKEN",
+            ),
+        ):
             over_hosts(port, start_timeout_s=6)
         assert one.process.wait(60) != 0
         assert "has another DOVETAIL_RANKS_TOKEN" in one.told()
@@ -271,11 +347,26 @@ def test_an_executor_that_is_never_closed_releases_the_other_hosts(other: Agent,
 
 
 @contextmanager
-def _engine_process(port: int, size: int, hosts: tuple[str, str] = (HERE, THERE), inside: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+def _engine_process(
+    port: int, size: int, hosts: tuple[str, str] = (HERE, THERE), inside: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """An engine that generates until it dies, which it tells on stdout."""
-    config = json.dumps({**SETTINGS, "executor": {"name": "tensor", "size": size, "device": "cpu", "hosts": hosts, "port": port}})
+    config = json.dumps(
+        {
+            **SETTINGS,
+            "executor": {
+                "name": "tensor",
+                "size": size,
+                "device": "cpu",
+                "hosts": hosts,
+                "port": port,
+            },
+        }
+    )
     command = [*inside, sys.executable, "-c", FOREVER, config]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )
     try:
         yield process
     finally:
@@ -296,13 +387,28 @@ def network() -> Iterator[tuple[str, str]]:
         try:
             for name in names:
                 _ip("netns", "add", name)
-            _ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+            _ip(
+                "link",
+                "add",
+                "cable",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                names[1],
+            )
             for number, name in enumerate(names, 1):
                 _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
                 for device in ("lo", "cable"):
                     _ip("-n", name, "link", "set", device, "up")
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces can't be made here (that takes root and `ip`): {error}")
+            pytest.skip(
+                f"network namespaces can't be made here (that takes root and `ip`): {error}"
+            )
         yield names
     finally:
         for name in names:
@@ -323,7 +429,9 @@ def _line(process: subprocess.Popen[str]) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("end", [0, 1], ids=["the engine's end", "the other end"])
-def test_a_host_whose_cable_is_pulled_is_named_and_everything_ends(network: tuple[str, str], tmp_path: Path, size: int, end: int) -> None:
+def test_a_host_whose_cable_is_pulled_is_named_and_everything_ends(
+    network: tuple[str, str], tmp_path: Path, size: int, end: int
+) -> None:
     expected = alone()
     first, second = [("ip", "netns", "exec", name) for name in network]
     with (
@@ -336,7 +444,10 @@ def test_a_host_whose_cable_is_pulled_is_named_and_everything_ends(network: tupl
         _ip("-n", network[end], "link", "set", "cable", "down")
         pulled = time.monotonic()
         named = ", ".join(f"rank {rank} (cpu of 10.77.0.2)" for rank in range(size // 2, size))
-        assert _line(process) == f"executor tensor: host 10.77.0.2 was lost: nothing was heard from it for 4 s ({named})"
+        assert (
+            _line(process)
+            == f"executor tensor: host 10.77.0.2 was lost: nothing was heard from it for 4 s ({named})"
+        )
         assert time.monotonic() - pulled < NOTICED_S
         assert _line(process) == "ended"
         assert process.wait(60) == 0
@@ -346,7 +457,9 @@ def test_a_host_whose_cable_is_pulled_is_named_and_everything_ends(network: tupl
 
 
 @pytest.mark.full
-def test_an_engine_that_is_killed_leaves_nothing_behind_the_cable(network: tuple[str, str], tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_leaves_nothing_behind_the_cable(
+    network: tuple[str, str], tmp_path: Path
+) -> None:
     first, second = [("ip", "netns", "exec", name) for name in network]
     with (
         agent(tmp_path, "10.77.0.1:29555", inside=second) as other,

@@ -58,7 +58,11 @@ def test_it_generates_what_transformers_does_with_steps_in_flight(
     started: tuple[LocalExecutor, Capacity], reference: Callable[[list[int], int], list[int]]
 ) -> None:
     local, capacity = started
-    handles = [local.submit(prefill(capacity, PROMPTS)), local.submit(decode(3, 1)), local.submit(decode(3, 2))]
+    handles = [
+        local.submit(prefill(capacity, PROMPTS)),
+        local.submit(decode(3, 1)),
+        local.submit(decode(3, 2)),
+    ]
     results = [local.collect(handle) for handle in handles]
     assert [result.step for result in results] == [0, 1, 2]
     for row, prompt in enumerate(PROMPTS):
@@ -120,7 +124,9 @@ def test_threads_are_set() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("options", [{"devise": "cpu"}, {"num_blocks": 0}, {"max_in_flight": 0}, {"threads": 0}])
+@pytest.mark.parametrize(
+    "options", [{"devise": "cpu"}, {"num_blocks": 0}, {"max_in_flight": 0}, {"threads": 0}]
+)
 def test_unknown_and_senseless_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         LocalOptions(**options)

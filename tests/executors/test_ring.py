@@ -40,7 +40,10 @@ def ring(readers: int, size: int, check: Callable[[], None] = lambda: None) -> I
         os.set_blocking(write, False)
     ends = Ends(
         RingWriter(memory, [write for _, write in pipes], check),
-        [RingReader(Ring(memory.fd, readers, size), index, read) for index, (read, _) in enumerate(pipes)],
+        [
+            RingReader(Ring(memory.fd, readers, size), index, read)
+            for index, (read, _) in enumerate(pipes)
+        ],
         [write for _, write in pipes],
     )
     try:
@@ -54,8 +57,13 @@ def ring(readers: int, size: int, check: Callable[[], None] = lambda: None) -> I
 def messages(count: int, longest: int) -> list[list[Words]]:
     """Each in one or more arrays."""
     chance = random.Random(3)
-    lens = [[chance.randrange(longest) for _ in range(chance.randrange(1, 4))] for _ in range(count)]
-    return [[np.array([chance.randrange(2**31) for _ in range(length)], np.int32) for length in each] for each in lens]
+    lens = [
+        [chance.randrange(longest) for _ in range(chance.randrange(1, 4))] for _ in range(count)
+    ]
+    return [
+        [np.array([chance.randrange(2**31) for _ in range(length)], np.int32) for length in each]
+        for each in lens
+    ]
 
 
 def all_of(reader: RingReader) -> list[list[int]]:
@@ -100,7 +108,10 @@ def test_a_writer_does_not_wait_forever_for_a_dead_reader() -> None:
     def check() -> None:
         raise TimeoutError("rank 1 is dead")
 
-    with ring(readers=2, size=64, check=check) as ends, pytest.raises(TimeoutError, match="rank 1 is dead"):
+    with (
+        ring(readers=2, size=64, check=check) as ends,
+        pytest.raises(TimeoutError, match="rank 1 is dead"),
+    ):
         ends.writer.send(Kind.STEP, [np.zeros(100, np.int32)])
 
 

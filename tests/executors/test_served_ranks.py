@@ -12,7 +12,14 @@ from tests.executors.ranks import children_of, processes_of_ranks
 from tests.server.test_processes import Server, begin, directory, start, until
 
 __all__ = ["directory", "start"]  # fixtures
-RANKS = ("--set", "executor.name=tensor", "--set", "executor.size=2", "--set", "executor.device=cpu")
+RANKS = (
+    "--set",
+    "executor.name=tensor",
+    "--set",
+    "executor.size=2",
+    "--set",
+    "executor.device=cpu",
+)
 
 
 def ranks_of(server: Server) -> list[int]:
@@ -21,7 +28,9 @@ def ranks_of(server: Server) -> list[int]:
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
-def test_a_server_that_is_asked_nothing_ends_when_a_rank_dies_and_says_which(start: Callable[..., Server]) -> None:
+def test_a_server_that_is_asked_nothing_ends_when_a_rank_dies_and_says_which(
+    start: Callable[..., Server],
+) -> None:
     server = start(*RANKS)
     assert server.line.startswith("dovetail serves demo on 2 ranks (2 × cpu")
     assert "; sums by gloo) at http" in server.line
@@ -42,7 +51,9 @@ def test_clients_get_the_name_of_the_dead_rank(start: Callable[..., Server]) -> 
     os.kill(rank, signal.SIGKILL)
     for stream in streams:
         assert stream.over.wait(60)
-        assert any(f"process {rank}, was killed by SIGKILL" in event for event in stream.events[-2:])
+        assert any(
+            f"process {rank}, was killed by SIGKILL" in event for event in stream.events[-2:]
+        )
     assert server.end() == 1
 
 

@@ -23,9 +23,26 @@ from tests.rounding import rounded, roundings_of_demo
 
 PROMPTS = [[5, 17, 200, 31, 8, 90, 12, 44, 7, 7, 301], [9, 12], [400, 3, 77], [9] * 40]
 SAMPLED = [
-    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2),
-    SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=8, ignore_eos=True, detokenize=False, n=2),
-    SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, logit_bias={11: 2.0}, max_tokens=8, ignore_eos=True, detokenize=False),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=8,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=3,
+        prompt_logprobs=2,
+    ),
+    SamplingParams(
+        temperature=1.0, seed=7, top_p=0.9, max_tokens=8, ignore_eos=True, detokenize=False, n=2
+    ),
+    SamplingParams(
+        temperature=0.7,
+        seed=9,
+        repetition_penalty=1.3,
+        logit_bias={11: 2.0},
+        max_tokens=8,
+        ignore_eos=True,
+        detokenize=False,
+    ),
 ]
 
 PROCESSES = pytest.mark.slow("starts ranks: processes that import torch")
@@ -50,7 +67,9 @@ def alone() -> Iterator[LLMEngine]:
 
 
 @pytest.mark.parametrize("params", SAMPLED, ids=["greedy", "seeded", "penalties"])
-def test_two_ranks_generate_the_tokens_of_one(two: LLMEngine, alone: LLMEngine, params: SamplingParams) -> None:
+def test_two_ranks_generate_the_tokens_of_one(
+    two: LLMEngine, alone: LLMEngine, params: SamplingParams
+) -> None:
     expected = generate(alone, PROMPTS, params)
     found = generate(two, PROMPTS, params)
     assert tokens(found) == tokens(expected)
@@ -59,7 +78,10 @@ def test_two_ranks_generate_the_tokens_of_one(two: LLMEngine, alone: LLMEngine, 
             assert (sample.logprobs is None) == (other.logprobs is None)
             for one, its in zip(sample.logprobs or (), other.logprobs or (), strict=True):
                 assert one.keys() == its.keys()
-                assert all(one[token].logprob == rounded(its[token].logprob, roundings_of_demo()) for token in one)
+                assert all(
+                    one[token].logprob == rounded(its[token].logprob, roundings_of_demo())
+                    for token in one
+                )
 
 
 def test_it_shows_its_ranks(two: LLMEngine) -> None:
@@ -90,13 +112,20 @@ def test_vllms_argument_means_the_same(other: LLM) -> None:
     assert other.engine.capacity.details["ranks"] == "2"
 
 
-def test_ranks_start_and_compute_where_the_program_gives_all_sockets_a_time_limit(other: LLM) -> None:
+def test_ranks_start_and_compute_where_the_program_gives_all_sockets_a_time_limit(
+    other: LLM,
+) -> None:
     assert socket.getdefaulttimeout() is not None
-    assert len(generate(other.engine, PROMPTS[:1], SAMPLED[0])[0].outputs[0].token_ids) == SAMPLED[0].max_tokens
+    assert (
+        len(generate(other.engine, PROMPTS[:1], SAMPLED[0])[0].outputs[0].token_ids)
+        == SAMPLED[0].max_tokens
+    )
 
 
 @PROCESSES
-def test_two_engines_are_in_one_process_at_once_and_one_outlives_the_other(two: LLMEngine, other: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_engines_are_in_one_process_at_once_and_one_outlives_the_other(
+    two: LLMEngine, other: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store in which the other's ranks meet outlasts their group: threads of torch's look into it until the group is closed."""
     expected = tokens(generate(two, PROMPTS[:2], SAMPLED[1]))
     assert len(processes_of_ranks()) == 2
@@ -124,13 +153,33 @@ def _stores() -> int:
 # What is refused
 
 
-@pytest.mark.parametrize("around", [ranks_as_threads, pytest.param(nothing_left, marks=PROCESSES)], ids=["threads", "processes"])
-def test_a_model_that_cannot_be_split_is_refused_with_the_numbers(around: Callable[[], AbstractContextManager[None]]) -> None:
-    with around(), pytest.raises(UnsupportedError, match=r"num_attention_heads \(8\) can't be split evenly over 3 ranks"):
+@pytest.mark.parametrize(
+    "around",
+    [ranks_as_threads, pytest.param(nothing_left, marks=PROCESSES)],
+    ids=["threads", "processes"],
+)
+def test_a_model_that_cannot_be_split_is_refused_with_the_numbers(
+    around: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with (
+        around(),
+        pytest.raises(
+            UnsupportedError, match=r"num_attention_heads \(8\) can't be split evenly over 3 ranks"
+        ),
+    ):
         engine(3)
 
 
-@pytest.mark.parametrize("options", [{"devices": (0,)}, {"devices": (0, 0)}, {"devices": (0, 1, 2)}, {"devices": (0, 1), "device": "cpu"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": (0,)},
+        {"devices": (0, 0)},
+        {"devices": (0, 1, 2)},
+        {"devices": (0, 1), "device": "cpu"},
+    ],
+    ids=str,
+)
 def test_devices_that_do_not_go_with_the_size_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises((ConfigError, DovetailError, ValueError), match="devices"):
         rank_devices(TensorOptions(**options))
@@ -139,5 +188,8 @@ def test_devices_that_do_not_go_with_the_size_are_refused(options: dict[str, Any
 def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UnsupportedError, match=r"executor.size: 2 ranks need as many CUDA devices, and torch .* sees 1"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"executor.size: 2 ranks need as many CUDA devices, and torch .* sees 1",
+    ):
         rank_devices(TensorOptions(size=2))

@@ -65,7 +65,9 @@ def test_what_is_sent_is_received() -> None:
         assert wire.receive() == (CONTROL, {"jobs": []})
         wire.send({"loaded": [1]})
         wire.beat([3, 4])
-        wait_until(lambda: host.has_said("loaded") and host.done() == [3, 4], "both have been heard")
+        wait_until(
+            lambda: host.has_said("loaded") and host.done() == [3, 4], "both have been heard"
+        )
         host.tell(allocate=7)
         assert wire.receive() == (CONTROL, {"allocate": 7})
         host.send_words(Kind.STEP, [])
@@ -76,22 +78,39 @@ def test_what_is_sent_is_received() -> None:
 
 @pytest.mark.parametrize(
     ("key", "hello", "why"),
-    [(b"another key for tests", HELLO, "has another DOVETAIL_RANKS_TOKEN"), (KEY, {**HELLO, "torch": "2.12"}, r"torch 2.1\d, .* must be the same")],
+    [
+        (b"another key for tests", HELLO, "has another DOVETAIL_RANKS_TOKEN"),
+        (KEY, {**HELLO, "torch": "2.12"}, r"torch 2.1\d, .* must be the same"),
+    ],
     ids=["token", "versions"],
 )
-def test_both_sides_are_told_why_a_host_is_refused(key: bytes, hello: dict[str, str], why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_both_sides_are_told_why_a_host_is_refused(
+    key: bytes, hello: dict[str, str], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with nothing_left(), reception(remote()) as (one, port):
         with pytest.raises(DovetailError, match=why):
             Wire(come(port), key, hello, accepting=False)
-        wait_until(lambda: one.refused() and caplog.messages, "the host is refused, and the log says so")
+        wait_until(
+            lambda: one.refused() and caplog.messages, "the host is refused, and the log says so"
+        )
         assert one.waits_for() == [THERE]
-        assert caplog.messages == [f"executor.hosts: {THERE} was refused: {one.refused()[0].removeprefix(f'{THERE}: ')}"]
+        assert caplog.messages == [
+            f"executor.hosts: {THERE} was refused: {one.refused()[0].removeprefix(f'{THERE}: ')}"
+        ]
 
 
 def test_nothing_is_unpickled_of_someone_who_does_not_know_the_token(tmp_path: Path) -> None:
     bomb = struct.pack("<i", CONTROL) + pickle.dumps({"hello": Bomb(tmp_path / "burst")})
     with nothing_left(), reception(remote()) as (one, port):
-        for said in (framed(bomb), framed(bomb[:200]), framed(b"#CHALLENGE#" + bomb[:60]), bomb * 4, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300, b""):
+        for said in (
+            framed(bomb),
+            framed(bomb[:200]),
+            framed(b"#CHALLENGE#" + bomb[:60]),
+            bomb * 4,
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff" * 300,
+            b"",
+        ):
             with come(port) as sock, suppress(OSError):  # it may be refused before it has said all
                 sock.sendall(said + framed(b"#WELCOME#") + framed(bomb))
                 sock.shutdown(socket.SHUT_WR)
@@ -175,5 +194,8 @@ def _listens(port: int) -> bool:
 def test_a_port_that_is_taken_is_named() -> None:
     with nothing_left(), socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(DovetailError, match=f"executor.hosts: {HERE}, port {port} can't be listened at: Address already in use"):
+        with pytest.raises(
+            DovetailError,
+            match=f"executor.hosts: {HERE}, port {port} can't be listened at: Address already in use",
+        ):
             Reception(HERE, port, [], KEY, HELLO)

@@ -13,8 +13,12 @@ from tests.registry.fakes import Site, components
 
 EMBEDDER = PoolingCapacity(("embed", "token_embed"), "mean", 6, generates=False)
 GENERATOR = PoolingCapacity(("embed", "token_embed"), "last", 6)
-SCORER = PoolingCapacity(("classify", "token_classify"), "cls", 6, ("relevant",), generates=False, indivisible=True)
-CLASSIFIER = PoolingCapacity(("classify", "token_classify"), "last", 6, ("bad", "fair", "good"), generates=False)
+SCORER = PoolingCapacity(
+    ("classify", "token_classify"), "cls", 6, ("relevant",), generates=False, indivisible=True
+)
+CLASSIFIER = PoolingCapacity(
+    ("classify", "token_classify"), "last", 6, ("bad", "fair", "good"), generates=False
+)
 EXECUTOR = 'kind="executor", name="fake", api="0.7", target="dovetail.testing:FakeExecutor", options="dovetail.testing:FakeExecutorOptions"'
 
 
@@ -26,9 +30,17 @@ def install(site: Site) -> None:
 def config(capacity: PoolingCapacity | None, **more: Any) -> dict[str, Any]:
     """The config of an engine that pools so, with the tokenizer of the demo model."""
     executor = {"name": "fake", "vocab_size": 1024, "num_blocks": 512, "pooling": capacity}
-    return {"model": "demo", "executor": executor, "max_num_seqs": 8, "max_num_batched_tokens": 64, **more}
+    return {
+        "model": "demo",
+        "executor": executor,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        **more,
+    }
 
 
-def expected(token_ids: Any, task: Any, capacity: PoolingCapacity, **fields: Any) -> NDArray[np.float32]:
+def expected(
+    token_ids: Any, task: Any, capacity: PoolingCapacity, **fields: Any
+) -> NDArray[np.float32]:
     """What the executor makes of a prompt."""
     return expected_pooled(list(token_ids), RowPooling(task, **fields), capacity)

@@ -29,7 +29,9 @@ PLAIN = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""  # as Llama 3's
 
-PRINTING = PLAIN.replace("message['content'] | trim", "message['content'] | string")  # a list comes out as Python prints it
+PRINTING = PLAIN.replace(
+    "message['content'] | trim", "message['content'] | string"
+)  # a list comes out as Python prints it
 
 READING_PARTS = """{%- for message in messages %}<{{ message.role }}>
     {%- if message.content is string %}{{ message.content }}
@@ -64,11 +66,20 @@ THOUGHTS = "{% for m in messages %}{% if m.reasoning_content is string %}({{ m.r
 
 USER: dict[str, Any] = {"role": "user", "content": "Hello"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "Good "}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "<of a city>", "parameters": {"type": "object"}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "<of a city>", "parameters": {"type": "object"}},
+}
 CALLING: dict[str, Any] = {
     "role": "assistant",
     "content": None,
-    "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+    "tool_calls": [
+        {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+        }
+    ],
 }
 ANSWER = {"role": "tool", "content": "12 °C", "tool_call_id": "call00001"}
 
@@ -78,7 +89,9 @@ def parts(*texts: str) -> list[dict[str, str]]:
 
 
 def tokenizer(template: str | dict[str, str] | None) -> Tokenizer:
-    return TransformersTokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=template))
+    return TransformersTokenizer(
+        transformers.ByT5Tokenizer(bos_token="<s>", chat_template=template)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +119,37 @@ _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _turns = st.lists(st.tuples(_texts, _texts), min_size=1, max_size=3)
 
 
-@given(template=st.sampled_from([PLAIN, TOOLS, STRICT, READING_PARTS, THOUGHTS]), turns=_turns, begin=st.booleans(), data=st.data())
+@given(
+    template=st.sampled_from([PLAIN, TOOLS, STRICT, READING_PARTS, THOUGHTS]),
+    turns=_turns,
+    begin=st.booleans(),
+    data=st.data(),
+)
 @examples(quick=30, full=500)
-def test_a_conversation_becomes_what_transformers_makes_of_it(template: str, turns: Any, begin: bool, data: Any, fronts: Any) -> None:
+def test_a_conversation_becomes_what_transformers_makes_of_it(
+    template: str, turns: Any, begin: bool, data: Any, fronts: Any
+) -> None:
     ours = tokenizer(template)
-    messages = [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
-    if continues := data.draw(st.booleans()) and messages[-1]["content"].strip() != "" and template is not THOUGHTS:
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    if (
+        continues := data.draw(st.booleans())
+        and messages[-1]["content"].strip() != ""
+        and template is not THOUGHTS
+    ):
         begin = False
     front = fronts.setdefault(template, ChatFrontEnd(ours, Limits()))
-    prompt = front.prompt(messages, ChatOptions(add_generation_prompt=begin, continue_final_message=continues))
+    prompt = front.prompt(
+        messages, ChatOptions(add_generation_prompt=begin, continue_final_message=continues)
+    )
     how: dict[str, Any] = {"add_generation_prompt": begin, "continue_final_message": continues}
     assert prompt.text == ours.own.apply_chat_template(messages, tokenize=False, **how)
-    assert list(prompt.token_ids) == ours.own.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
+    assert list(prompt.token_ids) == ours.own.apply_chat_template(
+        messages, tokenize=True, return_dict=False, **how
+    )
 
 
 def test_what_templates_call_is_there_as_in_transformers(rendered: Any) -> None:
@@ -133,31 +165,51 @@ def test_what_templates_call_is_there_as_in_transformers(rendered: Any) -> None:
 
 
 @pytest.mark.parametrize("template", [PLAIN, PRINTING, STRICT, TOOLS])
-def test_text_parts_are_their_text_where_a_template_knows_no_parts(rendered: Any, template: str) -> None:
-    assert rendered(template, [{"role": "user", "content": parts("one", "two")}]) == rendered(template, [{"role": "user", "content": "one\ntwo"}])
+def test_text_parts_are_their_text_where_a_template_knows_no_parts(
+    rendered: Any, template: str
+) -> None:
+    assert rendered(template, [{"role": "user", "content": parts("one", "two")}]) == rendered(
+        template, [{"role": "user", "content": "one\ntwo"}]
+    )
 
 
 def test_a_template_that_reads_parts_joins_them_itself(rendered: Any) -> None:
-    assert rendered(READING_PARTS, [{"role": "user", "content": parts("one", "two")}]) == "<user>[one][two]\n"
+    assert (
+        rendered(READING_PARTS, [{"role": "user", "content": parts("one", "two")}])
+        == "<user>[one][two]\n"
+    )
     assert rendered(READING_PARTS, [USER]) == "<user>Hello\n"
 
 
 def test_a_template_that_reads_parts_alone_is_given_parts(rendered: Any) -> None:
-    assert rendered(ONLY_PARTS, [USER, {"role": "assistant", "content": parts("one", "two")}]) == "<user>Hello;\n<assistant>one;two;\n"
+    assert (
+        rendered(ONLY_PARTS, [USER, {"role": "assistant", "content": parts("one", "two")}])
+        == "<user>Hello;\n<assistant>one;two;\n"
+    )
 
 
 def test_a_template_that_reads_parts_of_one_role_gets_the_text_of_others(rendered: Any) -> None:
     template = "{{ messages[0].content }}{% for part in messages[1].content %}({{ part.text }}){% endfor %}"
-    conversation = [{"role": "system", "content": parts("one", "two")}, {"role": "user", "content": parts("three", "four")}]
+    conversation = [
+        {"role": "system", "content": parts("one", "two")},
+        {"role": "user", "content": parts("three", "four")},
+    ]
     assert (
-        rendered("{% if messages | length == 1 %}{% set messages = ['', messages[0]] %}{% endif %}" + template, conversation)
+        rendered(
+            "{% if messages | length == 1 %}{% set messages = ['', messages[0]] %}{% endif %}"
+            + template,
+            conversation,
+        )
         == "one\ntwo(three)(four)"
     )
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video", None, 5])
 def test_parts_of_another_type_are_refused_by_name(rendered: Any, kind: Any) -> None:
-    with pytest.raises(RequestError, match=rf"messages\[1\].content\[1\] is of type '?{kind}'?; only parts of type 'text'"):
+    with pytest.raises(
+        RequestError,
+        match=rf"messages\[1\].content\[1\] is of type '?{kind}'?; only parts of type 'text'",
+    ):
         rendered(PLAIN, [USER, {"role": "user", "content": [*parts("see"), {"type": kind}]}])
 
 
@@ -171,21 +223,37 @@ def test_thoughts_are_read_under_any_of_their_names(rendered: Any) -> None:
 
 def test_tools_and_calls_are_rendered(rendered: Any) -> None:
     for arguments in ('{"city": "Paris"}', {"city": "Paris"}):
-        call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+        call = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}],
+        }
         first, *others = rendered(TOOLS, [USER, call, ANSWER], tools=[WEATHER]).splitlines()
         assert json.loads(first) == WEATHER
-        assert others == ["<user>Hello", '<assistant>{"name": "weather", "arguments": {"city": "Paris"}}', "<tool>12 °C"]
+        assert others == [
+            "<user>Hello",
+            '<assistant>{"name": "weather", "arguments": {"city": "Paris"}}',
+            "<tool>12 °C",
+        ]
 
 
 def test_a_template_that_wants_arguments_as_text_gets_them(rendered: Any) -> None:
     for arguments in ('{"city": "Paris"}', {"city": "Paris"}):
-        call = {**CALLING, "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
-        assert rendered(CALLS_OF_TEXT, [USER, call]) == '<user>Hello\n<call>weather {"city": "Paris"}\n'
+        call = {
+            **CALLING,
+            "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}],
+        }
+        assert (
+            rendered(CALLS_OF_TEXT, [USER, call])
+            == '<user>Hello\n<call>weather {"city": "Paris"}\n'
+        )
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", "5", "no JSON", "[" * 9999])
 def test_arguments_that_are_no_json_object_are_replayed(rendered: Any, arguments: str) -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}],
+    }
     shown = json.dumps({"INVALID_JSON": arguments})
     assert f'"arguments": {shown}}}' in rendered(TOOLS, [USER, call, ANSWER])
     assert f"<call>weather {shown}\n" in rendered(CALLS_OF_TEXT, [USER, call])
@@ -193,14 +261,22 @@ def test_arguments_that_are_no_json_object_are_replayed(rendered: Any, arguments
 
 def test_an_empty_list_of_calls_is_none(rendered: Any) -> None:
     for content in ({"content": None}, {}, {"content": ""}):
-        assert rendered(TOOLS, [USER, {"role": "assistant", **content, "tool_calls": []}]) == rendered(TOOLS, [USER, {**ASSISTANT, "content": ""}])
+        assert rendered(
+            TOOLS, [USER, {"role": "assistant", **content, "tool_calls": []}]
+        ) == rendered(TOOLS, [USER, {**ASSISTANT, "content": ""}])
     seen = "{% for message in messages %}{{ message.content }}{{ message.tool_calls is defined }}{% endfor %}"
     assert rendered(seen, [USER, {**ASSISTANT, "tool_calls": []}]).count("True") == 0
 
 
 def test_a_call_without_arguments_has_an_empty_mapping(rendered: Any) -> None:
-    for function in ({"name": "now"}, {"name": "now", "arguments": ""}, {"name": "now", "arguments": None}):
-        assert '"arguments": {}}' in rendered(TOOLS, [USER, {"role": "assistant", "tool_calls": [{"function": function}]}])
+    for function in (
+        {"name": "now"},
+        {"name": "now", "arguments": ""},
+        {"name": "now", "arguments": None},
+    ):
+        assert '"arguments": {}}' in rendered(
+            TOOLS, [USER, {"role": "assistant", "tool_calls": [{"function": function}]}]
+        )
 
 
 def test_what_a_template_would_ignore_is_refused(rendered: Any) -> None:
@@ -208,14 +284,22 @@ def test_what_a_template_would_ignore_is_refused(rendered: Any) -> None:
         rendered(PLAIN, [USER], tools=[WEATHER])
     with pytest.raises(RequestError, match="doesn't look at 'enable_thinking' and 'x'"):
         rendered(PLAIN, [USER], chat_template_kwargs={"enable_thinking": False, "x": 1})
-    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls: the chat template leaves out the call of 'weather'"):
+    with pytest.raises(
+        RequestError,
+        match=r"messages\[1\].tool_calls: the chat template leaves out the call of 'weather'",
+    ):
         rendered("{% for m in messages %}{{ m.content }}{% endfor %}", [USER, CALLING])
 
 
 def test_variables_reach_the_template(rendered: Any) -> None:
-    assert rendered(TOOLS, [USER], chat_template_kwargs={"enable_thinking": False}) == "<user>Hello\n<no thoughts>"
+    assert (
+        rendered(TOOLS, [USER], chat_template_kwargs={"enable_thinking": False})
+        == "<user>Hello\n<no thoughts>"
+    )
     assert rendered("{{ context }}", [USER], chat_template_kwargs={"context": 1}) == "1"
-    assert rendered(TOOLS, [USER], chat_template_kwargs={"enable_thinking": True}) == rendered(TOOLS, [USER])
+    assert rendered(TOOLS, [USER], chat_template_kwargs={"enable_thinking": True}) == rendered(
+        TOOLS, [USER]
+    )
 
 
 # The end of a prompt
@@ -224,9 +308,19 @@ def test_variables_reach_the_template(rendered: Any) -> None:
 def test_the_prompt_ends_as_asked(rendered: Any) -> None:
     assert rendered(PLAIN, [USER]) == "<s><user>Hello\n<assistant>"
     assert rendered(PLAIN, [USER], add_generation_prompt=False) == "<s><user>Hello\n"
-    assert rendered(PLAIN, [USER, ASSISTANT], continue_final_message=True) == "<s><user>Hello\n<assistant>Good"  # this template strips
-    assert rendered(STRICT, [USER, ASSISTANT], continue_final_message=True) == "[user]Hello[assistant]Good "
-    assert rendered(PRINTING, [USER, {"role": "assistant", "content": parts("a", "b")}], continue_final_message=True).endswith("<assistant>a\nb")
+    assert (
+        rendered(PLAIN, [USER, ASSISTANT], continue_final_message=True)
+        == "<s><user>Hello\n<assistant>Good"
+    )  # this template strips
+    assert (
+        rendered(STRICT, [USER, ASSISTANT], continue_final_message=True)
+        == "[user]Hello[assistant]Good "
+    )
+    assert rendered(
+        PRINTING,
+        [USER, {"role": "assistant", "content": parts("a", "b")}],
+        continue_final_message=True,
+    ).endswith("<assistant>a\nb")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +330,9 @@ def test_the_prompt_ends_as_asked(rendered: Any) -> None:
         ("{{ messages[0].content }}", ASSISTANT, "leaves out the last message"),
     ],
 )
-def test_a_last_message_that_cannot_be_continued_is_refused(rendered: Any, template: str, last: Any, said: str) -> None:
+def test_a_last_message_that_cannot_be_continued_is_refused(
+    rendered: Any, template: str, last: Any, said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         rendered(template, [USER, last], continue_final_message=True)
 
@@ -252,7 +348,10 @@ def test_a_given_template_goes_before_the_models_own() -> None:
 
 
 def test_of_several_templates_one_is_chosen_by_name_or_for_tools() -> None:
-    front = ChatFrontEnd(tokenizer({"default": PLAIN, "tool_use": TOOLS, "short": "{{ messages[0].content }}"}), Limits())
+    front = ChatFrontEnd(
+        tokenizer({"default": PLAIN, "tool_use": TOOLS, "short": "{{ messages[0].content }}"}),
+        Limits(),
+    )
     assert front.render([USER]) == "<s><user>Hello\n<assistant>"
     assert front.render([USER], ChatOptions(tools=[WEATHER])).startswith('{"type"')
     assert front.render([USER], ChatOptions(chat_template="short")) == "Hello"
@@ -264,12 +363,25 @@ def test_of_several_templates_one_is_chosen_by_name_or_for_tools() -> None:
     [
         (PLAIN, "{{ '\ud800' }}", "the chat_template fails|half a surrogate pair"),
         pytest.param(
-            *(PLAIN, "{{ raise_exception('no' * 10**7) }}", "refuses this conversation: (no){150}$"), marks=pytest.mark.slow("sends a large text")
+            *(
+                PLAIN,
+                "{{ raise_exception('no' * 10**7) }}",
+                "refuses this conversation: (no){150}$",
+            ),
+            marks=pytest.mark.slow("sends a large text"),
         ),
         (PLAIN, "{{ " + "x" * 9000 + "() }}", "^.{,600}$"),
         (PLAIN, "{% " + "x" * 9000 + " %}", "^.{,600}$"),
-        (None, None, r"no chat template: it completes text; use generate\(\), or give a chat_template"),
-        ({"a": PLAIN, "b": PLAIN}, None, "several chat templates and none is the default: give chat_template one of a, b"),
+        (
+            None,
+            None,
+            r"no chat template: it completes text; use generate\(\), or give a chat_template",
+        ),
+        (
+            {"a": PLAIN, "b": PLAIN},
+            None,
+            "several chat templates and none is the default: give chat_template one of a, b",
+        ),
         ({"a": PLAIN, "b": PLAIN}, "c", "or one of a, b, got 'c'"),
         (PLAIN, "templates/mine.jinja", "got 'templates/mine.jinja', which reads no message"),
         (PLAIN, "", "which reads no message"),
@@ -297,7 +409,10 @@ def test_a_template_that_cannot_be_used_is_refused(own: Any, given: Any, said: s
         ([], "a conversation must be a list of messages, one or more, got []"),
         ("hello", "a conversation must be a list of messages"),
         ([USER, "hello"], "messages[1]: a message must be a mapping"),
-        ([{"content": "x"}], "messages[0].role must be one of system, developer, user, assistant, tool, function, got None"),
+        (
+            [{"content": "x"}],
+            "messages[0].role must be one of system, developer, user, assistant, tool, function, got None",
+        ),
         ([{**USER, "role": 5}], "messages[0].role must be one of"),
         ([{**USER, "role": ""}], "messages[0].role must be one of"),
         (
@@ -309,21 +424,35 @@ def test_a_template_that_cannot_be_used_is_refused(own: Any, given: Any, said: s
         ([{"role": "assistant", "content": None}], "messages[0]: it needs a content"),
         ([{**USER, "content": None, "tool_calls": []}], "messages[0]: it needs a content"),
         ([{**USER, "content": 5}], "messages[0].content must be text, or a list of parts, got 5"),
-        ([{**USER, "content": {"text": "x"}}], "messages[0].content must be text, or a list of parts"),
+        (
+            [{**USER, "content": {"text": "x"}}],
+            "messages[0].content must be text, or a list of parts",
+        ),
         ([{**USER, "content": b"x"}], "messages[0].content must be text, or a list of parts"),
         ([{**USER, "content": []}], "messages[0].content must be text, or a list of parts, got []"),
         ([{**USER, "content": ["x"]}], "messages[0].content[0] must be a mapping like"),
-        ([{**USER, "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text must be a string, got 5"),
+        (
+            [{**USER, "content": [{"type": "text", "text": 5}]}],
+            "messages[0].content[0].text must be a string, got 5",
+        ),
         ([{**CALLING, "tool_calls": "x"}], "messages[0].tool_calls must be a list"),
         ([{**CALLING, "tool_calls": [5]}], "messages[0].tool_calls[0] must be like"),
-        ([{**CALLING, "tool_calls": [{"function": {"arguments": {}}}]}], "messages[0].tool_calls[0] must be like"),
-        ([{**CALLING, "tool_calls": [{"function": {"name": "x", "arguments": []}}]}], "must be a mapping, or the JSON text of one, got []"),
+        (
+            [{**CALLING, "tool_calls": [{"function": {"arguments": {}}}]}],
+            "messages[0].tool_calls[0] must be like",
+        ),
+        (
+            [{**CALLING, "tool_calls": [{"function": {"name": "x", "arguments": []}}]}],
+            "must be a mapping, or the JSON text of one, got []",
+        ),
         ([{**USER, "name": {1, 2}}], "must be plain JSON values"),
         ([USER, {**USER, "content": "x"}], "refuses this conversation: Roles must take turns"),
         ([{**USER, "content": "\ud800"}], "half a surrogate pair"),
     ],
 )
-def test_a_wrong_message_is_refused_by_its_place(fronts: dict[str, ChatFrontEnd], messages: Any, said: str) -> None:
+def test_a_wrong_message_is_refused_by_its_place(
+    fronts: dict[str, ChatFrontEnd], messages: Any, said: str
+) -> None:
     front = fronts.setdefault(STRICT, ChatFrontEnd(tokenizer(STRICT), Limits()))
     with pytest.raises(RequestError) as caught:
         front.prompt(messages)
@@ -333,23 +462,71 @@ def test_a_wrong_message_is_refused_by_its_place(fronts: dict[str, ChatFrontEnd]
 
 def test_a_models_template_that_fails_says_where_without_jinjas_words() -> None:
     front = ChatFrontEnd(tokenizer("{{ messages[0].content.nothing.more }}"), Limits())
-    with pytest.raises(RequestError, match=r"at its line 1, .*; something there is missing, or of another type than it expects$"):
+    with pytest.raises(
+        RequestError,
+        match=r"at its line 1, .*; something there is missing, or of another type than it expects$",
+    ):
         front.render([USER])
     front.close()
 
 
-_keys = st.sampled_from(["role", "content", "tool_calls", "function", "name", "arguments", "type", "text", "reasoning", "x"])
-_leaves = st.sampled_from([None, True, 5, 0.5, "", "user", "assistant", "system", "tool", "text", "{}", '{"a": 1}', "\ud800", b"x", object(), {1}])
-_anything = st.recursive(_leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=5), max_leaves=20)
+_keys = st.sampled_from(
+    [
+        "role",
+        "content",
+        "tool_calls",
+        "function",
+        "name",
+        "arguments",
+        "type",
+        "text",
+        "reasoning",
+        "x",
+    ]
+)
+_leaves = st.sampled_from(
+    [
+        None,
+        True,
+        5,
+        0.5,
+        "",
+        "user",
+        "assistant",
+        "system",
+        "tool",
+        "text",
+        "{}",
+        '{"a": 1}',
+        "\ud800",
+        b"x",
+        object(),
+        {1},
+    ]
+)
+_anything = st.recursive(
+    _leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=5),
+    max_leaves=20,
+)
 _nearly_messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"])}, optional={"content": _anything, "tool_calls": _anything}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool"])},
+        optional={"content": _anything, "tool_calls": _anything},
+    ),
     max_size=3,
 )
 
 
-@given(messages=_anything | _nearly_messages, template=st.sampled_from([STRICT, TOOLS, READING_PARTS, CALLS_OF_TEXT]), kwargs=st.none() | _anything)
+@given(
+    messages=_anything | _nearly_messages,
+    template=st.sampled_from([STRICT, TOOLS, READING_PARTS, CALLS_OF_TEXT]),
+    kwargs=st.none() | _anything,
+)
 @examples(quick=60, full=2000)
-def test_whatever_is_given_is_a_prompt_or_a_request_error(fronts: dict[str, ChatFrontEnd], messages: Any, template: str, kwargs: Any) -> None:
+def test_whatever_is_given_is_a_prompt_or_a_request_error(
+    fronts: dict[str, ChatFrontEnd], messages: Any, template: str, kwargs: Any
+) -> None:
     front = fronts.setdefault(template, ChatFrontEnd(tokenizer(template), Limits()))
     with contextlib.suppress(RequestError):
         assert front.prompt(messages, ChatOptions(chat_template_kwargs=kwargs)).text is not None
@@ -359,12 +536,18 @@ def test_whatever_is_given_is_a_prompt_or_a_request_error(fronts: dict[str, Chat
     ("options", "said"),
     [
         ({"continue_final_message": True, "add_generation_prompt": True}, "contradict each other"),
-        ({"continue_final_message": "content"}, "continue_final_message must be True or False, got 'content'"),
+        (
+            {"continue_final_message": "content"},
+            "continue_final_message must be True or False, got 'content'",
+        ),
         ({"add_generation_prompt": 1}, "add_generation_prompt must be True or False, got 1"),
         ({"chat_template": 5}, "chat_template must be the text of a Jinja template, got 5"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a mapping"),
         ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a mapping"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: tools is an argument of its own"),
+        (
+            {"chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs: tools is an argument of its own",
+        ),
         ({"tools": {"name": "x"}}, "tools must be a list"),
         ({"tools": [5]}, r"tools\[0\] must be like"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\] must be like"),
@@ -389,7 +572,11 @@ def test_a_conversation_that_is_too_long_is_refused_before_it_is_rendered() -> N
     text = "a" * (2 * length * ours.longest_token)
     with pytest.raises(RequestError, match="it was rendered"):
         front.render([{"role": "user", "content": text[:-100]}])
-    for message in ({"content": text}, {"content": [{"type": "text", "text": text[:700]}] * 4}, {"content": "a", "reasoning": text}):
+    for message in (
+        {"content": text},
+        {"content": [{"type": "text", "text": text[:700]}] * 4},
+        {"content": "a", "reasoning": text},
+    ):
         with pytest.raises(RequestError, match=r"limits.max_prompt_chars"):
             front.render([{"role": "user", **message}])
     front.close()
@@ -398,8 +585,14 @@ def test_a_conversation_that_is_too_long_is_refused_before_it_is_rendered() -> N
 def test_a_template_that_makes_too_long_a_text_is_refused() -> None:
     front = ChatFrontEnd(tokenizer(PLAIN), Limits(max_prompt_chars=1000), 10_000)
     assert len(front.render([{"role": "user", "content": "a" * 900}])) > 900
-    with pytest.raises(RequestError, match=r"^the prompt has 3000 characters: at most 1000 are tokenized \(limits.max_prompt_chars\)$"):
-        front.render([{"role": "user", "content": "a"}], ChatOptions(chat_template="{{ messages[0].content * 3000 }}"))
+    with pytest.raises(
+        RequestError,
+        match=r"^the prompt has 3000 characters: at most 1000 are tokenized \(limits.max_prompt_chars\)$",
+    ):
+        front.render(
+            [{"role": "user", "content": "a"}],
+            ChatOptions(chat_template="{{ messages[0].content * 3000 }}"),
+        )
     front.close()
 
 

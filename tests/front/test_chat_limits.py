@@ -56,7 +56,10 @@ def loops(depth: int, body: str = "") -> str:
     ],
 )
 def test_a_template_that_never_ends_is_refused(hurried: TemplateRenderer, text: str) -> None:
-    with pytest.raises(RequestError, match=r"the chat_template takes longer than 0.25 s for this conversation \(limits.max_template_s\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"the chat_template takes longer than 0.25 s for this conversation \(limits.max_template_s\)",
+    ):
         hurried.render(ChatTemplate(text, given=True), {})
 
 
@@ -79,31 +82,56 @@ def test_a_template_that_never_ends_is_refused(hurried: TemplateRenderer, text: 
     ],
 )
 def test_a_template_that_fills_the_memory_is_refused(renderer: TemplateRenderer, text: str) -> None:
-    with pytest.raises(RequestError, match=r"takes more than 268,435,456 bytes of memory for this conversation \(limits.max_template_bytes\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"takes more than 268,435,456 bytes of memory for this conversation \(limits.max_template_bytes\)",
+    ):
         renderer.render(ChatTemplate(text), {})
 
 
-@pytest.mark.parametrize("text", [loops(2, "ab" * 40), "{{ 'x' * 1000001 }}", "{{ range(100000) | list }}{{ range(100000) | list }}"])
-def test_a_template_that_writes_without_end_is_refused(renderer: TemplateRenderer, text: str) -> None:
-    with pytest.raises(RequestError, match=r"makes more than 1,000,000 characters of this conversation \(limits.max_chat_chars\)"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        loops(2, "ab" * 40),
+        "{{ 'x' * 1000001 }}",
+        "{{ range(100000) | list }}{{ range(100000) | list }}",
+    ],
+)
+def test_a_template_that_writes_without_end_is_refused(
+    renderer: TemplateRenderer, text: str
+) -> None:
+    with pytest.raises(
+        RequestError,
+        match=r"makes more than 1,000,000 characters of this conversation \(limits.max_chat_chars\)",
+    ):
         renderer.render(ChatTemplate(text), {})
 
 
 @pytest.mark.parametrize(
     ("text", "variables", "said"),
     [
-        ("x" * 10_000_000, {}, r"at most 100,000 characters \(limits.max_template_chars\), got 10,000,000"),
+        (
+            "x" * 10_000_000,
+            {},
+            r"at most 100,000 characters \(limits.max_template_chars\), got 10,000,000",
+        ),
         ("{% if a %}" * 10_000 + "{% endif %}" * 10_000, {}, "limits.max_template_chars"),
         ("{% if a %}" * 4_000 + "{% endif %}" * 4_000, {}, "is nested too deeply"),
         ("{{ " + "(" * 9_000, {}, "is nested too deeply"),
         ("{{ " + "1+" * 9_000 + "1 }}", {}, "is nested too deeply"),
-        ("{{ a }}", {"a": "x" * 1_000_001}, r"a conversation must have at most 1,000,000 characters \(limits.max_chat_chars\), got 1,000,"),
+        (
+            "{{ a }}",
+            {"a": "x" * 1_000_001},
+            r"a conversation must have at most 1,000,000 characters \(limits.max_chat_chars\), got 1,000,",
+        ),
         ("{{ range(10 ** 9) | list }}", {}, "fails on this conversation"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {}, "fails on this conversation"),
     ],
     ids=range(8),
 )
-def test_what_is_too_large_or_too_deep_is_refused(renderer: TemplateRenderer, text: str, variables: dict[str, Any], said: str) -> None:
+def test_what_is_too_large_or_too_deep_is_refused(
+    renderer: TemplateRenderer, text: str, variables: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         renderer.render(ChatTemplate(text), variables)
 
@@ -118,7 +146,15 @@ def test_what_is_nested_too_deeply_for_json_is_refused(renderer: TemplateRendere
         renderer.render(HELLO, {"name": object()})
 
 
-@pytest.mark.parametrize("text", ["{{ ''.__class__ }}", "{{ [].append(1) }}", "{{ namespace(__init__=1) }}", "{{ x.__init__.__globals__ }}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__ }}",
+        "{{ [].append(1) }}",
+        "{{ namespace(__init__=1) }}",
+        "{{ x.__init__.__globals__ }}",
+    ],
+)
 def test_python_is_out_of_reach(renderer: TemplateRenderer, text: str) -> None:
     with contextlib.suppress(RequestError):
         assert renderer.render(ChatTemplate(text), {"x": {}}) == ""
@@ -146,19 +182,27 @@ def test_a_process_that_is_stopped_is_replaced() -> None:
     renderer.close()
 
 
-def test_many_threads_each_get_their_own_text(renderer: TemplateRenderer, hurried: TemplateRenderer) -> None:
+def test_many_threads_each_get_their_own_text(
+    renderer: TemplateRenderer, hurried: TemplateRenderer
+) -> None:
     """While others give templates that never end."""
     never = ChatTemplate(loops(3), given=True)
     with ThreadPoolExecutor(10) as threads:
         stuck = [threads.submit(hurried.render, never, {}) for _ in range(2)]
         names = [str(i) * (i % 50) for i in range(300)]
-        assert list(threads.map(lambda name: renderer.render(HELLO, {"name": name}), names)) == [f"Hello {name}!" for name in names]
+        assert list(threads.map(lambda name: renderer.render(HELLO, {"name": name}), names)) == [
+            f"Hello {name}!" for name in names
+        ]
         assert all(isinstance(future.exception(), RequestError) for future in stuck)
     assert 1 <= len(processes_of(renderer)) <= 4
 
 
-def test_templates_that_came_with_requests_do_not_keep_the_models_own_waiting(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer._given, "_free", threading.Semaphore(0))  # all of theirs are at work
+def test_templates_that_came_with_requests_do_not_keep_the_models_own_waiting(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        renderer._given, "_free", threading.Semaphore(0)
+    )  # all of theirs are at work
     assert renderer.render(HELLO, {"name": "you"}) == "Hello you!"
 
 
@@ -202,7 +246,10 @@ renderer.render({HELLO!r}, {{}})
 print(renderer._own._idle[0]._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    code = "from dovetail.limits import Limits\nfrom dovetail.front.chat_rendering import ChatTemplate\n" + code
+    code = (
+        "from dovetail.limits import Limits\nfrom dovetail.front.chat_rendering import ChatTemplate\n"
+        + code
+    )
     parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert parent.returncode == -signal.SIGKILL
     while is_running(int(parent.stdout)):
@@ -218,7 +265,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_fork_starts_processes_of_its_own(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_starts_processes_of_its_own(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     renderer.render(HELLO, {})
     before = processes_of(renderer)
     kept = list(renderer._own._idle)
@@ -246,7 +295,9 @@ def test_an_interrupt_ends_the_process_so_that_no_answer_is_mistaken_for_another
     assert renderer.render(HELLO, {"name": "you"}) == "Hello you!"
 
 
-def test_no_environment_variable_of_the_engine_reaches_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_environment_variable_of_the_engine_reaches_a_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     renderer = TemplateRenderer(LIMITS)
     renderer.render(HELLO, {})
@@ -258,19 +309,28 @@ def test_no_environment_variable_of_the_engine_reaches_a_template(monkeypatch: p
 
 def test_without_jinja_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.front.chat_rendering.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"chat templates need Jinja; install with: pip install"):
+    with pytest.raises(
+        MissingExtraError, match=r"chat templates need Jinja; install with: pip install"
+    ):
         TemplateRenderer(LIMITS).render(HELLO, {})
 
 
 def test_a_process_that_does_not_start_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("/bin/false", "/nowhere"):
         monkeypatch.setattr(sys, "executable", command)
-        with pytest.raises(DovetailError, match="the process that renders chat templates doesn't start"):
+        with pytest.raises(
+            DovetailError, match="the process that renders chat templates doesn't start"
+        ):
             TemplateRenderer(LIMITS).render(HELLO, {})
 
 
-@pytest.mark.parametrize("limits", [Limits(max_template_bytes=2**27), Limits(max_template_s=86_400, max_template_bytes=2**63 - 1)])
-def test_the_least_memory_that_may_be_set_is_enough_and_the_most_is_possible(limits: Limits) -> None:
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(max_template_bytes=2**27), Limits(max_template_s=86_400, max_template_bytes=2**63 - 1)],
+)
+def test_the_least_memory_that_may_be_set_is_enough_and_the_most_is_possible(
+    limits: Limits,
+) -> None:
     renderer = TemplateRenderer(limits)
     assert renderer.render(HELLO, {"name": "x" * 10**6}) == f"Hello {'x' * 10**6}!"
     renderer.close()

@@ -14,12 +14,28 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from dovetail.front.detokenizer import MAX_HELD, START, ByteLevelText, IncrementalText, StopStrings, WindowText, special_names, token_text
+from dovetail.front.detokenizer import (
+    MAX_HELD,
+    START,
+    ByteLevelText,
+    IncrementalText,
+    StopStrings,
+    WindowText,
+    special_names,
+    token_text,
+)
 from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from dovetail.sampling_params import SamplingParams
 from tests.support import examples
 
-WORDS = ["the cat sat on the mat", "naïve café", "你好，世界", "👍🏽 👩‍👩‍👧", "Grüße aus Köln", "a\tb\n\nc"]
+WORDS = [
+    "the cat sat on the mat",
+    "naïve café",
+    "你好，世界",
+    "👍🏽 👩‍👩‍👧",
+    "Grüße aus Köln",
+    "a\tb\n\nc",
+]
 HELLO, WORLD, SMILE = "▁hello", "▁world", "😀".encode()
 
 
@@ -34,7 +50,12 @@ def byte_level() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(WORDS * 5, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        WORDS * 5,
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
+        ),
+    )
     backend.add_tokens([AddedToken("<tool call>"), AddedToken("<ünï>")])
     return wrapped(backend)
 
@@ -42,9 +63,32 @@ def byte_level() -> Tokenizer:
 @cache
 def metaspace() -> Tokenizer:
     """Spelled as Llama 2 does: a word's token begins with its space, which is dropped at the start of a text; bytes as <0xNN>."""
-    pieces = ["<unk>", "<s>", HELLO, WORLD, "▁", "lo", ",", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend = Backend(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    pieces = [
+        "<unk>",
+        "<s>",
+        HELLO,
+        WORLD,
+        "▁",
+        "lo",
+        ",",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    backend = Backend(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     backend.add_special_tokens(["<s>"])
     return wrapped(backend)
 
@@ -83,7 +127,9 @@ def plain(tokenizer: Tokenizer, prompt: Sequence[int] = (), **params: object) ->
     return IncrementalText(tokenizer, made, prompt, StopStrings(made.stop) if made.stop else None)
 
 
-TEXTS = st.text(max_size=40) | st.lists(st.sampled_from([*WORDS, "<tool call>", "<ünï>", "</s>"]), max_size=6).map(" ".join)
+TEXTS = st.text(max_size=40) | st.lists(
+    st.sampled_from([*WORDS, "<tool call>", "<ünï>", "</s>"]), max_size=6
+).map(" ".join)
 SIZES = st.lists(st.integers(1, 4), max_size=10)
 
 
@@ -91,14 +137,18 @@ SIZES = st.lists(st.integers(1, 4), max_size=10)
 @given(TEXTS, SIZES, st.booleans())
 def test_deltas_add_up_to_the_text_of_all_tokens(text: str, sizes: list[int], skip: bool) -> None:
     ids = ids_of(byte_level(), text)
-    assert "".join(fed(plain(byte_level(), skip_special_tokens=skip), ids, sizes)) == byte_level().decode(ids, skip)
+    assert "".join(
+        fed(plain(byte_level(), skip_special_tokens=skip), ids, sizes)
+    ) == byte_level().decode(ids, skip)
 
 
 @examples(quick=200, full=3000)
 @given(st.lists(st.integers(0, 303), max_size=30), SIZES, st.booleans())
 def test_whatever_the_tokens(ids: list[int], sizes: list[int], skip: bool) -> None:
     """A model may say anything: broken UTF-8, ids that the tokenizer doesn't know."""
-    assert "".join(fed(plain(byte_level(), skip_special_tokens=skip), ids, sizes)) == byte_level().decode(ids, skip)
+    assert "".join(
+        fed(plain(byte_level(), skip_special_tokens=skip), ids, sizes)
+    ) == byte_level().decode(ids, skip)
 
 
 @examples(quick=100, full=2000)
@@ -106,11 +156,16 @@ def test_whatever_the_tokens(ids: list[int], sizes: list[int], skip: bool) -> No
 def test_any_tokenizer_can_be_decoded_by_windows(text: str, split: int) -> None:
     ids = ids_of(byte_level(), text)
     made = WindowText(byte_level(), ids_of(byte_level(), WORDS[2]), skip_special_tokens=True)
-    assert "".join([made.append([token]) for token in ids]) + made.flush() == byte_level().decode(ids, True)
+    assert "".join([made.append([token]) for token in ids]) + made.flush() == byte_level().decode(
+        ids, True
+    )
 
 
 @examples(quick=200, full=3000)
-@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=40), st.sampled_from([ByteLevelText, WindowText]))
+@given(
+    st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=40),
+    st.sampled_from([ByteLevelText, WindowText]),
+)
 def test_no_delta_holds_half_a_character(text: str, kind: type) -> None:
     made = plain(byte_level())
     if kind is WindowText:
@@ -127,14 +182,20 @@ def test_half_a_character_at_the_end_shows_only_at_the_flush() -> None:
 
 
 @examples(quick=100, full=2000)
-@given(st.lists(st.sampled_from([2, 3, 4, 5, 6, 1]), max_size=30), st.lists(st.sampled_from([2, 3, 6]), min_size=1, max_size=20))
+@given(
+    st.lists(st.sampled_from([2, 3, 4, 5, 6, 1]), max_size=30),
+    st.lists(st.sampled_from([2, 3, 6]), min_size=1, max_size=20),
+)
 def test_text_continues_from_the_prompt(output: list[int], prompt: list[int]) -> None:
     """Decoded alone, an output's first word would lose its space."""
     whole, before = metaspace().decode([*prompt, *output], True), metaspace().decode(prompt, True)
     assert before + "".join(fed(plain(metaspace(), prompt), output)) == whole
 
 
-@pytest.mark.parametrize("prompt", [[2] + [1] * 8, [metaspace().backend.token_to_id(f"<0x{byte:02X}>") for byte in SMILE * 3]])
+@pytest.mark.parametrize(
+    "prompt",
+    [[2] + [1] * 8, [metaspace().backend.token_to_id(f"<0x{byte:02X}>") for byte in SMILE * 3]],
+)
 def test_text_continues_from_a_prompt_whose_last_tokens_say_nothing(prompt: list[int]) -> None:
     """Special tokens, which aren't shown, and bytes that begin in the middle of a character."""
     smile = [metaspace().backend.token_to_id(f"<0x{byte:02X}>") for byte in SMILE]
@@ -194,7 +255,9 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
 SPELLING = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
 
 
-def expected(ids: Sequence[int], stops: Sequence[str], include: bool, min_tokens: int) -> tuple[str, str | None, int]:
+def expected(
+    ids: Sequence[int], stops: Sequence[str], include: bool, min_tokens: int
+) -> tuple[str, str | None, int]:
     """Text, the stop string that matched and how many tokens it took: character by character, the first that ends, the longest of them."""
     text = ""
     for count, token in enumerate(ids, start=1):
@@ -218,7 +281,9 @@ def run_until_stop(made: IncrementalText, ids: Sequence[int]) -> tuple[str, str 
 
 @examples(quick=500, full=10_000)
 @given(SPELLING, STOPS, st.booleans(), st.integers(0, 5))
-def test_the_first_stop_string_to_end_wins(ids: list[int], stops: list[str], include: bool, min_tokens: int) -> None:
+def test_the_first_stop_string_to_end_wins(
+    ids: list[int], stops: list[str], include: bool, min_tokens: int
+) -> None:
     params = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
     made = plain(Spelled(PIECES), **params)  # type: ignore[arg-type]
     assert run_until_stop(made, ids) == expected(ids, stops, include, min_tokens)
@@ -226,7 +291,9 @@ def test_the_first_stop_string_to_end_wins(ids: list[int], stops: list[str], inc
 
 @examples(quick=300, full=10_000)
 @given(st.lists(st.text("abc", max_size=5), max_size=8), STOPS, st.integers(0, 5))
-def test_the_automaton_finds_and_holds_what_a_loop_over_the_stop_strings_does(texts: list[str], stops: list[str], min_tokens: int) -> None:
+def test_the_automaton_finds_and_holds_what_a_loop_over_the_stop_strings_does(
+    texts: list[str], stops: list[str], min_tokens: int
+) -> None:
     automaton, state, held = StopStrings(stops), START, ""
     for count, text in enumerate(texts, start=1):
         window = held + text
@@ -263,7 +330,15 @@ def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, st
 
 
 SPECIAL = {0: "<s>", 1: "</s>"}
-STOPPING = [["</s>"], ["</s>\n"], ["c</s>", "zz"], ["<s></s>"], ["</s><s>", "t"], ["/s"], ["</s>", "s>"]]
+STOPPING = [
+    ["</s>"],
+    ["</s>\n"],
+    ["c</s>", "zz"],
+    ["<s></s>"],
+    ["</s><s>", "t"],
+    ["/s"],
+    ["</s>", "s>"],
+]
 
 
 def with_marks(text: str) -> str:
@@ -274,19 +349,42 @@ def with_marks(text: str) -> str:
 @pytest.mark.parametrize("stops", STOPPING, ids=str)
 @pytest.mark.parametrize("include", [False, True])
 @examples(quick=60, full=3000)
-@given(text=st.lists(st.sampled_from(["<s>", "</s>", "c", "\n", "t", "</", "s>", "z"]), max_size=8).map("".join))
-def test_a_stop_string_matches_special_tokens_that_the_text_leaves_out(stops: list[str], include: bool, text: str) -> None:
+@given(
+    text=st.lists(
+        st.sampled_from(["<s>", "</s>", "c", "\n", "t", "</", "s>", "z"]), max_size=8
+    ).map("".join)
+)
+def test_a_stop_string_matches_special_tokens_that_the_text_leaves_out(
+    stops: list[str], include: bool, text: str
+) -> None:
     """The oracle reads special tokens as characters of their own: those that are in a stop string, since others leave no trace."""
     tokenizer = byte_level()
     params = SamplingParams(stop=stops, include_stop_str_in_output=include)
     made = IncrementalText(tokenizer, params, [], StopStrings(stops, special_names(tokenizer)))
     ids = ids_of(tokenizer, text)
-    named = {token: name for token, name in SPECIAL.items() if any(with_marks(name) in with_marks(stop) for stop in stops)}
-    symbols = "".join(with_marks(named.get(token, "")) if token in SPECIAL else tokenizer.decode([token]) for token in ids)
-    spellings = [(spelling, stop) for stop in stops for spelling in {stop, with_marks(stop)} if spelling in symbols]
-    found = [(symbols.find(spelling) + len(spelling), symbols.find(spelling), stop) for spelling, stop in spellings]
+    named = {
+        token: name
+        for token, name in SPECIAL.items()
+        if any(with_marks(name) in with_marks(stop) for stop in stops)
+    }
+    symbols = "".join(
+        with_marks(named.get(token, "")) if token in SPECIAL else tokenizer.decode([token])
+        for token in ids
+    )
+    spellings = [
+        (spelling, stop)
+        for stop in stops
+        for spelling in {stop, with_marks(stop)}
+        if spelling in symbols
+    ]
+    found = [
+        (symbols.find(spelling) + len(spelling), symbols.find(spelling), stop)
+        for spelling, stop in spellings
+    ]
     end, stopped = (len(symbols), None) if not found else min(found)[1:]
-    expected = symbols[:end].replace("\ue000", "").replace("\ue001", "") + (stopped or "" if include else "")
+    expected = symbols[:end].replace("\ue000", "").replace("\ue001", "") + (
+        stopped or "" if include else ""
+    )
     assert run_until_stop(made, ids)[:2] == (expected, stopped)
 
 
@@ -297,8 +395,13 @@ def test_an_automaton_is_no_larger_than_its_stop_strings() -> None:
     assert automaton._held[START] == 0
 
 
-@pytest.mark.parametrize(("stops", "text", "stop"), [(["abc", "b"], "a", "b"), (["bc", "abc"], "", "abc"), (["abcd", "bc"], "a", "bc")])
-def test_of_several_stop_strings_in_one_token_the_first_to_end_wins(stops: list[str], text: str, stop: str) -> None:
+@pytest.mark.parametrize(
+    ("stops", "text", "stop"),
+    [(["abc", "b"], "a", "b"), (["bc", "abc"], "", "abc"), (["abcd", "bc"], "a", "bc")],
+)
+def test_of_several_stop_strings_in_one_token_the_first_to_end_wins(
+    stops: list[str], text: str, stop: str
+) -> None:
     assert run_until_stop(plain(Spelled(["abcde"]), stop=stops), [0]) == (text, stop, 1)  # type: ignore[arg-type]
 
 
@@ -314,7 +417,9 @@ def test_nothing_of_a_stop_string_is_ever_released(ids: list[int], stops: list[s
         held = said[len(made.text) :]
         assert said.startswith(made.text)
         assert held == "" or any(stop.startswith(held) for stop in stops)
-        assert not any(made.text.endswith(stop[:n]) and not held for stop in stops for n in range(1, len(stop)))
+        assert not any(
+            made.text.endswith(stop[:n]) and not held for stop in stops for n in range(1, len(stop))
+        )
     before = made.text
     made.flush()
     assert made.text.startswith(before)
@@ -347,4 +452,9 @@ def test_what_could_begin_a_stop_string_is_released_at_the_end(stopped: bool, te
 
 def test_importing_it_needs_neither_torch_nor_transformers_nor_tokenizers() -> None:
     code = "import sys, dovetail.front.detokenizer, dovetail.front.tokenizer; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )

@@ -57,13 +57,23 @@ def test_each_key_of_transformers_is_in_the_table() -> None:
     assert not missing, f"what do these do in a model's generation_config.json? {missing}"
 
 
-def test_each_refused_key_is_refused_by_name_and_fine_with_transformers_default(tmp_path: Path) -> None:
-    assert REFUSED.keys() == {key for key, rule in GENERATION_CONFIG.keys.items() if isinstance(rule, Refused)}
+def test_each_refused_key_is_refused_by_name_and_fine_with_transformers_default(
+    tmp_path: Path,
+) -> None:
+    assert REFUSED.keys() == {
+        key for key, rule in GENERATION_CONFIG.keys.items() if isinstance(rule, Refused)
+    }
     defaults = GenerationConfig._get_default_generation_params()  # noqa: SLF001
     for key, value in REFUSED.items():
-        with pytest.raises(UnsupportedError, match=rf"generation_config.json: {key} = .* is not implemented.*generation_config: none"):
+        with pytest.raises(
+            UnsupportedError,
+            match=rf"generation_config.json: {key} = .* is not implemented.*generation_config: none",
+        ):
             GenerationDefaults.read(written(tmp_path, **{key: value}))
-        assert GenerationDefaults.read(written(tmp_path, **{key: defaults.get(key)})) == GenerationDefaults()
+        assert (
+            GenerationDefaults.read(written(tmp_path, **{key: defaults.get(key)}))
+            == GenerationDefaults()
+        )
 
 
 def test_all_refused_keys_are_told_at_once(tmp_path: Path) -> None:
@@ -71,15 +81,22 @@ def test_all_refused_keys_are_told_at_once(tmp_path: Path) -> None:
         GenerationDefaults.read(written(tmp_path, num_beams=4, no_repeat_ngram_size=3))
 
 
-@pytest.mark.parametrize("key", [key for key, rule in GENERATION_CONFIG.keys.items() if isinstance(rule, NoEffect)])
+@pytest.mark.parametrize(
+    "key", [key for key, rule in GENERATION_CONFIG.keys.items() if isinstance(rule, NoEffect)]
+)
 def test_a_key_without_effect_changes_no_default(key: str, tmp_path: Path) -> None:
     for value in (True, 7, "text", [1], {"a": 1}):
         assert GenerationDefaults.read(written(tmp_path, **{key: value})) == GenerationDefaults()
 
 
-def test_an_unknown_key_is_logged_since_transformers_ignores_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_key_is_logged_since_transformers_ignores_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "dovetail"):
-        assert GenerationDefaults.read(written(tmp_path, chat_format="chatml", top_k=None)) == GenerationDefaults()
+        assert (
+            GenerationDefaults.read(written(tmp_path, chat_format="chatml", top_k=None))
+            == GenerationDefaults()
+        )
     assert "generation_config.json: unknown keys, without effect: 'chat_format'" in caplog.text
 
 
@@ -130,12 +147,17 @@ def test_answers_are_those_of_transformers_generate(keys: dict[str, Any], model:
     def generated(**values: Any) -> list[int]:
         config = GenerationConfig(pad_token_id=0, **{"max_new_tokens": 8, **values})
         ids = torch.tensor([PROMPT])
-        found: list[int] = theirs.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(PROMPT) :].tolist()
+        found: list[int] = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config
+        )[0, len(PROMPT) :].tolist()
         return found
 
     plain = generated()
     of_words = {"first": [plain[0]], "first and second": [plain[:2]], "third": plain[2]}
-    values = {key: of_words.get(value, value) if isinstance(value, str) else value for key, value in keys.items()}
+    values = {
+        key: of_words.get(value, value) if isinstance(value, str) else value
+        for key, value in keys.items()
+    }
     expected = generated(**values)
     written(directory, **values)
     limit = None if "max_new_tokens" in values else 8
@@ -146,7 +168,12 @@ def test_answers_are_those_of_transformers_generate(keys: dict[str, Any], model:
 
 
 def test_each_used_key_is_compared_with_transformers() -> None:
-    sampled = {"temperature", "top_k", "top_p", "min_p"}  # `resolve_sampling` takes them as they are: test_generation_defaults.py
+    sampled = {
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+    }  # `resolve_sampling` takes them as they are: test_generation_defaults.py
     used = {key for key, rule in GENERATION_CONFIG.keys.items() if isinstance(rule, Used)}
     assert used == sampled | {key for keys in USED for key in keys}
 
@@ -157,5 +184,7 @@ def test_a_request_overrides_the_lengths_of_the_file(model: Any) -> None:
     with LLM(str(directory), num_kvcache_blocks=20, max_model_len=64) as llm:
         assert llm.get_default_sampling_params().max_tokens == 3
         for asked, given in ((None, 3), (5, 5), (1, 1)):
-            [output] = llm.generate([PROMPT], SamplingParams(max_tokens=asked, detokenize=False), use_tqdm=False)
+            [output] = llm.generate(
+                [PROMPT], SamplingParams(max_tokens=asked, detokenize=False), use_tqdm=False
+            )
             assert len(output.outputs[0].token_ids) == given

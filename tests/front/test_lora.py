@@ -45,7 +45,12 @@ def make(fake: None) -> Iterator[Callable[..., LLM]]:
     made: list[LLM] = []
 
     def llm(**overrides: Any) -> LLM:
-        settings = {"executor": {"name": "fake", "num_blocks": 400}, "sampler": "default", "enable_lora": True, "max_num_seqs": 8}
+        settings = {
+            "executor": {"name": "fake", "num_blocks": 400},
+            "sampler": "default",
+            "enable_lora": True,
+            "max_num_seqs": 8,
+        }
         made.append(LLM("demo", **(settings | overrides)))
         return made[-1]
 
@@ -66,26 +71,42 @@ def expected(folder: Path | None) -> list[int]:
     return expected_tokens(PROMPT, 6, digest="" if folder is None else digest(folder))
 
 
-def test_each_prompt_is_computed_with_its_own_adapter(make: Callable[..., LLM], tmp_path: Path) -> None:
+def test_each_prompt_is_computed_with_its_own_adapter(
+    make: Callable[..., LLM], tmp_path: Path
+) -> None:
     folders = [write_adapter(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
-    each = [LoRARequest(folder.name, 1 + place, str(folder)) for place, folder in enumerate(folders)]
-    found = make(max_loras=2).generate([PROMPT] * 5, PARAMS, use_tqdm=False, lora_request=[*each, None, each[0]])
+    each = [
+        LoRARequest(folder.name, 1 + place, str(folder)) for place, folder in enumerate(folders)
+    ]
+    found = make(max_loras=2).generate(
+        [PROMPT] * 5, PARAMS, use_tqdm=False, lora_request=[*each, None, each[0]]
+    )
     assert tokens_of(found) == [expected(folder) for folder in (*folders, None, folders[0])]
 
 
 def test_one_adapter_for_all(make: Callable[..., LLM], tmp_path: Path) -> None:
     folder, llm = write_adapter(tmp_path / "a"), make()
     one = LoRARequest("a", 1, str(folder))
-    assert tokens_of(llm.generate([PROMPT] * 3, PARAMS, use_tqdm=False, lora_request=one)) == [expected(folder)] * 3
+    assert (
+        tokens_of(llm.generate([PROMPT] * 3, PARAMS, use_tqdm=False, lora_request=one))
+        == [expected(folder)] * 3
+    )
     with llm.stream([PROMPT], PARAMS, lora_request=one) as stream:
-        assert [token for output in stream for token in output.outputs[0].token_ids] == expected(folder)
+        assert [token for output in stream for token in output.outputs[0].token_ids] == expected(
+            folder
+        )
 
 
-def test_add_request_takes_one_and_samples_share_it(make: Callable[..., LLM], tmp_path: Path) -> None:
+def test_add_request_takes_one_and_samples_share_it(
+    make: Callable[..., LLM], tmp_path: Path
+) -> None:
     folder = write_adapter(tmp_path / "a")
     engine = make().llm_engine
     engine.add_request(
-        "r", PROMPT, SamplingParams(max_tokens=6, n=2, seed=0, detokenize=False, ignore_eos=True), lora_request=LoRARequest("a", 1, str(folder))
+        "r",
+        PROMPT,
+        SamplingParams(max_tokens=6, n=2, seed=0, detokenize=False, ignore_eos=True),
+        lora_request=LoRARequest("a", 1, str(folder)),
     )
     outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():
@@ -94,13 +115,19 @@ def test_add_request_takes_one_and_samples_share_it(make: Callable[..., LLM], tm
     assert outputs[-1].outputs[1].token_ids != outputs[-1].outputs[0].token_ids
 
 
-def test_a_rewritten_adapter_is_read_again_and_a_deleted_one_serves_who_runs(make: Callable[..., LLM], tmp_path: Path) -> None:
+def test_a_rewritten_adapter_is_read_again_and_a_deleted_one_serves_who_runs(
+    make: Callable[..., LLM], tmp_path: Path
+) -> None:
     llm, folder, found = make(), tmp_path / "a", list[list[int]]()
     wanted = []
     for seed in (0, 1, 2, 2):
         write_adapter(folder, seed=seed)
         wanted.append(expected(folder))
-        found += tokens_of(llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder))))
+        found += tokens_of(
+            llm.generate(
+                [PROMPT], PARAMS, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder))
+            )
+        )
     assert found == wanted
     long = SamplingParams(max_tokens=100, seed=0, detokenize=False, ignore_eos=True)
     with llm.stream([PROMPT], long, lora_request=LoRARequest("a", 1, str(folder))) as stream:
@@ -109,7 +136,9 @@ def test_a_rewritten_adapter_is_read_again_and_a_deleted_one_serves_who_runs(mak
         shutil.rmtree(folder)
         tokens += [token for output in stream for token in output.outputs[0].token_ids]
     assert tokens == before
-    (gone,) = llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder)))
+    (gone,) = llm.generate(
+        [PROMPT], PARAMS, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder))
+    )
     assert gone.outputs[0].finish_reason == "rejected"
     assert "is no directory here" in str(gone.outputs[0].stop_reason)
 
@@ -122,18 +151,27 @@ def test_a_damaged_adapter_fails_its_own_requests(make: Callable[..., LLM], tmp_
     each = [LoRARequest("good", 1, str(good)), LoRARequest("bad", 2, str(bad)), None]
     found = llm.generate([PROMPT] * 3, PARAMS, use_tqdm=False, lora_request=each)
     assert [output.outputs[0].finish_reason for output in found] == ["length", "rejected", "length"]
-    assert str(found[1].outputs[0].stop_reason).startswith("lora_request 'bad': adapter_model.safetensors isn't a whole safetensors file")
+    assert str(found[1].outputs[0].stop_reason).startswith(
+        "lora_request 'bad': adapter_model.safetensors isn't a whole safetensors file"
+    )
     (bad / WEIGHTS).write_bytes(whole)
-    assert tokens_of(llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=each[1])) == [expected(bad)]
+    assert tokens_of(llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=each[1])) == [
+        expected(bad)
+    ]
 
 
 @pytest.mark.slow("starts several processes")
-def test_host_copies_are_bounded_and_go_with_the_engine(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_copies_are_bounded_and_go_with_the_engine(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     llm = make(max_loras=1, max_cpu_loras=3)
-    each = [LoRARequest(f"{seed}", 1 + seed, str(write_adapter(tmp_path / f"{seed}", seed=seed))) for seed in range(8)]
+    each = [
+        LoRARequest(f"{seed}", 1 + seed, str(write_adapter(tmp_path / f"{seed}", seed=seed)))
+        for seed in range(8)
+    ]
     for _ in range(2):
         llm.generate([PROMPT] * 8, PARAMS, use_tqdm=False, lora_request=each)
     assert len([*scratch.rglob("*.safetensors")]) == 3
@@ -144,7 +182,10 @@ def test_host_copies_are_bounded_and_go_with_the_engine(make: Callable[..., LLM]
 
 def test_vllms_methods(make: Callable[..., LLM], tmp_path: Path) -> None:
     engine = make(max_cpu_loras=2).llm_engine
-    a, b, c, d = (LoRARequest(name, 1 + seed, str(write_adapter(tmp_path / name, seed=seed))) for seed, name in enumerate("abcd"))
+    a, b, c, d = (
+        LoRARequest(name, 1 + seed, str(write_adapter(tmp_path / name, seed=seed)))
+        for seed, name in enumerate("abcd")
+    )
     assert engine.add_lora(a)
     assert engine.pin_lora(1)
     assert engine.add_lora(b)
@@ -157,17 +198,27 @@ def test_vllms_methods(make: Callable[..., LLM], tmp_path: Path) -> None:
     assert engine.list_loras() == {3, 4}
     with pytest.raises(RequestError, match="is no directory here"):
         engine.add_lora(LoRARequest("e", 5, str(tmp_path / "e")))
-    with pytest.raises(RequestError, match=r"lora_name: its characters must be at most 512 \(limits.max_name_chars\), got 513"):
+    with pytest.raises(
+        RequestError,
+        match=r"lora_name: its characters must be at most 512 \(limits.max_name_chars\), got 513",
+    ):
         engine.add_lora(LoRARequest("e" * 513, 5, str(tmp_path / "e")))
     config = engine.get_lora_config()
     assert config is not None
     assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (8, 16, 2)
 
 
-def test_without_adapters_a_request_for_one_is_refused_with_what_would_be_right(make: Callable[..., LLM]) -> None:
+def test_without_adapters_a_request_for_one_is_refused_with_what_would_be_right(
+    make: Callable[..., LLM],
+) -> None:
     llm = make(enable_lora=False)
-    for call in (lambda: llm.generate(PROMPT, PARAMS, lora_request=LoRARequest("a", 1, "a")), lambda: llm.llm_engine.list_loras()):
-        with pytest.raises(RequestError, match="this engine takes no adapters: make it with enable_lora=True"):
+    for call in (
+        lambda: llm.generate(PROMPT, PARAMS, lora_request=LoRARequest("a", 1, "a")),
+        lambda: llm.llm_engine.list_loras(),
+    ):
+        with pytest.raises(
+            RequestError, match="this engine takes no adapters: make it with enable_lora=True"
+        ):
             call()
     assert llm.llm_engine.get_lora_config() is None
 
@@ -178,7 +229,11 @@ def test_anything_but_a_lora_request_is_refused(wrong: Any, make: Callable[..., 
         make().generate(PROMPT, PARAMS, lora_request=wrong)
 
 
-@pytest.mark.parametrize("fields", [("", 1, "a"), ("a", 0, "a"), ("a", 1, ""), ("a", True, "a"), (1, 1, "a"), ("a", 1, None)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [("", 1, "a"), ("a", 0, "a"), ("a", 1, ""), ("a", True, "a"), (1, 1, "a"), ("a", 1, None)],
+    ids=str,
+)
 def test_wrong_fields_are_named(fields: tuple[Any, ...]) -> None:
     with pytest.raises(RequestError, match="lora_"):
         LoRARequest(*fields)
@@ -205,17 +260,31 @@ def test_an_executor_without_adapters_is_refused(fake: None) -> None:
 )
 def test_vllms_arguments(arguments: dict[str, Any], config: dict[str, Any]) -> None:
     assert EngineConfig.load("demo", **translated(arguments)) == EngineConfig.load("demo", **config)
-    assert EngineArgs("demo", **arguments).create_engine_config() == EngineConfig.load("demo", **config)
+    assert EngineArgs("demo", **arguments).create_engine_config() == EngineConfig.load(
+        "demo", **config
+    )
 
 
-@pytest.mark.parametrize("key", ["adapters.slots", "adapters.max_rank", "adapters.host_copies", "adapters.slot_wait_s", "adapters.slot"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "adapters.slots",
+        "adapters.max_rank",
+        "adapters.host_copies",
+        "adapters.slot_wait_s",
+        "adapters.slot",
+    ],
+)
 def test_wrong_settings_name_their_key(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         EngineConfig.load("demo", **{key: -1})
 
 
 def test_requests_that_come_at_once_share_a_look(tmp_path: Path) -> None:
-    store, request = AdapterStore(CAPACITY, 4), LoRARequest("a", 1, str(write_adapter(tmp_path / "a")))
+    store, request = (
+        AdapterStore(CAPACITY, 4),
+        LoRARequest("a", 1, str(write_adapter(tmp_path / "a"))),
+    )
     try:
         each = [store.get(request) for _ in range(1_000)]
         assert {one.digest for one in each} == {digest(tmp_path / "a")}
@@ -230,16 +299,23 @@ def test_a_name_whose_directory_changes_is_its_newest(tmp_path: Path) -> None:
     try:
         for folder in (one, other, one):
             assert store.get(LoRARequest("a", 1, str(folder))).digest == digest(folder)
-        assert len({store.get(LoRARequest(name, 1, str(one))).path for name in "ab"}) == 1, "equal adapters share a copy"
+        assert len({store.get(LoRARequest(name, 1, str(one))).path for name in "ab"}) == 1, (
+            "equal adapters share a copy"
+        )
     finally:
         store.close()
 
 
-def test_a_look_for_which_there_was_no_thread_holds_up_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_for_which_there_was_no_thread_holds_up_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_thread(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    store, request = AdapterStore(CAPACITY, 4), LoRARequest("a", 1, str(write_adapter(tmp_path / "a")))
+    store, request = (
+        AdapterStore(CAPACITY, 4),
+        LoRARequest("a", 1, str(write_adapter(tmp_path / "a"))),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(ThreadPoolExecutor, "submit", no_thread)
         with pytest.raises(RuntimeError, match="can't start"):
@@ -251,7 +327,9 @@ def test_a_look_for_which_there_was_no_thread_holds_up_no_later_one(tmp_path: Pa
 def test_a_closed_store_forgets_what_was_pinned(tmp_path: Path) -> None:
     store = AdapterStore(CAPACITY, 4)
     for number, name in enumerate("ab", 1):
-        store.get(LoRARequest(name, number, str(write_adapter(tmp_path / name, seed=number)))).copy.result()
+        store.get(
+            LoRARequest(name, number, str(write_adapter(tmp_path / name, seed=number)))
+        ).copy.result()
         assert store.pin(number)
     store.close()
     assert [store.remove(number) for number in (1, 2)] == [False, False]
@@ -294,18 +372,28 @@ SLOW_PATTERNS = {f"\\w{{100}}{number}": 4 for number in range(100)}
     ("bound", "value", "said"),
     [
         ("MEMORY_BYTES", 1 << 20, "takes more than 1 MiB of memory"),
-        pytest.param("CPU_S", 0.0, "takes more than 0 s", marks=pytest.mark.slow("a process has 1 s in any case")),
+        pytest.param(
+            "CPU_S",
+            0.0,
+            "takes more than 0 s",
+            marks=pytest.mark.slow("a process has 1 s in any case"),
+        ),
     ],
 )
 def test_reading_an_adapter_is_bounded_and_the_next_is_read(
     bound: str, value: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = AdapterStore(CAPACITY, 4, threads=1)
-    good, bad = write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", config_of(rank_pattern=SLOW_PATTERNS))
+    good, bad = (
+        write_adapter(tmp_path / "a"),
+        write_adapter(tmp_path / "b", config_of(rank_pattern=SLOW_PATTERNS)),
+    )
     try:
         with monkeypatch.context() as patch:
             patch.setattr(f"dovetail.front.adapters.{bound}", value)
-            patch.setattr("dovetail.front.adapters.MEMORY_A_BYTE", 0 if bound == "MEMORY_BYTES" else 8)
+            patch.setattr(
+                "dovetail.front.adapters.MEMORY_A_BYTE", 0 if bound == "MEMORY_BYTES" else 8
+            )
             assert said in str(store.get(LoRARequest("a", 1, str(bad))).copy.exception())
         assert store.get(LoRARequest("b", 2, str(good))).digest == digest(good)
     finally:
@@ -326,7 +414,9 @@ time.sleep(600)
 
 def test_no_copy_outlives_an_engine_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(write_adapter(tmp_path / "a"))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    ) as process:
         assert process.stdout is not None
         copy = Path(process.stdout.readline().strip())
         assert copy.is_relative_to(tmp_path)

@@ -22,5 +22,8 @@ def test_a_manager_that_releases_nothing_needs_pages_for_all_tokens_of_all_group
     check_pool(capacity(enough), 4, trims=True)
     check_pool(capacity(50), 4, trims=False)
     for pages, trims in ((enough - 1, True), (49, False)):
-        with pytest.raises(UnsupportedError, match=f"the KV cache has {pages} pages, but one sequence of max_model_len = 100 tokens needs"):
+        with pytest.raises(
+            UnsupportedError,
+            match=f"the KV cache has {pages} pages, but one sequence of max_model_len = 100 tokens needs",
+        ):
             check_pool(capacity(pages), 4, trims=trims)

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail import LLM, AsyncLLMEngine, LLMEngine, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
+from dovetail import (
+    LLM,
+    AsyncLLMEngine,
+    LLMEngine,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    SamplingParams,
+)
 from dovetail.api.executor import PoolingCapacity
 from dovetail.errors import EngineDeadError, ModelLoadError, RequestError, UnsupportedError
 from dovetail.front.pooling import YES_OR_NO, PoolingFacts, PoolingIntake, ScorePlan, paired
@@ -35,7 +43,12 @@ def executor(site: Site) -> None:
 
 def unchecked(facts: PoolingFacts, encoded: Any, tokenizer: Any = None) -> PoolingIntake:
     """The intake of a model whose prompts may have any number of characters."""
-    return PoolingIntake(facts, encoded, lambda: tokenizer or pytest.fail("no tokenizer is needed"), lambda chars, cut: None)
+    return PoolingIntake(
+        facts,
+        encoded,
+        lambda: tokenizer or pytest.fail("no tokenizer is needed"),
+        lambda chars, cut: None,
+    )
 
 
 def llm(capacity: PoolingCapacity | None, **more: Any) -> LLM:
@@ -43,20 +56,32 @@ def llm(capacity: PoolingCapacity | None, **more: Any) -> LLM:
 
 
 @pytest.mark.parametrize("capacity", [EMBEDDER, GENERATOR])
-def test_embeddings_come_in_the_order_of_the_prompts_and_are_those_of_their_tokens(capacity: PoolingCapacity) -> None:
+def test_embeddings_come_in_the_order_of_the_prompts_and_are_those_of_their_tokens(
+    capacity: PoolingCapacity,
+) -> None:
     with llm(capacity) as one:
         outputs = one.embed([*TEXTS, [5, 6, 7]], use_tqdm=False)
         assert [output.prompt for output in outputs] == [*TEXTS, None]
-        assert [list(output.prompt_token_ids) for output in outputs] == [*map(one.engine.tokenizer.encode, TEXTS), [5, 6, 7]]
+        assert [list(output.prompt_token_ids) for output in outputs] == [
+            *map(one.engine.tokenizer.encode, TEXTS),
+            [5, 6, 7],
+        ]
         for output in outputs:
             assert output.outputs is not None
             assert output.finish_reason == "stop"
-            np.testing.assert_array_equal(np.float32(output.outputs.embedding), expected(output.prompt_token_ids, "embed", capacity))
+            np.testing.assert_array_equal(
+                np.float32(output.outputs.embedding),
+                expected(output.prompt_token_ids, "embed", capacity),
+            )
 
 
 def test_parameters_of_each_prompt_are_its_own() -> None:
     with llm(EMBEDDER) as one:
-        params = [PoolingParams(dimensions=2), PoolingParams(task="token_embed"), PoolingParams(use_activation=False)]
+        params = [
+            PoolingParams(dimensions=2),
+            PoolingParams(task="token_embed"),
+            PoolingParams(use_activation=False),
+        ]
         outputs = one.encode(TEXTS, params, use_tqdm=False)
         ids = [output.prompt_token_ids for output in outputs]
         datas = [output.outputs.data for output in outputs if output.outputs is not None]
@@ -69,20 +94,31 @@ def test_parameters_of_each_prompt_are_its_own() -> None:
 @pytest.mark.parametrize("seats", [1, 2])
 def test_a_prompt_whose_states_are_summed_keeps_its_row_when_others_come_first(seats: int) -> None:
     """What is pooled of its first chunks is kept in its row. More requests run than there are seats, and each new one is more urgent."""
-    prompts = {str(place): [place + 5] * length for place, length in enumerate((60, 50, 40, 30, 20, 3))}
+    prompts = {
+        str(place): [place + 5] * length for place, length in enumerate((60, 50, 40, 30, 20, 3))
+    }
     outputs: dict[str, Any] = {}
-    with LLMEngine.from_config(config(EMBEDDER, scheduler="priority", max_num_seqs=seats, max_num_batched_tokens=8)) as engine:
+    with LLMEngine.from_config(
+        config(EMBEDDER, scheduler="priority", max_num_seqs=seats, max_num_batched_tokens=8)
+    ) as engine:
         urgency = len(prompts)
         for name, prompt in prompts.items():
             urgency -= 1
-            engine.add_request(name, prompt, PoolingParams(task="token_embed" if urgency % 2 else "embed"), priority=urgency)
+            engine.add_request(
+                name,
+                prompt,
+                PoolingParams(task="token_embed" if urgency % 2 else "embed"),
+                priority=urgency,
+            )
             outputs |= {output.request_id: output for output in engine.step() if output.finished}
         while engine.has_unfinished_requests():
             outputs |= {output.request_id: output for output in engine.step() if output.finished}
     for name, prompt in prompts.items():
         task = "embed" if int(name) % 2 else "token_embed"
         np.testing.assert_array_equal(
-            np.float32(outputs[name].outputs.data), expected(prompt, task, EMBEDDER), f"{name}: {outputs[name].stop_reason}"
+            np.float32(outputs[name].outputs.data),
+            expected(prompt, task, EMBEDDER),
+            f"{name}: {outputs[name].stop_reason}",
         )
 
 
@@ -90,7 +126,10 @@ def test_classes_and_scores_of_a_classifier() -> None:
     with llm(CLASSIFIER) as one:
         [output] = one.classify("a rose", use_tqdm=False)
         assert output.outputs is not None
-        np.testing.assert_array_equal(np.float32(output.outputs.probs), expected(output.prompt_token_ids, "classify", CLASSIFIER))
+        np.testing.assert_array_equal(
+            np.float32(output.outputs.probs),
+            expected(output.prompt_token_ids, "classify", CLASSIFIER),
+        )
         with pytest.raises(RequestError, match=r"3 labels, and a score needs a model of one"):
             one.score("a", "b")
 
@@ -99,15 +138,22 @@ def test_pairs_are_scored_in_the_form_of_the_tokenizer_or_of_a_template() -> Non
     with llm(SCORER) as one:
         encode = one.engine.tokenizer.encode
         outputs = one.score(TEXTS[0], TEXTS[1:], use_tqdm=False)
-        assert [list(output.prompt_token_ids) for output in outputs] == [encode(TEXTS[0]) + encode(text) for text in TEXTS[1:]]
+        assert [list(output.prompt_token_ids) for output in outputs] == [
+            encode(TEXTS[0]) + encode(text) for text in TEXTS[1:]
+        ]
         outputs += one.score(TEXTS, TEXTS[::-1], template="Q {query} D {document}!", use_tqdm=False)
-        asked = [encode(f"Q {query} D {document}!") for query, document in zip(TEXTS, TEXTS[::-1], strict=True)]
+        asked = [
+            encode(f"Q {query} D {document}!")
+            for query, document in zip(TEXTS, TEXTS[::-1], strict=True)
+        ]
         assert [list(output.prompt_token_ids) for output in outputs[2:]] == asked
         for output in outputs:
             ids = output.prompt_token_ids
             second = len(encode(TEXTS[0])) if output in outputs[:2] else None
             assert output.outputs is not None
-            assert output.outputs.score == float(expected(ids, "classify", SCORER, second=second)[0])
+            assert output.outputs.score == float(
+                expected(ids, "classify", SCORER, second=second)[0]
+            )
 
 
 @pytest.mark.parametrize(
@@ -119,8 +165,12 @@ def test_pairs_are_scored_in_the_form_of_the_tokenizer_or_of_a_template() -> Non
         ("manhattan", lambda x, y: -abs(x - y).sum()),
     ],
 )
-def test_scores_are_the_stored_similarity_of_embeddings(name: str, expected: Callable[..., float], tmp_path: Path) -> None:
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"similarity_fn_name": name}))
+def test_scores_are_the_stored_similarity_of_embeddings(
+    name: str, expected: Callable[..., float], tmp_path: Path
+) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text(
+        json.dumps({"similarity_fn_name": name})
+    )
     facts = PoolingFacts.of(EMBEDDER, tmp_path, None, 64, 64)
     plan = ScorePlan(PromptSource([], lambda part: []), PoolingParams(), [(0, 1)], facts.similarity)
     first, second = np.array([1, 2, 3], np.float32), np.array([-1, 0.5, 4], np.float32)
@@ -132,13 +182,23 @@ def test_scores_of_an_embedding_model_are_cosines_and_each_text_is_embedded_once
         before = one.engine.stats().finished
         outputs = one.score([TEXTS[0]] * 3, TEXTS, use_tqdm=False)
         assert one.engine.stats().finished - before == 4
-        vectors = [np.float64(output.outputs.embedding) for output in one.embed(TEXTS, use_tqdm=False) if output.outputs]
+        vectors = [
+            np.float64(output.outputs.embedding)
+            for output in one.embed(TEXTS, use_tqdm=False)
+            if output.outputs
+        ]
         cosines = [vectors[0] @ vector for vector in vectors]
-        assert_rounded([output.outputs.score for output in outputs if output.outputs], cosines, len(vectors[0]))
+        assert_rounded(
+            [output.outputs.score for output in outputs if output.outputs], cosines, len(vectors[0])
+        )
 
 
 def test_stored_prompts_are_put_before_texts() -> None:
-    stored = dataclasses.replace(PoolingFacts(EMBEDDER, 100, "max_model_len"), prompts={"query": "Q: ", "passage": "P: "}, default_prompt="passage")
+    stored = dataclasses.replace(
+        PoolingFacts(EMBEDDER, 100, "max_model_len"),
+        prompts={"query": "Q: ", "passage": "P: "},
+        default_prompt="passage",
+    )
     pooling = unchecked(stored, lambda texts: [TokenizedText(text, [1]) for text in texts])
     assert pooling.prompted("a", "query") == "Q: a"
     assert pooling.prompted("a", None) == "P: a"
@@ -149,18 +209,28 @@ def test_stored_prompts_are_put_before_texts() -> None:
         pooling.prompted("a", "doc")
 
 
-@pytest.mark.parametrize("content", [{"prompts": {"q": 1}}, {"prompts": ["q"]}, {"prompts": {"q": ""}, "default_prompt_name": "d"}])
+@pytest.mark.parametrize(
+    "content",
+    [{"prompts": {"q": 1}}, {"prompts": ["q"]}, {"prompts": {"q": ""}, "default_prompt_name": "d"}],
+)
 def test_a_checkpoint_s_wrong_prompts_are_named(content: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(content))
-    with pytest.raises(ModelLoadError, match=r"config_sentence_transformers\.json: (prompts|default_prompt_name)"):
+    with pytest.raises(
+        ModelLoadError, match=r"config_sentence_transformers\.json: (prompts|default_prompt_name)"
+    ):
         PoolingFacts.of(EMBEDDER, tmp_path, None, 10, 10)
 
 
-def test_a_generator_with_score_tokens_gets_pairs_in_the_form_of_qwen3_reranker(tmp_path: Path) -> None:
+def test_a_generator_with_score_tokens_gets_pairs_in_the_form_of_qwen3_reranker(
+    tmp_path: Path,
+) -> None:
     yes_or_no = dataclasses.replace(GENERATOR, tasks=("classify", "embed"), labels=("score",))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert PoolingFacts.of(yes_or_no, tmp_path, None, 10, 10).template == YES_OR_NO
-    assert PoolingFacts.of(yes_or_no, tmp_path, "{query}{document}", 10, 10).template == "{query}{document}"
+    assert (
+        PoolingFacts.of(yes_or_no, tmp_path, "{query}{document}", 10, 10).template
+        == "{query}{document}"
+    )
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     other = PoolingFacts.of(yes_or_no, tmp_path, None, 10, 10)
     with pytest.raises(RequestError, match="only that of Qwen3-Reranker is known: give one"):
@@ -183,25 +253,44 @@ class Around:
 def around(most: int, *, left: bool = False, template: str | None = None) -> PoolingIntake:
     tokenizer: Any = Around(left=left)
     facts = PoolingFacts(SCORER, most, "max_model_len", template=template)
-    return unchecked(facts, lambda texts: [TokenizedText(text, tokenizer.encode(text)) for text in texts], tokenizer)
+    return unchecked(
+        facts,
+        lambda texts: [TokenizedText(text, tokenizer.encode(text)) for text in texts],
+        tokenizer,
+    )
 
 
 def test_truncation_keeps_the_special_tokens_around_a_text() -> None:
     ids = [1, 10, 11, 12, 13, 14, 2, 3]
     assert around(9).cut(ids, PoolingParams(truncate_prompt_tokens=5)) == [1, 10, 11, 2, 3]
-    assert around(9, left=True).cut(ids, PoolingParams(truncate_prompt_tokens=5)) == [1, 13, 14, 2, 3]
+    assert around(9, left=True).cut(ids, PoolingParams(truncate_prompt_tokens=5)) == [
+        1,
+        13,
+        14,
+        2,
+        3,
+    ]
     assert around(6).cut(ids, PoolingParams(truncate_prompt_tokens=-1)) == [1, 10, 11, 12, 2, 3]
     assert around(6).cut([10, 11, 12, 13], PoolingParams(truncate_prompt_tokens=2)) == [10, 11]
     assert around(6).cut(ids, PoolingParams()) == ids
-    with pytest.raises(RequestError, match="must be more than 3, the special tokens around a text, got 3"):
+    with pytest.raises(
+        RequestError, match="must be more than 3, the special tokens around a text, got 3"
+    ):
         around(9).cut(ids, PoolingParams(truncate_prompt_tokens=3))
 
 
 def test_truncation_of_a_template_cuts_the_document_and_nothing_else() -> None:
-    cut = around(12, template="<{query}|{document}>").plan_scores([("ab", "cdefghij"), ("a", "b")], PoolingParams(truncate_prompt_tokens=-1))
+    cut = around(12, template="<{query}|{document}>").plan_scores(
+        [("ab", "cdefghij"), ("a", "b")], PoolingParams(truncate_prompt_tokens=-1)
+    )
     made: Any = cut.prompts.all()
-    assert [[*map(chr, prompt.token_ids[1:-2])] for prompt in made] == [list("<ab|cdef>"), list("<a|b>")]
-    full = around(12, template="<{query}|{document}>").plan_scores([("abcdefghij", "k")], PoolingParams(truncate_prompt_tokens=-1))
+    assert [[*map(chr, prompt.token_ids[1:-2])] for prompt in made] == [
+        list("<ab|cdef>"),
+        list("<a|b>"),
+    ]
+    full = around(12, template="<{query}|{document}>").plan_scores(
+        [("abcdefghij", "k")], PoolingParams(truncate_prompt_tokens=-1)
+    )
     with pytest.raises(RequestError, match="leave no room for the document"):
         full.prompts.all()
 
@@ -209,9 +298,27 @@ def test_truncation_of_a_template_cuts_the_document_and_nothing_else() -> None:
 def test_a_text_that_is_truncated_may_be_longer_than_what_fits() -> None:
     long = "To be or not to be. " * 200
     for capacity, calls in [
-        (EMBEDDER, [lambda one, **cut: one.embed(long, **cut), lambda one, **cut: one.score("a", long, **cut)]),
-        (CLASSIFIER, [lambda one, **cut: one.classify(["a", long], **cut), lambda one, **cut: one.reward(long, **cut)]),
-        (SCORER, [lambda one, **cut: one.score(long, long, **cut), lambda one, **cut: one.score("a", long, template="{query}:{document}", **cut)]),
+        (
+            EMBEDDER,
+            [
+                lambda one, **cut: one.embed(long, **cut),
+                lambda one, **cut: one.score("a", long, **cut),
+            ],
+        ),
+        (
+            CLASSIFIER,
+            [
+                lambda one, **cut: one.classify(["a", long], **cut),
+                lambda one, **cut: one.reward(long, **cut),
+            ],
+        ),
+        (
+            SCORER,
+            [
+                lambda one, **cut: one.score(long, long, **cut),
+                lambda one, **cut: one.score("a", long, template="{query}:{document}", **cut),
+            ],
+        ),
     ]:
         with llm(capacity, max_model_len=64) as one:
             for call in calls:
@@ -232,8 +339,12 @@ def test_texts_of_pairs_are_measured_before_they_are_joined() -> None:
     text = "x" * 10**6
     pairs = [(text, f"{number}") for number in range(1000)]
     for capacity, template in ((SCORER, None), (SCORER, "{query}:{document}"), (EMBEDDER, None)):
-        facts = PoolingFacts(capacity, 10, "max_model_len", prompts={"query": "12"} if capacity is EMBEDDER else {})
-        pooling = PoolingIntake(facts, lambda texts: pytest.fail("joined"), lambda: pytest.fail("tokenized"), check)
+        facts = PoolingFacts(
+            capacity, 10, "max_model_len", prompts={"query": "12"} if capacity is EMBEDDER else {}
+        )
+        pooling = PoolingIntake(
+            facts, lambda texts: pytest.fail("joined"), lambda: pytest.fail("tokenized"), check
+        )
         plan = pooling.plan_scores(pairs, PoolingParams(truncate_prompt_tokens=4), template)
         lengths = [len(query) + len(document) + bool(template) for query, document in pairs]
         if capacity is EMBEDDER:
@@ -244,7 +355,9 @@ def test_texts_of_pairs_are_measured_before_they_are_joined() -> None:
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 300))
-def test_slices_of_prompts_are_all_of_them_and_none_costs_more_than_it_may_but_a_single_one(chars: list[int], most: int) -> None:
+def test_slices_of_prompts_are_all_of_them_and_none_costs_more_than_it_may_but_a_single_one(
+    chars: list[int], most: int
+) -> None:
     source = PromptSource(chars, lambda part: list(range(len(chars)))[part])  # type: ignore[arg-type]
     slices = list(source.slices(most))
     assert [place for part, _ in slices for place in source.make(part)] == source.all()
@@ -264,17 +377,25 @@ def test_prompts_that_fit_the_model_are_pooled_and_longer_ones_refused() -> None
         [output] = one.embed([7] * 128, use_tqdm=False)
         assert output.outputs is not None
         assert len(output.prompt_token_ids) == 128
-        with pytest.raises(RequestError, match=r"has 129 tokens, and at most 128 fit \(max_model_len\); truncate_prompt_tokens=-1 cuts it"):
+        with pytest.raises(
+            RequestError,
+            match=r"has 129 tokens, and at most 128 fit \(max_model_len\); truncate_prompt_tokens=-1 cuts it",
+        ):
             one.embed([7] * 129)
         [cut] = one.embed([7] * 129, truncate_prompt_tokens=-1, use_tqdm=False)
         assert len(cut.prompt_token_ids) == 128
-    with llm(SCORER) as one, pytest.raises(RequestError, match=r"at most 64 fit \(max_num_batched_tokens\)"):
+    with (
+        llm(SCORER) as one,
+        pytest.raises(RequestError, match=r"at most 64 fit \(max_num_batched_tokens\)"),
+    ):
         one.classify([7] * 65)
 
 
 def test_calls_that_a_model_can_t_serve_name_those_that_it_can() -> None:
     with llm(EMBEDDER) as one:
-        with pytest.raises(RequestError, match=r"this model can't generate: embed\(\) makes embeddings"):
+        with pytest.raises(
+            RequestError, match=r"this model can't generate: embed\(\) makes embeddings"
+        ):
             one.generate("a")
         with pytest.raises(RequestError, match=r"can't do classify; embed\(\)"):
             one.classify("a")
@@ -291,15 +412,30 @@ def test_calls_that_a_model_can_t_serve_name_those_that_it_can() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda one: one.embed("a", pooling_params=SamplingParams()), "pooling_params must be PoolingParams"),
+        (
+            lambda one: one.embed("a", pooling_params=SamplingParams()),
+            "pooling_params must be PoolingParams",
+        ),
         (lambda one: one.generate("a", PoolingParams()), "sampling_params must be SamplingParams"),
-        (lambda one: one.embed(["a", "b"], pooling_params=[PoolingParams()]), "got 1 for 2 prompts"),
-        (lambda one: one.embed("a", pooling_params=PoolingParams(task="token_embed")), "task: the call says 'embed'"),
-        (lambda one: one.embed("a", pooling_params=PoolingParams(dimensions=7)), "dimensions must be at most 6"),
+        (
+            lambda one: one.embed(["a", "b"], pooling_params=[PoolingParams()]),
+            "got 1 for 2 prompts",
+        ),
+        (
+            lambda one: one.embed("a", pooling_params=PoolingParams(task="token_embed")),
+            "task: the call says 'embed'",
+        ),
+        (
+            lambda one: one.embed("a", pooling_params=PoolingParams(dimensions=7)),
+            "dimensions must be at most 6",
+        ),
         (lambda one: one.embed("a", prompt_name="query"), "no prompt named 'query'; it has none"),
         (lambda one: one.embed([5], prompt_name="query"), "these are token ids"),
         (lambda one: one.embed("a", truncate_prompt_tokens=0), "truncate_prompt_tokens must be"),
-        (lambda one: one.embed("a", dimensions=3), r"it is a field of PoolingParams: pooling_params=PoolingParams\(dimensions=…\)"),
+        (
+            lambda one: one.embed("a", dimensions=3),
+            r"it is a field of PoolingParams: pooling_params=PoolingParams\(dimensions=…\)",
+        ),
         (lambda one: one.embed("a", n=3), "embed\\(\\): n: there is no such argument"),
         (lambda one: one.embed(""), "the prompt is empty"),
         (lambda one: one.embed([2000]), "out of the vocabulary"),
@@ -343,7 +479,9 @@ def test_requests_that_generate_and_that_pool_share_the_steps_of_an_engine() -> 
             assert isinstance(output, PoolingRequestOutput)
             assert output.finished
             assert output.outputs is not None
-            np.testing.assert_array_equal(output.outputs.data, expected([n + 1, 2, 3], "embed", GENERATOR))
+            np.testing.assert_array_equal(
+                output.outputs.data, expected([n + 1, 2, 3], "embed", GENERATOR)
+            )
             assert output.metrics is not None
             assert output.metrics.first_token_time is not None
         assert engine.core.kv.counts.held == 0

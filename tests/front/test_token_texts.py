@@ -90,7 +90,9 @@ def appended(texts: TokenTexts, ids: Sequence[int], sizes: Sequence[int]) -> lis
 @pytest.mark.parametrize("kind", KINDS)
 @examples(quick=60, full=2000)
 @given(ids=IDS, prompt=IDS, sizes=st.lists(st.integers(1, 5), max_size=6), skip=st.booleans())
-def test_joined_they_are_the_text(kind: str, ids: list[int], prompt: list[int], sizes: list[int], skip: bool) -> None:
+def test_joined_they_are_the_text(
+    kind: str, ids: list[int], prompt: list[int], sizes: list[int], skip: bool
+) -> None:
     """Whatever the tokens: broken UTF-8 and unknown ids, too. Special tokens that the text
     leaves out have names instead."""
     tokenizer = KINDS[kind]()
@@ -101,18 +103,28 @@ def test_joined_they_are_the_text(kind: str, ids: list[int], prompt: list[int], 
     left_out = tokenizer.special_ids if skip else frozenset()
     names = [tokenizer.decode([token]) if token in left_out else "" for token in ids]
     assert all(one.endswith(name) for one, name in zip(own, names, strict=False))
-    assert "".join([one.removesuffix(name) for one, name in zip(own, [*names, ""], strict=True)]) == text.text
+    assert (
+        "".join([one.removesuffix(name) for one, name in zip(own, [*names, ""], strict=True)])
+        == text.text
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @examples(quick=60, full=2000)
 @given(
-    text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.lists(st.sampled_from(WORDS)).map(" ".join),
+    text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+    | st.lists(st.sampled_from(WORDS)).map(" ".join),
     token=st.integers(0, 383),
 )
-def test_another_token_in_a_place_has_the_text_that_it_would_have_had(kind: str, text: str, token: int) -> None:
+def test_another_token_in_a_place_has_the_text_that_it_would_have_had(
+    kind: str, text: str, token: int
+) -> None:
     tokenizer = KINDS[kind]()
-    ids = tokenizer.encode(text)[:12] if tokenizer.backend is None else tokenizer.backend.encode(text).ids[:12]
+    ids = (
+        tokenizer.encode(text)[:12]
+        if tokenizer.backend is None
+        else tokenizer.backend.encode(text).ids[:12]
+    )
     source = TokenTexts(tokenizer, skip_special_tokens=True)
     texts = source.append(ids)
     for place in range(len(ids)):
@@ -120,7 +132,9 @@ def test_another_token_in_a_place_has_the_text_that_it_would_have_had(kind: str,
         would.append(ids[:place])
         [expected] = would.append([token]).own
         [_, other] = texts.of(place, [ids[place], token])
-        assert other.lstrip("\ufffd") == expected.lstrip("\ufffd"), "but for how many U+FFFD a broken character becomes"
+        assert other.lstrip("\ufffd") == expected.lstrip("\ufffd"), (
+            "but for how many U+FFFD a broken character becomes"
+        )
 
 
 def test_a_character_of_several_tokens_is_the_last_ones() -> None:
@@ -150,7 +164,9 @@ def test_half_a_character_at_the_end_is_not_lost() -> None:
 
 def test_a_prompts_text_has_no_tokens_that_the_tokenizer_puts_around_it() -> None:
     backend = Backend.from_str(metaspace().backend.to_str())
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
 
     class WithBos(TransformersTokenizer):
         around = ([1], [])
@@ -161,7 +177,9 @@ def test_a_prompts_text_has_no_tokens_that_the_tokenizer_puts_around_it() -> Non
         "hello",
         " world",
     ]
-    assert "".join(texts_of_prompt(tokenizer, None, [1, 2, 3]).append([1, 2, 3]).own) == tokenizer.decode([1, 2, 3])
+    assert "".join(
+        texts_of_prompt(tokenizer, None, [1, 2, 3]).append([1, 2, 3]).own
+    ) == tokenizer.decode([1, 2, 3])
 
 
 def test_the_bytes_of_tokens_are_known_by_the_decoder() -> None:

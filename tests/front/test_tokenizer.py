@@ -35,13 +35,21 @@ def test_text_comes_back(demo: Tokenizer) -> None:
 
 
 @given(st.lists(st.text(max_size=40), max_size=5), st.booleans())
-def test_many_texts_at_once_become_the_tokens_of_each(texts: list[str], special_tokens: bool) -> None:
+def test_many_texts_at_once_become_the_tokens_of_each(
+    texts: list[str], special_tokens: bool
+) -> None:
     """As the file says that the tokenizer is made of; with a token before and after, so that it shows whether they are there."""
     library = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    library.post_processor = tokenizers.processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
     ours = TransformersTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=library))
-    assert ours.encode_all(texts, special_tokens) == [library.encode(text, add_special_tokens=special_tokens).ids for text in texts]
-    assert ours.encode_all(texts, special_tokens) == [ours.encode(text, special_tokens) for text in texts]
+    assert ours.encode_all(texts, special_tokens) == [
+        library.encode(text, add_special_tokens=special_tokens).ids for text in texts
+    ]
+    assert ours.encode_all(texts, special_tokens) == [
+        ours.encode(text, special_tokens) for text in texts
+    ]
 
 
 @examples(quick=20, full=200)
@@ -53,7 +61,9 @@ def test_a_tokenizer_written_in_python_does_too(texts: list[str]) -> None:
 
 def test_a_panic_of_the_library_is_the_reason_like_any_other_error(tmp_path: Path) -> None:
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+    )
     with pytest.raises(ModelLoadError, match=r"no tokenizer that can be loaded \(PanicException: "):
         Tokenizer.load(tmp_path)
 
@@ -69,12 +79,16 @@ def test_it_knows_its_size_and_its_end(demo: Tokenizer) -> None:
     assert demo.decode([0, 50], skip_special_tokens=True) == demo.decode([50])
 
 
-def test_it_knows_the_models_chat_templates_and_what_they_call_special_tokens(demo: Tokenizer) -> None:
+def test_it_knows_the_models_chat_templates_and_what_they_call_special_tokens(
+    demo: Tokenizer,
+) -> None:
     assert list(demo.chat_templates) == ["default"]
     assert demo.special_tokens == {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
     several = TransformersTokenizer(transformers.ByT5Tokenizer())
     assert several.chat_templates == {}
-    several = TransformersTokenizer(transformers.ByT5Tokenizer(chat_template={"default": "a", "tool_use": "b"}))
+    several = TransformersTokenizer(
+        transformers.ByT5Tokenizer(chat_template={"default": "a", "tool_use": "b"})
+    )
     assert several.chat_templates == {"default": "a", "tool_use": "b"}
 
 
@@ -91,24 +105,39 @@ def test_a_name_is_never_looked_up_on_the_network() -> None:
 @pytest.mark.slow("starts processes that import everything")
 def test_loading_the_demo_does_not_import_torch() -> None:
     code = f"import sys; from dovetail.front.tokenizer import Tokenizer; Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
 
 
 def of_pairs(side: str = "right") -> tuple[tokenizers.Tokenizer, TransformersTokenizer]:
     """The demo model's tokenizer with special tokens around the texts of a pair, of the library and ours."""
     library = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     library.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A", pair="<|endoftext|> $A <|endoftext|> $B:1 <|endoftext|>:1", special_tokens=[("<|endoftext|>", 0)]
+        single="<|endoftext|> $A",
+        pair="<|endoftext|> $A <|endoftext|> $B:1 <|endoftext|>:1",
+        special_tokens=[("<|endoftext|>", 0)],
     )
     names = ["input_ids", "token_type_ids"]
-    own = transformers.PreTrainedTokenizerFast(tokenizer_object=library, truncation_side=side, model_input_names=names)
+    own = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, truncation_side=side, model_input_names=names
+    )
     return tokenizers.Tokenizer.from_str(library.to_str()), TransformersTokenizer(own)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_pair_is_cut_as_the_tokenizers_library_cuts_it(side: str) -> None:
     library, ours = of_pairs(side)
-    texts = ["", "a", "a<|endoftext|>b", "wherefore art thou", "Deny thy father and refuse thy name"]
+    texts = [
+        "",
+        "a",
+        "a<|endoftext|>b",
+        "wherefore art thou",
+        "Deny thy father and refuse thy name",
+    ]
     pairs = list(itertools.product(texts, texts))
     for most in range(4, 30):
         library.enable_truncation(most, strategy="longest_first", direction=side)
@@ -117,7 +146,9 @@ def test_a_pair_is_cut_as_the_tokenizers_library_cuts_it(side: str) -> None:
             theirs = library.encode(*pair)
             assert one.token_ids == theirs.ids
             assert one.second == theirs.type_ids.index(1)
-    with pytest.raises(RequestError, match="must be more than 3, the special tokens of a pair, got 3"):
+    with pytest.raises(
+        RequestError, match="must be more than 3, the special tokens of a pair, got 3"
+    ):
         ours.encode_pairs([("a", "b")], 3)
     assert ours.encode_pairs([], 3) == []
 
@@ -149,23 +180,48 @@ SETTINGS: list[dict[str, object]] = [
     {"split_special_tokens": True},
     {"extra_special_tokens": ["Romeo"]},
     {"legacy": False},
-    {"padding_side": "left", "model_max_length": 3, "pad_to_multiple_of": 8, "truncation_strategy": "longest_first", "max_length": 2},
+    {
+        "padding_side": "left",
+        "model_max_length": 3,
+        "pad_to_multiple_of": 8,
+        "truncation_strategy": "longest_first",
+        "max_length": 2,
+    },
     {"clean_up_tokenization_spaces": True, "spaces_between_special_tokens": True},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_settings_of_tokenizer_config_do_what_transformers_makes_of_them(settings: dict[str, object], tmp_path: Path) -> None:
+def test_settings_of_tokenizer_config_do_what_transformers_makes_of_them(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
     text = "Romeo , wherefore<|endoftext|> art thou Romeo ?"
     directory = with_settings(tmp_path, **settings)
     assert all(TOKENIZER_CONFIG.rule(key) is not None for key in settings)
-    assert Tokenizer.load(directory).encode(text) == transformers.AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
+    assert (
+        Tokenizer.load(directory).encode(text)
+        == transformers.AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
+    )
 
 
 def test_each_setting_that_transformers_reads_is_in_the_table() -> None:
     base = transformers.PreTrainedTokenizerBase
-    names = {*base.SPECIAL_TOKENS_ATTRIBUTES, "model_max_length", "padding_side", "truncation_side", "model_input_names", "split_special_tokens"}
-    names |= {"clean_up_tokenization_spaces", "chat_template", "response_schema", "processor_class", "name_or_path", "added_tokens_decoder"}
+    names = {
+        *base.SPECIAL_TOKENS_ATTRIBUTES,
+        "model_max_length",
+        "padding_side",
+        "truncation_side",
+        "model_input_names",
+        "split_special_tokens",
+    }
+    names |= {
+        "clean_up_tokenization_spaces",
+        "chat_template",
+        "response_schema",
+        "processor_class",
+        "name_or_path",
+        "added_tokens_decoder",
+    }
     assert not [name for name in names if TOKENIZER_CONFIG.rule(name) is None]
 
 
@@ -183,8 +239,12 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(tmp_
         Tokenizer.load(directory)
 
 
-@pytest.mark.parametrize(("lower", "files"), [(True, ["modules.json"]), (False, ["modules.json"]), (True, [])], ids=str)
-def test_texts_are_put_in_lower_case_as_sentence_transformers_does(lower: bool, files: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lower", "files"), [(True, ["modules.json"]), (False, ["modules.json"]), (True, [])], ids=str
+)
+def test_texts_are_put_in_lower_case_as_sentence_transformers_does(
+    lower: bool, files: list[str], tmp_path: Path
+) -> None:
     directory = with_settings(tmp_path)
     (directory / "sentence_roberta_config.json").write_text(json.dumps({"do_lower_case": lower}))
     for name in files:

@@ -24,9 +24,23 @@ def told(outputs: Sequence[RequestOutput]) -> list[tuple[object, ...]]:
         deltas = [sample for one in outputs for sample in one.outputs if sample.index == index]
         newest = deltas[-1]
         token_ids = [token for delta in deltas for token in delta.token_ids]
-        logprobs = None if newest.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()]
+        logprobs = (
+            None
+            if newest.logprobs is None
+            else [entry for delta in deltas for entry in delta.logprobs or ()]
+        )
         text = "".join(delta.text for delta in deltas)
-        known.append((index, text, token_ids, logprobs, newest.cumulative_logprob, newest.finish_reason, newest.stop_reason))
+        known.append(
+            (
+                index,
+                text,
+                token_ids,
+                logprobs,
+                newest.cumulative_logprob,
+                newest.finish_reason,
+                newest.stop_reason,
+            )
+        )
     return [*known, (outputs[-1].finished, outputs[-1].request_id, outputs[-1].prompt)]
 
 
@@ -39,9 +53,15 @@ def answers(draw: st.DrawFn) -> list[RequestOutput]:
         samples = []
         for index in draw(st.lists(st.integers(0, count - 1), unique=True, min_size=1)):
             tokens = draw(st.sampled_from([(), (7,), (8, 9)]))
-            logprobs = [{token: Logprob(-float(step))} for token in tokens] if with_logprobs else None
+            logprobs = (
+                [{token: Logprob(-float(step))} for token in tokens] if with_logprobs else None
+            )
             reason = draw(st.sampled_from([None, None, "stop"]))
-            samples.append(CompletionOutput(index, draw(st.text(max_size=3)), tokens, float(step), logprobs, reason, reason))  # type: ignore[arg-type]
+            samples.append(
+                CompletionOutput(
+                    index, draw(st.text(max_size=3)), tokens, float(step), logprobs, reason, reason
+                )
+            )  # type: ignore[arg-type]
         outputs.append(output(*samples))
     outputs[-1].finished = True
     return outputs
@@ -49,7 +69,9 @@ def answers(draw: st.DrawFn) -> list[RequestOutput]:
 
 @examples(quick=100, full=1000)
 @given(answers(), st.lists(st.booleans(), min_size=12, max_size=12))
-def test_a_slow_reader_s_deltas_together_say_what_a_prompt_reader_s_do(answer: list[RequestOutput], reads: list[bool]) -> None:
+def test_a_slow_reader_s_deltas_together_say_what_a_prompt_reader_s_do(
+    answer: list[RequestOutput], reads: list[bool]
+) -> None:
     unread, slow = Unread(lambda: None, joins=True), []
     for one, read in zip(answer, reads, strict=False):
         unread.put(one)
@@ -71,7 +93,10 @@ def test_a_prompt_reader_gets_each_output_itself(answer: list[RequestOutput]) ->
 
 def test_of_cumulative_outputs_the_newest_waits() -> None:
     notices: list[str] = []
-    unread, outputs = Unread(lambda: notices.append("read")), [output(CompletionOutput(0, "x" * length, [5] * length)) for length in (1, 2, 3)]
+    unread, outputs = (
+        Unread(lambda: notices.append("read")),
+        [output(CompletionOutput(0, "x" * length, [5] * length)) for length in (1, 2, 3)],
+    )
     for one in outputs:
         unread.put(one)
     assert notices == ["read"], "the reader is told once"
@@ -94,7 +119,11 @@ def test_what_waits_takes_the_memory_of_the_answer() -> None:
         try:
             unread = Unread(lambda: None, joins=is_delta)
             for length in range(1, 901):
-                new = CompletionOutput(0, "x", (5,)) if is_delta else CompletionOutput(0, "x" * length, (5,) * length)
+                new = (
+                    CompletionOutput(0, "x", (5,))
+                    if is_delta
+                    else CompletionOutput(0, "x" * length, (5,) * length)
+                )
                 unread.put(output(new))
             del new
             assert tracemalloc.get_traced_memory()[0] < 30_000

@@ -19,7 +19,10 @@ from dovetail.runtime import worker
 from tests.models.configs import ropes
 from tests.support import FULL
 
-on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ def configs(draw: st.DrawFn) -> Any:
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": draw(ropes()),
     }
-    windows = {"use_sliding_window": draw(st.booleans()), "sliding_window": shape.window, "max_window_layers": draw(st.integers(0, 3))}
+    windows = {
+        "use_sliding_window": draw(st.booleans()),
+        "sliding_window": shape.window,
+        "max_window_layers": draw(st.integers(0, 3)),
+    }
     bias = draw(st.booleans())
     kind = draw(st.sampled_from([Qwen3Config, Qwen2Config, LlamaConfig, MistralConfig]))
     if kind is Qwen3Config:
@@ -76,7 +83,13 @@ def configs(draw: st.DrawFn) -> Any:
 
 def settings_for(attention: str, **config: Any) -> dict[str, Any]:
     """Of a small engine on the GPU."""
-    return {"attention": attention, "executor": {"name": "local", "device": "cuda"}, "kv_cache_memory": "256MiB", "max_num_seqs": 8, **config}
+    return {
+        "attention": attention,
+        "executor": {"name": "local", "device": "cuda"},
+        "kv_cache_memory": "256MiB",
+        "max_num_seqs": 8,
+        **config,
+    }
 
 
 def make_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +103,9 @@ def skip_unless_usable(attention: str, dtype: str, head_size: int) -> None:
     from dovetail.api.attention import AttentionContext, LayerSpec
     from tests.runtime.demo import context
 
-    backend = next(target for target in context().attention if target.name == f"dovetail:{attention}").load()
+    backend = next(
+        target for target in context().attention if target.name == f"dovetail:{attention}"
+    ).load()
     asked = AttentionContext("cuda:0", dtype, backend.capabilities.default_block_size())
     reasons = backend.reasons_against(asked, [LayerSpec(0, 4, 2, head_size, 1.0)])
     if reasons:
@@ -105,5 +120,7 @@ def save(config: Any, dtype: torch.dtype, directory: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+            parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(
+                0.0, parameter.shape[-1] ** -0.5
+            )
     model.to(dtype).save_pretrained(directory)

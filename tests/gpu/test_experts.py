@@ -52,8 +52,14 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(config: Any, graphs:
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts = random_prompts(LENGTHS, 997, 0)
     with checkpoint(config) as (directory, model):
-        settings = settings_for("triton", max_num_batched_tokens=130, max_model_len=1024, cuda_graphs=graphs)
-        for prompt, tokens in zip(prompts, tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings)), strict=True):
+        settings = settings_for(
+            "triton", max_num_batched_tokens=130, max_model_len=1024, cuda_graphs=graphs
+        )
+        for prompt, tokens in zip(
+            prompts,
+            tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings)),
+            strict=True,
+        ):
             compare_greedy(model, prompt, tokens, Comparison())
 
 
@@ -63,5 +69,8 @@ def test_tokens_in_half_precision_are_the_same_in_every_run(dtype: str) -> None:
     prompts = random_prompts(LENGTHS, 997, 0)
     with checkpoint(CONFIG) as (directory, _):
         settings = settings_for("triton", dtype=dtype)
-        runs = [tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings)) for _ in range(2)]
+        runs = [
+            tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings))
+            for _ in range(2)
+        ]
     assert runs[0] == runs[1]

@@ -17,7 +17,12 @@ from tests.gpu.device import SHAPES, on_a_gpu, settings_for
 
 pytestmark = on_a_gpu
 
-CONFIG = Qwen3Config(**SHAPES[0].fields, num_hidden_layers=1, head_dim=SHAPES[0].head_size, max_position_embeddings=256)
+CONFIG = Qwen3Config(
+    **SHAPES[0].fields,
+    num_hidden_layers=1,
+    head_dim=SHAPES[0].head_size,
+    max_position_embeddings=256,
+)
 
 BREAKING = """
 import json, sys, torch
@@ -48,27 +53,56 @@ with LLMEngine.from_config(json.loads(sys.argv[1])) as engine:
 
 def test_out_of_memory_at_start_says_what_was_asked_what_is_free_and_what_to_lower() -> None:
     with checkpoint(CONFIG) as (directory, _):
-        settings = settings_for("triton", model=str(directory), dtype="float32", generation_config="none", kv_cache_memory="900GiB")
-        with pytest.raises(UnsupportedError, match=r"can't start: OutOfMemoryError: .*Tried to allocate .* is free.*lower .* kv_cache_memory"):
+        settings = settings_for(
+            "triton",
+            model=str(directory),
+            dtype="float32",
+            generation_config="none",
+            kv_cache_memory="900GiB",
+        )
+        with pytest.raises(
+            UnsupportedError,
+            match=r"can't start: OutOfMemoryError: .*Tried to allocate .* is free.*lower .* kv_cache_memory",
+        ):
             LLMEngine.from_config(settings)
-        with LLMEngine.from_config({**settings, "kv_cache_memory": "64MiB"}) as engine:  # and the GPU is fine
+        with LLMEngine.from_config(
+            {**settings, "kv_cache_memory": "64MiB"}
+        ) as engine:  # and the GPU is fine
             assert engine.capacity.num_pages > 0
 
 
 def test_a_share_of_the_memory_that_leaves_no_room_says_what_to_raise() -> None:
     with checkpoint(CONFIG) as (directory, _):
-        settings = settings_for("triton", model=str(directory), dtype="float32", generation_config="none", gpu_memory_utilization=1e-6)
+        settings = settings_for(
+            "triton",
+            model=str(directory),
+            dtype="float32",
+            generation_config="none",
+            gpu_memory_utilization=1e-6,
+        )
         del settings["kv_cache_memory"]
-        with pytest.raises(ConfigError, match=r"gpu_memory_utilization: .*gives 0\. .*Raise gpu_memory_utilization"):
+        with pytest.raises(
+            ConfigError, match=r"gpu_memory_utilization: .*gives 0\. .*Raise gpu_memory_utilization"
+        ):
             LLMEngine.from_config(settings)
 
 
 def test_a_cuda_error_ends_the_engine_and_names_the_requests_in_the_batch() -> None:
     """In a process of its own, which loses its device for good."""
     with checkpoint(CONFIG) as (directory, _):
-        settings = settings_for("triton", model=str(directory), dtype="float32", generation_config="none", cuda_graphs=False)
+        settings = settings_for(
+            "triton",
+            model=str(directory),
+            dtype="float32",
+            generation_config="none",
+            cuda_graphs=False,
+        )
         done = subprocess.run(
-            [sys.executable, "-c", BREAKING, json.dumps(settings)], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+            [sys.executable, "-c", BREAKING, json.dumps(settings)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parents[2],
         )
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])

@@ -30,7 +30,9 @@ def real(case: Case, head_size: int = 64) -> Case:
 
 @examples(quick=40, full=1000)
 @given(case=cases(max_len=700), head_size=st.sampled_from([64, 128]))
-def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(case: Case, head_size: int) -> None:
+def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(
+    case: Case, head_size: int
+) -> None:
     skip_unless_usable("flash_attn", "bfloat16", head_size)
     bench = Bench(FlashAttention, real(case, head_size))
     assert_close(bench.run(), bench.expected(), ROUNDING)

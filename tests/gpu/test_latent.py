@@ -42,7 +42,11 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(graphs: bool) -> Non
     prompts = random_prompts(LENGTHS, 997, 0)
     with checkpoint(CONFIG) as (directory, model):
         settings = settings_for("triton", max_num_batched_tokens=130, cuda_graphs=graphs)
-        for prompt, tokens in zip(prompts, tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings)), strict=True):
+        for prompt, tokens in zip(
+            prompts,
+            tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings)),
+            strict=True,
+        ):
             compare_greedy(model, prompt, tokens, Comparison())
 
 
@@ -51,5 +55,8 @@ def test_tokens_in_bfloat16_are_the_same_in_every_run(kv_cache_dtype: str) -> No
     prompts = random_prompts(LENGTHS, 997, 0)
     with checkpoint(CONFIG) as (directory, _):
         settings = settings_for("triton", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
-        runs = [tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings)) for _ in range(2)]
+        runs = [
+            tokens_of(run(directory, prompts, [greedy(24)] * len(prompts), **settings))
+            for _ in range(2)
+        ]
     assert runs[0] == runs[1]

@@ -30,20 +30,40 @@ ASKED: list[dict[str, Any]] = [
     {"logits_processors": SHUN, "temperature": 0.0},
     {"logits_processors": CLIP, "temperature": 2.0, "logprobs": 1},
     {"presence_penalty": 0.5, "logprobs": 1},
-    {"logits_processors": {"clip": {"width": 3.0}, "shun": {"amount": 2.0}}, "repetition_penalty": 1.2, "n": 2},
+    {
+        "logits_processors": {"clip": {"width": 3.0}, "shun": {"amount": 2.0}},
+        "repetition_penalty": 1.2,
+        "n": 2,
+    },
     {"temperature": 0.0},
 ]
 PROCESSORS = {"logits_processors": ["shun", "clip"]}
 GRAPHS: list[dict[str, Any]] = [
     {},
     {"overlap": True},
-    {"max_num_batched_tokens": 33, "executor": {"name": "local", "device": "cuda", "num_blocks": 24}},
-    {"speculation": {"drafter": {"name": "dovetail-drafting:alternating"}, "max_drafts": 4, "timeout_s": 1.0}},
+    {
+        "max_num_batched_tokens": 33,
+        "executor": {"name": "local", "device": "cuda", "num_blocks": 24},
+    },
+    {
+        "speculation": {
+            "drafter": {"name": "dovetail-drafting:alternating"},
+            "max_drafts": 4,
+            "timeout_s": 1.0,
+        }
+    },
 ]
 
 
 def params(index: int, **asked: Any) -> SamplingParams:
-    wanted = {"temperature": 0.8, "seed": index, "max_tokens": 40, "detokenize": False, "output_kind": "final", "ignore_eos": True}
+    wanted = {
+        "temperature": 0.8,
+        "seed": index,
+        "max_tokens": 40,
+        "detokenize": False,
+        "output_kind": "final",
+        "ignore_eos": True,
+    }
     return SamplingParams(**{**wanted, **asked})
 
 
@@ -51,12 +71,23 @@ def answers(engine: LLMEngine, asked: list[dict[str, Any]]) -> list[RequestOutpu
     for index, (prompt, own) in enumerate(zip(PROMPTS, asked, strict=True)):
         engine.add_request(str(index), prompt, params(index, **own))
     done = {output.request_id: output for output in steps(engine) if output.finished}
-    assert all(sample.finish_reason != "error" for output in done.values() for sample in output.outputs)
+    assert all(
+        sample.finish_reason != "error" for output in done.values() for sample in output.outputs
+    )
     return [done[str(index)] for index in range(len(asked))]
 
 
-def generated(directory: Path, dtype: str, asked: list[dict[str, Any]], **settings: Any) -> list[RequestOutput]:
-    plain = settings_for("triton", overlap=False, cuda_graphs=True, max_model_len=256, max_num_seqs=12, generation_config="none")
+def generated(
+    directory: Path, dtype: str, asked: list[dict[str, Any]], **settings: Any
+) -> list[RequestOutput]:
+    plain = settings_for(
+        "triton",
+        overlap=False,
+        cuda_graphs=True,
+        max_model_len=256,
+        max_num_seqs=12,
+        generation_config="none",
+    )
     with LLMEngine.from_config({**plain, **settings}, model=str(directory), dtype=dtype) as engine:
         return answers(engine, asked)
 
@@ -78,41 +109,61 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return replayed
 
 
-def test_tokens_are_those_without_graphs(site: Site, kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_without_graphs(
+    site: Site, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_drafts_pay(monkeypatch)
     processing.install(site)
     drafting.install(site)
     torch.backends.cuda.matmul.allow_tf32 = False
     with checkpoint(SMALL) as (directory, _):
         expected = tokens(generated(directory, "float32", ASKED, **PROCESSORS, cuda_graphs=False))
-        answers_by_prompt = {tuple(prompt): samples for prompt, samples in zip(PROMPTS, expected, strict=True)}
+        answers_by_prompt = {
+            tuple(prompt): samples for prompt, samples in zip(PROMPTS, expected, strict=True)
+        }
         monkeypatch.setattr(drafting, "ANSWERS", answers_by_prompt)
         assert not kinds
         for settings in GRAPHS:
             kinds.clear()
-            assert tokens(generated(directory, "float32", ASKED, **PROCESSORS, **settings)) == expected, settings
+            assert (
+                tokens(generated(directory, "float32", ASKED, **PROCESSORS, **settings)) == expected
+            ), settings
             assert "DECODE_PROCESSED" in kinds, settings
         plain = [own for own in ASKED if "logits_processors" not in own]
-        without = [{name: value for name, value in own.items() if name != "logits_processors"} for own in ASKED]
-        for own, ours, theirs in zip(ASKED, expected, tokens(generated(directory, "float32", without)), strict=True):
+        without = [
+            {name: value for name, value in own.items() if name != "logits_processors"}
+            for own in ASKED
+        ]
+        for own, ours, theirs in zip(
+            ASKED, expected, tokens(generated(directory, "float32", without)), strict=True
+        ):
             assert (ours == theirs) == (own in plain), own
 
 
 def test_steps_in_which_nobody_asks_replay_the_same_graphs(site: Site, kinds: list[str]) -> None:
     processing.install(site)
-    asked = [{name: value for name, value in own.items() if name != "logits_processors"} for own in ASKED]
+    asked = [
+        {name: value for name, value in own.items() if name != "logits_processors"} for own in ASKED
+    ]
     with checkpoint(SMALL) as (directory, _):
         found = []
         for processors in (PROCESSORS, {}):
             kinds.clear()
-            found.append((tokens(generated(directory, "bfloat16", asked, **processors)), list(kinds)))
+            found.append(
+                (tokens(generated(directory, "bfloat16", asked, **processors)), list(kinds))
+            )
     assert found[0] == found[1]
     assert found[0][1]
 
 
-@pytest.mark.parametrize("speculation", [None, {"drafter": {"name": "ngram", "min_match": 1}, "max_drafts": 4}])
+@pytest.mark.parametrize(
+    "speculation", [None, {"drafter": {"name": "ngram", "min_match": 1}, "max_drafts": 4}]
+)
 def test_in_bfloat16_tokens_are_among_those_that_processors_left(
-    speculation: dict[str, Any] | None, site: Site, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+    speculation: dict[str, Any] | None,
+    site: Site,
+    kinds: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_drafts_pay(monkeypatch)
     processing.install(site)
@@ -129,7 +180,10 @@ def test_in_bfloat16_tokens_are_among_those_that_processors_left(
                     history.append(token)
             if asked == CLIP:
                 for token, entries in zip(sample.token_ids, sample.logprobs or (), strict=True):
-                    assert entries[token].logprob >= max(entry.logprob for entry in entries.values()) - 1.5 - 1e-3
+                    assert (
+                        entries[token].logprob
+                        >= max(entry.logprob for entry in entries.values()) - 1.5 - 1e-3
+                    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -139,13 +193,27 @@ def test_masks_hold_in_graphs_after_processors(dtype: str, site: Site, kinds: li
     settings = settings_for("triton", max_model_len=256, max_num_seqs=12, **PROCESSORS)
     found = []
     for graphs in (True, False):
-        with LLMEngine.from_config({**settings, "model": "demo", "dtype": dtype, "cuda_graphs": graphs}) as engine:
+        with LLMEngine.from_config(
+            {**settings, "model": "demo", "dtype": dtype, "cuda_graphs": graphs}
+        ) as engine:
             for index in range(6):
-                asked = {} if index % 3 == 2 else {"logits_processors": {**SHUN, "clip": {"width": 0.3}}}
+                asked = (
+                    {}
+                    if index % 3 == 2
+                    else {"logits_processors": {**SHUN, "clip": {"width": 0.3}}}
+                )
                 rule = Structured(regex="(the |a |king ){3,8}!") if index % 2 else None
-                fields = {"seed": index, "temperature": 0.7 * (index % 2), "max_tokens": 40, "output_kind": "final", "structured": rule}
+                fields = {
+                    "seed": index,
+                    "temperature": 0.7 * (index % 2),
+                    "max_tokens": 40,
+                    "output_kind": "final",
+                    "structured": rule,
+                }
                 engine.add_request(str(index), "the king and", SamplingParams(**fields, **asked))
-            done = {output.request_id: output.outputs[0] for output in steps(engine) if output.finished}
+            done = {
+                output.request_id: output.outputs[0] for output in steps(engine) if output.finished
+            }
         assert all(sample.finish_reason != "error" for sample in done.values()), done
         for index in (1, 3, 5):
             assert set(done[str(index)].text.rstrip("!").split()) <= {"the", "a", "king"}

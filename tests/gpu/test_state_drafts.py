@@ -22,7 +22,12 @@ CONFIGS = {
     "qwen3_next": lambda: hybrids.qwen3_next(vocab_size=997, hidden_size=128, **DELTA),
     "granite": lambda: hybrids.granite(vocab_size=997, hidden_size=256),
 }
-WAYS: list[dict[str, Any]] = [{}, {"cuda_graphs": False}, {"max_num_batched_tokens": 33}, {"overlap": True}]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"cuda_graphs": False},
+    {"max_num_batched_tokens": 33},
+    {"overlap": True},
+]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -36,13 +41,26 @@ def test_tokens_are_those_without_speculation(
     make_drafts_pay(monkeypatch)
     drafting.install(site)
     torch.backends.cuda.matmul.allow_tf32 = False
-    plain = settings_for("triton", overlap=False, cuda_graphs=False, max_model_len=256, max_num_seqs=12)
+    plain = settings_for(
+        "triton", overlap=False, cuda_graphs=False, max_model_len=256, max_num_seqs=12
+    )
     with checkpoint(CONFIGS[name]()) as (directory, _):
         expected = generated(plain, directory, "float32", {"temperature": temperature})
-        answers = {tuple(prompt): [tokens for tokens, _ in each] for prompt, each in zip(PROMPTS, expected, strict=True)}
+        answers = {
+            tuple(prompt): [tokens for tokens, _ in each]
+            for prompt, each in zip(PROMPTS, expected, strict=True)
+        }
         monkeypatch.setattr(drafting, "ANSWERS", answers)
-        options = {"drafter": {"name": "dovetail-drafting:alternating"}, "max_drafts": 4, "timeout_s": 1.0}
+        options = {
+            "drafter": {"name": "dovetail-drafting:alternating"},
+            "max_drafts": 4,
+            "timeout_s": 1.0,
+        }
         for way in WAYS:
             settings = {**plain, "cuda_graphs": True, "speculation": options, **way}
-            for ours, theirs in zip(generated(settings, directory, "float32", {"temperature": temperature}), expected, strict=True):
+            for ours, theirs in zip(
+                generated(settings, directory, "float32", {"temperature": temperature}),
+                expected,
+                strict=True,
+            ):
                 assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs], way

@@ -9,12 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
+from dovetail.api.grammar import (
+    Grammar,
+    GrammarBackend,
+    GrammarContext,
+    GrammarSpec,
+    Matcher,
+    SpecKind,
+)
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
 from dovetail_grammars.xgrammar_backend import XGrammar
 
-BACKENDS: dict[str, type[LLGuidance] | type[XGrammar]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
+BACKENDS: dict[str, type[LLGuidance] | type[XGrammar]] = {
+    "llguidance": LLGuidance,
+    "xgrammar": XGrammar,
+}
 STOP = 256
 BYTES = GrammarContext([*(bytes([byte]) for byte in range(256)), None], frozenset([STOP]), 257)
 
@@ -25,7 +35,9 @@ def backend(name: str, **options: Any) -> GrammarBackend:
 
 
 def compiled(name: str, kind: SpecKind, text: Any, **options: Any) -> Grammar:
-    return backend(name, **options).compile(GrammarSpec(kind, text if isinstance(text, str) else json.dumps(text)))
+    return backend(name, **options).compile(
+        GrammarSpec(kind, text if isinstance(text, str) else json.dumps(text))
+    )
 
 
 def at(grammar: Grammar, text: str) -> Matcher | None:
@@ -40,7 +52,12 @@ def takes(grammar: Grammar, text: str) -> bool:
     return matcher is not None and matcher.accept(STOP)
 
 
-def answers(at: Callable[[str], Matcher | None], parts: Sequence[str], most: int, end: Sequence[int] = (STOP,)) -> set[str]:
+def answers(
+    at: Callable[[str], Matcher | None],
+    parts: Sequence[str],
+    most: int,
+    end: Sequence[int] = (STOP,),
+) -> set[str]:
     """Return the texts of up to `most` parts behind which `end` may come. What can't be written isn't continued."""
     found: set[str] = set()
     texts = [""]

@@ -17,7 +17,12 @@ from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from tests.grammars.helpers import BACKENDS, at, compiled, mask, takes
 
-PERSON: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -50,18 +55,37 @@ def test_tools_in_free_text_have_no_white_space_either(name: str) -> None:
     [
         ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
         ("json_schema", {"not": {"type": "string"}}, "not"),
-        ("json_schema", {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"minLength": 2}}}}, "propertyNames"),
+        (
+            "json_schema",
+            {
+                "type": "object",
+                "properties": {"a": {"type": "object", "propertyNames": {"minLength": 2}}},
+            },
+            "propertyNames",
+        ),
         ("json_schema", {"if": {"type": "string"}, "then": {"minLength": 2}}, "if"),
         ("json_schema", {"type": "string", "format": "idn-email"}, "idn-email"),
-        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "circular: #/[$]defs/a -> #/[$]defs/a"),
-        ("json_schema", {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
+        (
+            "json_schema",
+            {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}},
+            "circular: #/[$]defs/a -> #/[$]defs/a",
+        ),
+        (
+            "json_schema",
+            {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True},
+            "x-guidance",
+        ),
         ("json_schema", json.loads('{"items":' * 101 + "{}" + "}" * 101), "MAX_NESTING = 100"),
         ("json_schema", '{"minimum": NaN}', "NaN"),
         ("json_schema", {"type": "object", "minProperties": 2}, "minProperties"),
         ("grammar", "start: <|end|>", "special tokens"),
         ("grammar", 'start: a\na[temperature=0.5]: "b"', "temperature"),
         ("structural_tag", {"structures": [], "triggers": ["<f"]}, "structures"),
-        ("structural_tag", {"structures": [{"begin": "<f>", "schema": {}, "end": "", "x": 1}], "triggers": ["<f"]}, "structures.0"),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "<f>", "schema": {}, "end": "", "x": 1}], "triggers": ["<f"]},
+            "structures.0",
+        ),
     ],
 )
 def test_refusals_name_the_feature(name: str, kind: SpecKind, text: Any, named: str) -> None:
@@ -79,10 +103,18 @@ class Library(BaseModel):
 
 @pytest.mark.parametrize("form", ["path", "password", "binary", "file-path", "byte", "x-of-ours"])
 def test_a_format_that_json_schema_does_not_define_is_ignored(name: str, form: str) -> None:
-    for schema in ({"type": "string", "format": form}, {"format": form}, {"type": ["null", "string"], "format": form}):
+    for schema in (
+        {"type": "string", "format": form},
+        {"format": form},
+        {"type": ["null", "string"], "format": form},
+    ):
         assert takes(compiled(name, "json_schema", schema), '"no/such thing"')
-    assert takes(compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"ab"')
-    assert not takes(compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"abc"')
+    assert takes(
+        compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"ab"'
+    )
+    assert not takes(
+        compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"abc"'
+    )
 
 
 def test_a_format_of_strings_says_nothing_of_numbers(name: str) -> None:
@@ -92,40 +124,73 @@ def test_a_format_of_strings_says_nothing_of_numbers(name: str) -> None:
 
 def test_paths_and_secrets_of_pydantic_are_strings(name: str) -> None:
     schema = {**Library.model_json_schema(), "additionalProperties": False}
-    assert takes(compiled(name, "json_schema", schema), '{"folder":"/a","key":"b","cover":"c","names":{"d":"e"}}')
+    assert takes(
+        compiled(name, "json_schema", schema),
+        '{"folder":"/a","key":"b","cover":"c","names":{"d":"e"}}',
+    )
 
 
-@pytest.mark.parametrize(("kind", "keyword"), [(set[str], "uniqueItems"), (dict[Literal["a", "b"], int], "propertyNames")])
-def test_sets_and_named_keys_of_pydantic_are_refused_by_place_and_keyword(name: str, kind: Any, keyword: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "keyword"),
+    [(set[str], "uniqueItems"), (dict[Literal["a", "b"], int], "propertyNames")],
+)
+def test_sets_and_named_keys_of_pydantic_are_refused_by_place_and_keyword(
+    name: str, kind: Any, keyword: str
+) -> None:
     model = create_model("Model", field=(kind, ...))
-    with pytest.raises(RequestError, match=f"^json_schema: #/properties/field: {keyword} = .*: the backend {name} doesn't support this keyword$"):
+    with pytest.raises(
+        RequestError,
+        match=f"^json_schema: #/properties/field: {keyword} = .*: the backend {name} doesn't support this keyword$",
+    ):
         compiled(name, "json_schema", model.model_json_schema())
 
 
-@pytest.mark.parametrize("schema", [{"uniqueItems": False}, {"propertyNames": {}}, {"unevaluatedProperties": True}])
+@pytest.mark.parametrize(
+    "schema", [{"uniqueItems": False}, {"propertyNames": {}}, {"unevaluatedProperties": True}]
+)
 def test_a_keyword_that_rules_nothing_out_is_no_obstacle(name: str, schema: Any) -> None:
-    assert takes(compiled(name, "json_schema", {"type": "object", "additionalProperties": False, **schema}), "{}")
+    assert takes(
+        compiled(name, "json_schema", {"type": "object", "additionalProperties": False, **schema}),
+        "{}",
+    )
 
 
 def test_the_name_of_a_tool_is_in_the_refusal_of_its_schema(name: str) -> None:
-    structure = {"begin": '<f>{"name": "weather"}', "schema": {"properties": {"id": {"const": 2**70}}}, "end": ""}
+    structure = {
+        "begin": '<f>{"name": "weather"}',
+        "schema": {"properties": {"id": {"const": 2**70}}},
+        "end": "",
+    }
     with pytest.raises(RequestError, match=f"weather.*#/properties/id: const = {2**70}: "):
         compiled(name, "structural_tag", {"structures": [structure], "triggers": ["<f"]})
 
 
 def test_what_is_no_schema_may_stand_where_no_answer_comes(name: str) -> None:
-    schema = {"type": "null", "x-meta": {"type": "fancy"}, "$defs": {"unused": {"type": 5, "uniqueItems": True}}, "examples": [{"const": 2**70}]}
+    schema = {
+        "type": "null",
+        "x-meta": {"type": "fancy"},
+        "$defs": {"unused": {"type": 5, "uniqueItems": True}},
+        "examples": [{"const": 2**70}],
+    }
     assert takes(compiled(name, "json_schema", schema), "null")
 
 
 def test_parts_of_oneof_that_may_overlap_are_refused_in_plain_words(name: str) -> None:
     with pytest.raises(RequestError, match=r"oneOf.*try anyOf") as caught:
-        compiled(name, "json_schema", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}})
+        compiled(
+            name,
+            "json_schema",
+            {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+        )
     assert "#/properties/a" in str(caught.value)
 
 
-@pytest.mark.parametrize(("lark", "line", "column"), [('start: "a" $', 1, 12), ('start: "a"\n\n$', 3, 1)])
-def test_a_wrong_grammar_is_refused_with_its_own_line_and_column(name: str, lark: str, line: int, column: int) -> None:
+@pytest.mark.parametrize(
+    ("lark", "line", "column"), [('start: "a" $', 1, 12), ('start: "a"\n\n$', 3, 1)]
+)
+def test_a_wrong_grammar_is_refused_with_its_own_line_and_column(
+    name: str, lark: str, line: int, column: int
+) -> None:
     with pytest.raises(RequestError, match=f"line {line}, column {column}: "):
         compiled(name, "grammar", lark)
 
@@ -153,7 +218,13 @@ def test_xgrammar_refuses_what_it_would_pass_over(schema: Any) -> None:
 
 def test_strings_of_a_length_have_no_control_characters(name: str) -> None:
     grammar = compiled(name, "json_schema", {"type": "string", "minLength": 1, "maxLength": 3})
-    assert [takes(grammar, text) for text in ('""', '"é"', '"abc"', '"abcd"', '"\t"')] == [False, True, True, False, False]
+    assert [takes(grammar, text) for text in ('""', '"é"', '"abc"', '"abcd"', '"\t"')] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_thousands_of_choices(name: str) -> None:
@@ -163,12 +234,21 @@ def test_thousands_of_choices(name: str) -> None:
 
 
 def test_a_schema_within_a_grammar_is_held_to_the_same_rules() -> None:
-    grammar = compiled("llguidance", "grammar", f'start: "=" body\nbody: %json {json.dumps(PERSON)}')
+    grammar = compiled(
+        "llguidance", "grammar", f'start: "=" body\nbody: %json {json.dumps(PERSON)}'
+    )
     assert takes(grammar, '={"name":"x"}')
     assert at(grammar, "={ ") is None
     with pytest.raises(RequestError, match=f"^grammar: #/items: const = {2**64}: "):
-        compiled("llguidance", "grammar", f'start: "%json {{" ("x" | %json {{"items": {{"const": {2**64}}}}})  // %json {{')
-    assert takes(compiled("llguidance", "grammar", 'start: "%json {" %json {"const": "%json {"}'), '%json {"%json {"')
+        compiled(
+            "llguidance",
+            "grammar",
+            f'start: "%json {{" ("x" | %json {{"items": {{"const": {2**64}}}}})  // %json {{',
+        )
+    assert takes(
+        compiled("llguidance", "grammar", 'start: "%json {" %json {"const": "%json {"}'),
+        '%json {"%json {"',
+    )
     with pytest.raises(RequestError, match="xgrammar can't check"):
         compiled("xgrammar", "grammar", 'start: %json {"type": "object"}')
 
@@ -182,7 +262,11 @@ def test_a_vocabulary_that_cant_write_the_answer_is_an_error_of_the_request(name
 
 def test_a_matcher_beyond_its_limits_raises_each_time_and_no_other_does() -> None:
     wide = compiled(
-        "llguidance", "grammar", "start: " + " | ".join(f'"a" x{n}' for n in range(2500)) + "".join(f'\nx{n}: "b"+ "c"' for n in range(2500))
+        "llguidance",
+        "grammar",
+        "start: "
+        + " | ".join(f'"a" x{n}' for n in range(2500))
+        + "".join(f'\nx{n}: "b"+ "c"' for n in range(2500)),
     )
     matcher = wide.begin()
     for _ in range(2):
@@ -192,8 +276,12 @@ def test_a_matcher_beyond_its_limits_raises_each_time_and_no_other_does() -> Non
 
 
 def test_the_extra_installs_what_the_backends_need() -> None:
-    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]["grammar"]
-    assert set(extra) == {requirement for component in dovetail_components() for requirement in component.requires}
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["grammar"]
+    assert set(extra) == {
+        requirement for component in dovetail_components() for requirement in component.requires
+    }
 
 
 def test_threads_are_honoured() -> None:

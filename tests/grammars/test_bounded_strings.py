@@ -34,20 +34,43 @@ SCHEMA: dict[str, Any] = {
         "free": STRING,
         "level": {"enum": ["ab", "abc"]},
         "word": {**STRING, "pattern": "^[a-z]{2,9}$", "maxLength": 6},
-        "map": {"type": "object", "additionalProperties": {**STRING, "maxLength": 2, "minLength": 1}},
+        "map": {
+            "type": "object",
+            "additionalProperties": {**STRING, "maxLength": 2, "minLength": 1},
+        },
         "either": {
             "oneOf": [
-                {"type": "object", "properties": {"v": {**STRING, "maxLength": 4}}, "required": ["v"]},
-                {"type": "object", "properties": {"v": {"type": "integer"}, "w": {**STRING, "maxLength": 9}}, "required": ["v", "w"]},
+                {
+                    "type": "object",
+                    "properties": {"v": {**STRING, "maxLength": 4}},
+                    "required": ["v"],
+                },
+                {
+                    "type": "object",
+                    "properties": {"v": {"type": "integer"}, "w": {**STRING, "maxLength": 9}},
+                    "required": ["v", "w"],
+                },
             ]
         },
         "unlike": {"anyOf": [{**STRING, "maxLength": 2}, {**STRING, "pattern": "^[x-z]{0,9}$"}]},
         "tree": {"$ref": "#/$defs/node"},
-        "pair": {"type": "array", "prefixItems": [{**STRING, "maxLength": 1}, {**STRING, "maxLength": 8}], "items": False},
+        "pair": {
+            "type": "array",
+            "prefixItems": [{**STRING, "maxLength": 1}, {**STRING, "maxLength": 8}],
+            "items": False,
+        },
         "anything": {},
     },
     "required": ["tags", "map", "pair"],
-    "$defs": {"node": {"type": "object", "properties": {'x"é\n': {"type": ["string", "integer"], "maxLength": 6}, "node": {"$ref": "#/$defs/node"}}}},
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                'x"é\n': {"type": ["string", "integer"], "maxLength": 6},
+                "node": {"$ref": "#/$defs/node"},
+            },
+        }
+    },
 }
 
 
@@ -72,13 +95,23 @@ def mask(matcher: Any, context: GrammarContext) -> UInt32:
 
 @cache
 def structural(name: str) -> set[int]:
-    return {token for token, text in enumerate(vocabulary(name).token_bytes) if text and text[:1] in b'"\\{}[],:'}
+    return {
+        token
+        for token, text in enumerate(vocabulary(name).token_bytes)
+        if text and text[:1] in b'"\\{}[],:'
+    }
 
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("whitespace", ["compact", "flexible"])
-@pytest.mark.parametrize("walks", [range(1), pytest.param(range(1, WALKS), marks=pytest.mark.slow("more walks"))], ids=["one", "more"])
-def test_every_mask_of_an_answer_is_the_library_s_own(name: str, whitespace: str, walks: range) -> None:
+@pytest.mark.parametrize(
+    "walks",
+    [range(1), pytest.param(range(1, WALKS), marks=pytest.mark.slow("more walks"))],
+    ids=["one", "more"],
+)
+def test_every_mask_of_an_answer_is_the_library_s_own(
+    name: str, whitespace: str, walks: range
+) -> None:
     context = vocabulary(name)
     grammar, oracle = compiled(backend(name, whitespace=whitespace), SCHEMA)
     tabled = 0
@@ -116,7 +149,9 @@ def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_
     llguidance = backend("byte-level")
     quote = context.token_bytes.index(b'"')
     for room in range(22):
-        ours, theirs = (grammar.begin() for grammar in compiled(llguidance, {**STRING, "maxLength": room}))
+        ours, theirs = (
+            grammar.begin() for grammar in compiled(llguidance, {**STRING, "maxLength": room})
+        )
         assert ours.accept(quote)
         assert theirs.accept(quote)
         assert (mask(ours, context) == mask(theirs, context)).all(), room
@@ -127,24 +162,52 @@ def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_
     [
         {"type": "object"},
         {"type": "object", "required": ["foo"]},
-        {"type": "object", "properties": {"fob": STRING}, "required": ["foo", "fob"], "additionalProperties": {**STRING, "maxLength": 3}},
+        {
+            "type": "object",
+            "properties": {"fob": STRING},
+            "required": ["foo", "fob"],
+            "additionalProperties": {**STRING, "maxLength": 3},
+        },
         {"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}},
         {"type": "object", "maxProperties": 1, "additionalProperties": {**STRING, "maxLength": 2}},
         {"const": {"ab": 1}},
         {"type": "object", "enum": [{"ab": 1}, {"abc": "d"}]},
-        {"anyOf": [{"const": {"ab": 1}}, {"type": "object", "additionalProperties": {**STRING, "maxLength": 2}}]},
-        {"anyOf": [{"type": "object", "properties": {"a": STRING}, "additionalProperties": False}, {"type": "object", "required": ["b"]}]},
         {
             "anyOf": [
-                {"type": "object", "properties": {"a": {**STRING, "maxLength": 4, "minLength": 3}, "b": STRING}, "required": ["a", "b"]},
-                {"type": "object", "properties": {"a": {**STRING, "maxLength": 4}}, "required": ["a"], "additionalProperties": False},
+                {"const": {"ab": 1}},
+                {"type": "object", "additionalProperties": {**STRING, "maxLength": 2}},
+            ]
+        },
+        {
+            "anyOf": [
+                {"type": "object", "properties": {"a": STRING}, "additionalProperties": False},
+                {"type": "object", "required": ["b"]},
+            ]
+        },
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"a": {**STRING, "maxLength": 4, "minLength": 3}, "b": STRING},
+                    "required": ["a", "b"],
+                },
+                {
+                    "type": "object",
+                    "properties": {"a": {**STRING, "maxLength": 4}},
+                    "required": ["a"],
+                    "additionalProperties": False,
+                },
             ]
         },
     ],
 )
-def test_every_mask_of_an_object_is_the_library_s_own_whichever_keys_it_may_have(schema: Any) -> None:
+def test_every_mask_of_an_object_is_the_library_s_own_whichever_keys_it_may_have(
+    schema: Any,
+) -> None:
     context = vocabulary("byte-level")
-    grammar, oracle = compiled(backend("byte-level"), {"anyOf": [schema, {**STRING, "maxLength": 1}]})
+    grammar, oracle = compiled(
+        backend("byte-level"), {"anyOf": [schema, {**STRING, "maxLength": 1}]}
+    )
     assert grammar.tracker is not None
     for seed in range(WALKS if FULL else 1):
         chance = random.Random(seed)
@@ -153,7 +216,11 @@ def test_every_mask_of_an_object_is_the_library_s_own_whichever_keys_it_may_have
             words = mask(ours, context)
             assert (words == mask(theirs, context)).all(), text
             tokens = allowed(words, context).tolist()
-            token = chance.choice(sorted(structural("byte-level").intersection(tokens)) or tokens) if chance.random() < 0.5 else chance.choice(tokens)
+            token = (
+                chance.choice(sorted(structural("byte-level").intersection(tokens)) or tokens)
+                if chance.random() < 0.5
+                else chance.choice(tokens)
+            )
             if not step:
                 token = context.token_bytes.index(b"{")
             assert ours.accept(token)
@@ -182,10 +249,14 @@ class Counted:
 
 def test_the_library_is_asked_once_a_string() -> None:
     context = vocabulary("byte-level")
-    grammar, oracle = compiled(backend("byte-level"), {"type": "array", "items": {**STRING, "maxLength": 9}})
+    grammar, oracle = compiled(
+        backend("byte-level"), {"type": "array", "items": {**STRING, "maxLength": 9}}
+    )
     asked: list[None] = []
     lanes = [
-        Lanes(lambda _, first=lanes.firsts[0]: Counted(first.deep_copy(), asked)) for lanes in (grammar.whole, grammar.rest) if lanes is not None
+        Lanes(lambda _, first=lanes.firsts[0]: Counted(first.deep_copy(), asked))
+        for lanes in (grammar.whole, grammar.rest)
+        if lanes is not None
     ]
     ours, theirs = LLGrammar(grammar.fill, *lanes, grammar.tracker).begin(), oracle.begin()
     for letter in b'["abcdefghi","abcdefghi"]':
@@ -221,13 +292,35 @@ def test_the_library_is_asked_once_a_string() -> None:
         (SCHEMA, '{"either":{"v":1,"w":"x', None, 1),
         (SCHEMA, '{"tree":{"node":{"node":{"x\\"é\\n":"x', 6, 1),
         ({"allOf": [{**STRING, "maxLength": 5}]}, '"a', None, 1),
-        ({"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": {**STRING, "maxLength": 5}}}, '"a', None, 1),
-        ({"type": "object", "patternProperties": {"a": {**STRING, "maxLength": 5}}}, '{"a":"a', None, 1),
-        ({"enum": [{"a": "b"}], "properties": {"a": {**STRING, "maxLength": 5}}}, '{"a":"a', None, 1),
-        ({"type": "object", "unevaluatedProperties": {**STRING, "maxLength": 5}}, '{"a":"a', None, 1),
+        (
+            {"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": {**STRING, "maxLength": 5}}},
+            '"a',
+            None,
+            1,
+        ),
+        (
+            {"type": "object", "patternProperties": {"a": {**STRING, "maxLength": 5}}},
+            '{"a":"a',
+            None,
+            1,
+        ),
+        (
+            {"enum": [{"a": "b"}], "properties": {"a": {**STRING, "maxLength": 5}}},
+            '{"a":"a',
+            None,
+            1,
+        ),
+        (
+            {"type": "object", "unevaluatedProperties": {**STRING, "maxLength": 5}},
+            '{"a":"a',
+            None,
+            1,
+        ),
     ],
 )
-def test_the_length_of_a_string_is_known_where_nothing_else_restrains_it(schema: Any, text: str, longest: float | None, characters: int) -> None:
+def test_the_length_of_a_string_is_known_where_nothing_else_restrains_it(
+    schema: Any, text: str, longest: float | None, characters: int
+) -> None:
     tracker = Tracker(schema)
     position, so_far = tracker.start, 0
     for token, byte in enumerate(text.encode()):

@@ -21,13 +21,16 @@ def chain_of_rules(count: int) -> GrammarSpec:
 
 def chain_of_schemas(count: int) -> GrammarSpec:
     definitions: dict[str, object] = {
-        f"d{number}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{number + 1}"}}} for number in range(count)
+        f"d{number}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{number + 1}"}}}
+        for number in range(count)
     }
     definitions[f"d{count}"] = {"type": "string"}
     return GrammarSpec("json_schema", json.dumps({"$ref": "#/$defs/d0", "$defs": definitions}))
 
 
-@pytest.mark.parametrize(("spec", "text"), [(chain_of_rules(4_000), "bbbb"), (chain_of_schemas(1_500), '{"a":{"a"')])
+@pytest.mark.parametrize(
+    ("spec", "text"), [(chain_of_rules(4_000), "bbbb"), (chain_of_schemas(1_500), '{"a":{"a"')]
+)
 def test_a_chain_that_is_longer_than_a_stack_is_followed(spec: GrammarSpec, text: str) -> None:
     assert at(backend("llguidance").compile(spec), text) is not None
 

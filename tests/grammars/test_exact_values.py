@@ -20,19 +20,48 @@ from tests.support import examples
 
 LONGEST = 60  # bytes of an answer, unless it is left unfinished
 EDGES = [0, 1, 2**31, 2**32, 10**15, 2**53, 10**18, 2**60, 2**63, 2**64, 10**19, 10**22, 10**30]
-INTEGERS = st.builds(lambda edge, near, sign: sign * (edge + near), st.sampled_from(EDGES), st.integers(-2, 2), st.sampled_from([1, -1]))
+INTEGERS = st.builds(
+    lambda edge, near, sign: sign * (edge + near),
+    st.sampled_from(EDGES),
+    st.integers(-2, 2),
+    st.sampled_from([1, -1]),
+)
 INTEGERS |= st.integers(-(10**20), 10**20)
-DECIMALS = st.floats(allow_nan=False, allow_infinity=False) | st.floats(-10, 10, width=32) | st.decimals(-99, 99, places=3).map(float)
-DECIMALS |= st.sampled_from([-0.0, 1.0, 1e22, 1e23, 1e-7, 0.1, 0.30000000000000004, 5e-324, 123456789.123456789])
+DECIMALS = (
+    st.floats(allow_nan=False, allow_infinity=False)
+    | st.floats(-10, 10, width=32)
+    | st.decimals(-99, 99, places=3).map(float)
+)
+DECIMALS |= st.sampled_from(
+    [-0.0, 1.0, 1e22, 1e23, 1e-7, 0.1, 0.30000000000000004, 5e-324, 123456789.123456789]
+)
 NUMBERS = INTEGERS | DECIMALS
 TEXTS = st.text(st.sampled_from('a"\\/é😀\u2028') | st.characters(max_codepoint=0xA0), max_size=5)
 VALUES = st.recursive(
-    NUMBERS | TEXTS | st.none() | st.booleans(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2), max_leaves=3
+    NUMBERS | TEXTS | st.none() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2),
+    max_leaves=3,
 )
 CONTROLS = st.sampled_from(
-    ["\x00", "\x01", "\x1f", "\x7f", "\n", r"\x01", r"\t", r"\v", r"[\x01\x02]", r"[\x01a]", r"\x7f", r"(?:\x02|b)", r"\x01{2}"]
+    [
+        "\x00",
+        "\x01",
+        "\x1f",
+        "\x7f",
+        "\n",
+        r"\x01",
+        r"\t",
+        r"\v",
+        r"[\x01\x02]",
+        r"[\x01a]",
+        r"\x7f",
+        r"(?:\x02|b)",
+        r"\x01{2}",
+    ]
 )
-PATTERNS = st.lists(CONTROLS | st.sampled_from(["a", "[a-c]", "1", "é"]), min_size=1, max_size=3).map(lambda parts: f"^{''.join(parts)}$")
+PATTERNS = st.lists(
+    CONTROLS | st.sampled_from(["a", "[a-c]", "1", "é"]), min_size=1, max_size=3
+).map(lambda parts: f"^{''.join(parts)}$")
 
 
 @st.composite
@@ -43,9 +72,13 @@ def numbers_within(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         rule[draw(st.sampled_from(["minimum", "exclusiveMinimum"]))] = least
     if draw(st.booleans()):
-        rule[draw(st.sampled_from(["maximum", "exclusiveMaximum"]))] = draw(NUMBERS.filter(lambda most: most >= least) | st.just(least + 1))
+        rule[draw(st.sampled_from(["maximum", "exclusiveMaximum"]))] = draw(
+            NUMBERS.filter(lambda most: most >= least) | st.just(least + 1)
+        )
     if draw(st.integers(0, 3)) == 0:
-        rule["multipleOf"] = draw(st.integers(1, 2**33) | st.sampled_from([0.5, 0.1, 0.07, 0.29, 1e-9, 1.25]))
+        rule["multipleOf"] = draw(
+            st.integers(1, 2**33) | st.sampled_from([0.5, 0.1, 0.07, 0.29, 1e-9, 1.25])
+        )
     return rule
 
 
@@ -58,10 +91,20 @@ PARTS = st.recursive(
         inner.map(lambda rule: {"type": "array", "items": rule, "minItems": 1, "maxItems": 1})
         | st.tuples(inner, inner).map(lambda rules: {"anyOf": list(rules)})
         | st.tuples(TEXTS, inner).map(
-            lambda one: {"type": "object", "properties": {one[0]: one[1]}, "required": [one[0]], "additionalProperties": False}
+            lambda one: {
+                "type": "object",
+                "properties": {one[0]: one[1]},
+                "required": [one[0]],
+                "additionalProperties": False,
+            }
         )
         | st.tuples(PATTERNS, inner).map(
-            lambda one: {"type": "object", "patternProperties": {one[0]: one[1]}, "additionalProperties": False, "minProperties": 1}
+            lambda one: {
+                "type": "object",
+                "patternProperties": {one[0]: one[1]},
+                "additionalProperties": False,
+                "minProperties": 1,
+            }
         )
     ),
     max_leaves=2,
@@ -72,7 +115,9 @@ RULES = PARTS | PARTS.map(lambda rule: {"$ref": "#/$defs/a", "$defs": {"a": rule
 @pytest.mark.parametrize("name", BACKENDS)
 @examples(quick=150, full=3000)
 @given(rule=RULES, seed=st.integers(0, 2**32))
-def test_an_answer_follows_its_schema_to_the_last_digit_and_character(name: str, rule: dict[str, Any], seed: int) -> None:
+def test_an_answer_follows_its_schema_to_the_last_digit_and_character(
+    name: str, rule: dict[str, Any], seed: int
+) -> None:
     grammar, refusal = tried(name, rule)
     if grammar is None:
         assert any(key in refusal for key in _keys(rule)), refusal
@@ -80,7 +125,9 @@ def test_an_answer_follows_its_schema_to_the_last_digit_and_character(name: str,
     for number in range(3):
         answer = written(grammar, random.Random(seed + number))
         if answer is not None:
-            assert is_valid(rule, json.loads(answer)), f"{answer!r} doesn't follow {json.dumps(rule)}"
+            assert is_valid(rule, json.loads(answer)), (
+                f"{answer!r} doesn't follow {json.dumps(rule)}"
+            )
 
 
 def tried(name: str, rule: Any) -> tuple[Grammar | None, str]:
@@ -107,7 +154,11 @@ def written(grammar: Grammar, chance: random.Random) -> bytes | None:
 
 def _multiple(validator: Any, multiple: Any, value: Any, rule: Any) -> Any:
     """jsonschema's own divides doubles. Those with many digits were read as other numbers than were written."""
-    if type(value) in (int, float) and abs(value) < 1e9 and Fraction(repr(value)) % Fraction(repr(multiple)):
+    if (
+        type(value) in (int, float)
+        and abs(value) < 1e9
+        and Fraction(repr(value)) % Fraction(repr(multiple))
+    ):
         yield jsonschema.ValidationError("no multiple")
 
 
@@ -125,15 +176,39 @@ def _keys(value: Any) -> set[str]:
 
 
 KEPT: dict[str, list[Any]] = {
-    "llguidance": [2**53, -(2**53), 2**63 - 1, 10**15 + 1, 0.1, 1.5e-5, -0.25, 1e15, 'é\n\t"\\\u2028', {"a\x01": 1}],
-    "xgrammar": [2**53 + 1, 2**63 - 1, -(2**63), 0.30000000000000004, 1e300, 1e-30, "a\x00\x01\x7f", {"a\x01": 1}],
+    "llguidance": [
+        2**53,
+        -(2**53),
+        2**63 - 1,
+        10**15 + 1,
+        0.1,
+        1.5e-5,
+        -0.25,
+        1e15,
+        'é\n\t"\\\u2028',
+        {"a\x01": 1},
+    ],
+    "xgrammar": [
+        2**53 + 1,
+        2**63 - 1,
+        -(2**63),
+        0.30000000000000004,
+        1e300,
+        1e-30,
+        "a\x00\x01\x7f",
+        {"a\x01": 1},
+    ],
 }
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_is_exact_is_not_refused(name: str) -> None:
     for value in KEPT[name]:
-        for rule in ({"const": value}, {"enum": [value]}, {"type": "array", "prefixItems": [{"const": value}], "items": False, "minItems": 1}):
+        for rule in (
+            {"const": value},
+            {"enum": [value]},
+            {"type": "array", "prefixItems": [{"const": value}], "items": False, "minItems": 1},
+        ):
             answer = written(compiled(name, "json_schema", rule), random.Random(0))
             assert answer is not None
             assert is_valid(rule, json.loads(answer))
@@ -143,10 +218,17 @@ def test_what_is_exact_is_not_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ({"properties": {"id": {"const": 2**64 + 1}}}, "#/properties/id: const = 18446744073709551617"),
+        (
+            {"properties": {"id": {"const": 2**64 + 1}}},
+            "#/properties/id: const = 18446744073709551617",
+        ),
         ({"items": {"enum": [1, [2**64 + 1]]}}, "#/items: enum = 18446744073709551617"),
         (
-            {"type": "array", "items": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": "integer", "minimum": -(2**65)}}},
+            {
+                "type": "array",
+                "items": {"$ref": "#/$defs/n"},
+                "$defs": {"n": {"type": "integer", "minimum": -(2**65)}},
+            },
             f"#/[$]defs/n: minimum = {-(2**65)}",
         ),
         ({"type": "number", "exclusiveMaximum": 10**30}, f"#: exclusiveMaximum = {10**30}"),
@@ -168,7 +250,10 @@ def test_a_refusal_tells_the_place_and_the_value(name: str, rule: Any, said: str
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("values", [(1, 1.0), ([1], [1.0]), ({"a": 1, "b": 2}, {"b": 2.0, "a": 1.0}), (0, -0.0), (10**18, 1e18)])
+@pytest.mark.parametrize(
+    "values",
+    [(1, 1.0), ([1], [1.0]), ({"a": 1, "b": 2}, {"b": 2.0, "a": 1.0}), (0, -0.0), (10**18, 1e18)],
+)
 def test_equal_values_are_no_alternatives(name: str, values: tuple[Any, Any]) -> None:
     with pytest.raises(RequestError, match="oneOf"):
         compiled(name, "json_schema", {"oneOf": [{"const": value} for value in values]})

@@ -19,7 +19,10 @@ from tests.support import FULL
 
 ALPHABET = ["a", "<", "f", "1", ">"]
 CONTEXT = GrammarContext([*(letter.encode() for letter in ALPHABET), None], frozenset({5}), 6)
-STRUCTURES = [{"begin": "<f", "schema": {"const": 1}, "end": ">"}, {"begin": "<a", "schema": {"const": 1}, "end": ">"}]
+STRUCTURES = [
+    {"begin": "<f", "schema": {"const": 1}, "end": ">"},
+    {"begin": "<a", "schema": {"const": 1}, "end": ">"},
+]
 ONE, FREE = r"<[fa]1>", r"(?:(?!<[fa])[a<f1>])*"
 FORMS = {
     (False, False): rf"(?:{FREE}{ONE})*{FREE}",
@@ -42,27 +45,50 @@ def accepts(grammar: Grammar, text: str) -> bool:
 
 @pytest.mark.parametrize("kind", [LLGuidance, XGrammar])
 @pytest.mark.parametrize("flags", FORMS)
-def test_where_structures_stand_is_as_asked(kind: type[GrammarBackend], flags: tuple[bool, bool]) -> None:
+def test_where_structures_stand_is_as_asked(
+    kind: type[GrammarBackend], flags: tuple[bool, bool]
+) -> None:
     backend = kind(GrammarOptions(), CONTEXT)
-    tag = {"structures": STRUCTURES, "triggers": ["<f", "<a"], "at_least_one": flags[0], "stop_after_first": flags[1]}
+    tag = {
+        "structures": STRUCTURES,
+        "triggers": ["<f", "<a"],
+        "at_least_one": flags[0],
+        "stop_after_first": flags[1],
+    }
     grammar = backend.compile(GrammarSpec("structural_tag", json.dumps(tag)))
     texts = ["".join(letters) for size in range(4) for letters in product(ALPHABET, repeat=size)]
-    texts += [before + "<f1>" + behind for before in ("", "a", "<", "1>") for behind in ("", "a", "<f1>", "<a1>a", "<a")]
-    wrong = [text for text in texts if accepts(grammar, text) != bool(re.fullmatch(FORMS[flags], text))]
+    texts += [
+        before + "<f1>" + behind
+        for before in ("", "a", "<", "1>")
+        for behind in ("", "a", "<f1>", "<a1>a", "<a")
+    ]
+    wrong = [
+        text for text in texts if accepts(grammar, text) != bool(re.fullmatch(FORMS[flags], text))
+    ]
     assert not wrong
 
 
 @pytest.mark.parametrize("kind", [LLGuidance, XGrammar])
 @pytest.mark.parametrize("separator", ["", "a", "1>"])
 @pytest.mark.parametrize("flags", FORMS)
-def test_with_a_separator_there_is_no_free_text(kind: type[GrammarBackend], separator: str, flags: tuple[bool, bool]) -> None:
+def test_with_a_separator_there_is_no_free_text(
+    kind: type[GrammarBackend], separator: str, flags: tuple[bool, bool]
+) -> None:
     backend = kind(GrammarOptions(), CONTEXT)
-    tag = {"structures": STRUCTURES, "triggers": ["<f", "<a"], "at_least_one": flags[0], "stop_after_first": flags[1], "separator": separator}
+    tag = {
+        "structures": STRUCTURES,
+        "triggers": ["<f", "<a"],
+        "at_least_one": flags[0],
+        "stop_after_first": flags[1],
+        "separator": separator,
+    }
     several = ONE if flags[1] else rf"{ONE}(?:{separator}{ONE})*"
     parts, most = ["<f1>", "<a1>", "a", "1>", "<"], 5 if FULL else 4
     texts = ["".join(chosen) for size in range(most + 1) for chosen in product(parts, repeat=size)]
     grammar = backend.compile(GrammarSpec("structural_tag", json.dumps(tag)))
-    wanted = {text for text in texts if re.fullmatch(several if flags[0] else f"(?:{several})?", text)}
+    wanted = {
+        text for text in texts if re.fullmatch(several if flags[0] else f"(?:{several})?", text)
+    }
     assert answers(lambda text: at(grammar, text), parts, most, end=(5,)) == wanted
 
 
@@ -70,4 +96,6 @@ def test_with_a_separator_there_is_no_free_text(kind: type[GrammarBackend], sepa
 def test_a_flag_is_true_or_false(flag: str) -> None:
     tag = {"structures": STRUCTURES, "triggers": ["<f", "<a"], flag: "yes"}
     with pytest.raises(RequestError, match=f"{flag}: expected true or false"):
-        LLGuidance(GrammarOptions(), CONTEXT).compile(GrammarSpec("structural_tag", json.dumps(tag)))
+        LLGuidance(GrammarOptions(), CONTEXT).compile(
+            GrammarSpec("structural_tag", json.dumps(tag))
+        )

@@ -29,7 +29,12 @@ class Bytes:
         return []
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[a-z]{1,30}$"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "^[a-z]{1,30}$"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 ENDLESS = GrammarContext(BYTES.token_bytes, frozenset(), 257)
 
 
@@ -76,13 +81,18 @@ def test_what_is_too_much_for_a_further_lane_continues_in_the_first() -> None:
     lark = '%llguidance {"no_forcing": true}\nstart: /(a|b)*a(a|b){12}/\n'
 
     def make(most_states: int) -> Any:
-        few = llguidance.LLParserLimits(max_lexer_states=most_states if most_states == MOST_STATES else 20, verbose_errors=False)
+        few = llguidance.LLParserLimits(
+            max_lexer_states=most_states if most_states == MOST_STATES else 20, verbose_errors=False
+        )
         return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=few)
 
     lanes = Lanes(make)
     lanes.widen(4)
     assert made(lanes) == 4
-    answers, oracle = ([LLMatcher(LLGrammar(grammar.fill, each)) for _ in range(8)] for each in (lanes, Lanes(make)))
+    answers, oracle = (
+        [LLMatcher(LLGrammar(grammar.fill, each)) for _ in range(8)]
+        for each in (lanes, Lanes(make))
+    )
     for letter in b"abbabaaabbababbbabaabbbba":
         assert (fill(backend, answers) == fill(backend, oracle)).all()
         assert all(matcher.accept(letter) for matcher in [*answers, *oracle])

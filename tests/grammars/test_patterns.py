@@ -19,7 +19,9 @@ PATTERNS = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
         st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "??", "{2}", "{1,2}", "{0,2}", "{1,}"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+        st.tuples(
+            inner, st.sampled_from(["*", "+", "?", "??", "{2}", "{1,2}", "{0,2}", "{1,}"])
+        ).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
     ),
     max_leaves=6,
 )
@@ -38,4 +40,7 @@ def test_a_pattern_takes_what_re_matches(name: str, pattern: str) -> None:
         string = compiled(name, "json_schema", {"type": "string", "pattern": f"^(?:{pattern})$"})
     except RequestError:  # an anchor within, or a class without characters
         return
-    assert answers(lambda text: at(string, f'"{text}'), LETTERS, LONGEST, end=(ord('"'), STOP)) == wanted
+    assert (
+        answers(lambda text: at(string, f'"{text}'), LETTERS, LONGEST, end=(ord('"'), STOP))
+        == wanted
+    )

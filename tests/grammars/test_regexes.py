@@ -15,13 +15,35 @@ from dovetail_grammars.regexes import IN_JSON, RUST, rewritten
 from tests.support import examples
 
 SPEC = GrammarSpec("regex", "")
-ATOMS = st.sampled_from(["a", "b", "-", r"\d", r"\W", r"\s", "[ab]", "[^a]", "[a-]", r"[\w-]", ".", r"\.", "é", "(?i:B)", "(?s:.)", "[^\\W1]", "😀"])
+ATOMS = st.sampled_from(
+    [
+        "a",
+        "b",
+        "-",
+        r"\d",
+        r"\W",
+        r"\s",
+        "[ab]",
+        "[^a]",
+        "[a-]",
+        r"[\w-]",
+        ".",
+        r"\.",
+        "é",
+        "(?i:B)",
+        "(?s:.)",
+        "[^\\W1]",
+        "😀",
+    ]
+)
 PATTERNS = st.recursive(
     ATOMS,
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
         st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
-        st.tuples(inner, st.sampled_from(["*", "+?", "?", "{2}", "{1,2}", "{1,}"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+        st.tuples(inner, st.sampled_from(["*", "+?", "?", "{2}", "{1,2}", "{1,}"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
     ),
     max_leaves=6,
 )
@@ -42,7 +64,10 @@ def test_in_json_it_matches_the_same_without_what_needs_escapes(pattern: str) ->
     ours = re.compile(rewritten(SPEC, pattern, IN_JSON))
     theirs = re.compile(pattern, re.ASCII)
     for text in TEXTS:
-        assert bool(ours.fullmatch(text)) == (bool(theirs.fullmatch(text)) and "\n" not in text), (ours.pattern, text)
+        assert bool(ours.fullmatch(text)) == (bool(theirs.fullmatch(text)) and "\n" not in text), (
+            ours.pattern,
+            text,
+        )
 
 
 @pytest.mark.parametrize("pattern", ["^ab$", r"\Aab\Z", "^^ab$$"])

@@ -11,7 +11,9 @@ Generator = Callable[[int], bytes]  # size -> an input of about that many bytes
 
 def repeated(unit: str | bytes, begin: str | bytes = b"", end: str | bytes = b"") -> Generator:
     """Return a generator of one unit many times."""
-    unit, begin, end = (text.encode() if isinstance(text, str) else text for text in (unit, begin, end))
+    unit, begin, end = (
+        text.encode() if isinstance(text, str) else text for text in (unit, begin, end)
+    )
     return lambda size: begin + unit * (size // len(unit)) + end
 
 
@@ -109,7 +111,9 @@ TEMPLATES: dict[str, Generator] = {
 
 
 def _tokenizer(vocabulary: str, merges: str = "", added: str = "", normalizers: str = "") -> bytes:
-    steps = f'"normalizer":{{"type":"Sequence","normalizers":[{normalizers}]}},' if normalizers else ""
+    steps = (
+        f'"normalizer":{{"type":"Sequence","normalizers":[{normalizers}]}},' if normalizers else ""
+    )
     model = f'{{"type":"BPE","vocab":{{{vocabulary}}},"merges":[{merges}]}}'
     return f'{{"version":"1.0","added_tokens":[{added}],{steps}"model":{model}}}'.encode()
 
@@ -121,16 +125,28 @@ def _added_token(number: int) -> str:
 
 _AB = '"a":0,"b":1,"ab":2'
 TOKENIZERS: dict[str, Generator] = {
-    "a vocabulary": lambda size: _tokenizer(",".join(f'"a{number:x}":{number}' for number in range(size // 14))),
+    "a vocabulary": lambda size: _tokenizer(
+        ",".join(f'"a{number:x}":{number}' for number in range(size // 14))
+    ),
     "merges": lambda size: _tokenizer(_AB, merges=",".join(['"a b"'] * (size // 6))),
-    "a merge that isn't in the vocabulary": lambda size: _tokenizer('"a":0', merges=",".join(['"a a"'] * (size // 6))),
-    "added tokens": lambda size: _tokenizer(_AB, added=",".join(map(_added_token, range(size // 110)))),
-    "normalizers": lambda size: _tokenizer(_AB, normalizers=",".join(['{"type":"Lowercase"}'] * (size // 21))),
+    "a merge that isn't in the vocabulary": lambda size: _tokenizer(
+        '"a":0', merges=",".join(['"a a"'] * (size // 6))
+    ),
+    "added tokens": lambda size: _tokenizer(
+        _AB, added=",".join(map(_added_token, range(size // 110)))
+    ),
+    "normalizers": lambda size: _tokenizer(
+        _AB, normalizers=",".join(['{"type":"Lowercase"}'] * (size // 21))
+    ),
 }
 
 
 def _form(content: bytes) -> bytes:
-    return b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n' + content + b"\r\n--b--\r\n"
+    return (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+        + content
+        + b"\r\n--b--\r\n"
+    )
 
 
 _FILE = b'Content-Disposition: form-data; name="file"; filename="a"\r\n'
@@ -139,11 +155,17 @@ FORMS: dict[str, Generator] = {
     "half boundaries": lambda size: _form(_FILE + b"\r\n" + b"\r\n--" * (size // 4)),
     "carriage returns": lambda size: _form(_FILE + b"\r\n" + b"\r" * size),
     "dashes": lambda size: _form(_FILE + b"\r\n" + b"-" * size),
-    "parts": lambda size: _form(b'Content-Disposition: form-data; name="a"\r\n\r\n\r\n--b\r\n' * (size // 50)),
+    "parts": lambda size: _form(
+        b'Content-Disposition: form-data; name="a"\r\n\r\n\r\n--b\r\n' * (size // 50)
+    ),
     "headers": lambda size: _form(_FILE + b"a: b\r\n" * (size // 6) + b"\r\n"),
     "a long header": lambda size: _form(_FILE + b"a: " + b"b" * size + b"\r\n\r\n"),
-    "parameters": lambda size: _form(b"Content-Disposition: form-data" + b'; name="a"' * (size // 10) + b"\r\n\r\n"),
-    "backslashes": lambda size: _form(b'Content-Disposition: form-data; name="' + b"\\" * size + b'"\r\n\r\n'),
+    "parameters": lambda size: _form(
+        b"Content-Disposition: form-data" + b'; name="a"' * (size // 10) + b"\r\n\r\n"
+    ),
+    "backslashes": lambda size: _form(
+        b'Content-Disposition: form-data; name="' + b"\\" * size + b'"\r\n\r\n'
+    ),
     "preamble": lambda size: b"\r\n" * (size // 2) + _form(_FILE + b"\r\n"),
     "no end": lambda size: b"--b\r\n" + _FILE + b"\r\n" + b"a" * size,
 }
@@ -155,7 +177,12 @@ LINES: dict[str, Generator] = {
     "objects": repeated("{}\n"),
     "no objects": repeated("0\n"),
     "no JSON": repeated("{\n"),
-    **{f"a body of {name}": within(make, b'{"custom_id":"a","url":"/v1/completions","body":', b"}\n") for name, make in JSON.items()},
+    **{
+        f"a body of {name}": within(
+            make, b'{"custom_id":"a","url":"/v1/completions","body":', b"}\n"
+        )
+        for name, make in JSON.items()
+    },
 }
 
 
@@ -166,19 +193,28 @@ def safetensors(header: bytes) -> bytes:
 
 def _tensors(entry: str) -> Generator:
     def make(size: int) -> bytes:
-        names = (f'"base_model.model.model.layers.{number}.self_attn.q_proj.lora_A.weight":{entry}' for number in range(size // (70 + len(entry))))
+        names = (
+            f'"base_model.model.model.layers.{number}.self_attn.q_proj.lora_A.weight":{entry}'
+            for number in range(size // (70 + len(entry)))
+        )
         return ("{" + ",".join(names) + "}").encode()
 
     return make
 
 
 HEADERS: dict[str, Generator] = {
-    "huge shapes": repeated("9" * 4_000 + ",", '{"a":{"dtype":"F32","shape":[', '1],"data_offsets":[0,0]}}'),
+    "huge shapes": repeated(
+        "9" * 4_000 + ",", '{"a":{"dtype":"F32","shape":[', '1],"data_offsets":[0,0]}}'
+    ),
     "long shapes": repeated("9,", '{"a":{"dtype":"F32","shape":[', '1],"data_offsets":[0,0]}}'),
     "empty tensors": _tensors('{"dtype":"F32","shape":[0,0],"data_offsets":[0,0]}'),
     "many tensors": _tensors('{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}'),
-    "a long name": repeated("a", '{"', '.lora_A.weight":{"dtype":"F32","shape":[0,0],"data_offsets":[0,0]}}'),
-    "a long dotted name": repeated("layers.1.", '{"', 'lora_A.weight":{"dtype":"F32","shape":[0,0],"data_offsets":[0,0]}}'),
+    "a long name": repeated(
+        "a", '{"', '.lora_A.weight":{"dtype":"F32","shape":[0,0],"data_offsets":[0,0]}}'
+    ),
+    "a long dotted name": repeated(
+        "layers.1.", '{"', 'lora_A.weight":{"dtype":"F32","shape":[0,0],"data_offsets":[0,0]}}'
+    ),
     "metadata": lambda size: b'{"__metadata__":' + _distinct_keys(size) + b"}",
 }
 
@@ -188,13 +224,19 @@ def _as_rank(make: Generator) -> Generator:
 
 
 def _as_short_ranks(make: Generator) -> Generator:
-    return lambda size: json.dumps({"rank_pattern": {f"{make(40).decode()}{number}": 4 for number in range(size // 60)}}).encode()
+    return lambda size: json.dumps(
+        {"rank_pattern": {f"{make(40).decode()}{number}": 4 for number in range(size // 60)}}
+    ).encode()
 
 
 ADAPTER_CONFIGS: dict[str, Generator] = {
-    "targets": lambda size: json.dumps({"target_modules": [f"q{number}" for number in range(size // 9)]}).encode(),
+    "targets": lambda size: json.dumps(
+        {"target_modules": [f"q{number}" for number in range(size // 9)]}
+    ).encode(),
     "equal targets": repeated('"q_proj",', '{"target_modules":[', '"q_proj"]}'),
-    "ranks of names": lambda size: json.dumps({"rank_pattern": {f"q{number}": 4 for number in range(size // 12)}}).encode(),
+    "ranks of names": lambda size: json.dumps(
+        {"rank_pattern": {f"q{number}": 4 for number in range(size // 12)}}
+    ).encode(),
     **{f"a rank of {name}": _as_rank(make) for name, make in PATTERNS.items()},
     **{f"short ranks of {name}": _as_short_ranks(make) for name, make in PATTERNS.items()},
 }

@@ -41,17 +41,34 @@ from dovetail_server.protocol.reasoning import EFFORT, reads
 from dovetail_server.settings import ServerSettings
 from tests.adapters import config_of, write_adapter
 from tests.front.pooled import SCORER
-from tests.hostile.generators import ADAPTER_CONFIGS, FORMS, HEADERS, JSON, LINES, PATTERNS, TEMPLATES, TEXTS, TOKENIZERS, Generator, safetensors
+from tests.hostile.generators import (
+    ADAPTER_CONFIGS,
+    FORMS,
+    HEADERS,
+    JSON,
+    LINES,
+    PATTERNS,
+    TEMPLATES,
+    TEXTS,
+    TOKENIZERS,
+    Generator,
+    safetensors,
+)
 from tests.server.answers import parser_named
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer
 from tests.support import FULL
 
 CPU_S_PER_BYTE, CPU_S = 2e-6, 0.1
-OWN_PROCESS_CPU_S = {"an adapter's patterns": 1.0}  # instead of CPU_S, for what a process of its own reads, which is ended after 3 s
+OWN_PROCESS_CPU_S = {
+    "an adapter's patterns": 1.0
+}  # instead of CPU_S, for what a process of its own reads, which is ended after 3 s
 MEMORY_PER_BYTE, MEMORY_BYTES = 100, 4 << 20
 LOOP_HELD_S = 0.5
-SIZE, MEMORY_SIZE = 1 << 15, 1 << 12  # bytes of an input; of one whose memory is traced, which is slow
+SIZE, MEMORY_SIZE = (
+    1 << 15,
+    1 << 12,
+)  # bytes of an input; of one whose memory is traced, which is slow
 LARGEST = 16 << 20
 
 HOLE, TEXT_HOLE = "@", "#"  # where the input goes in a body: as JSON, or within a string
@@ -66,8 +83,12 @@ PLACES: Mapping[str, tuple[str, ...]] = {  # of an endpoint's body, besides its 
         '{"prompt": ["#", "#"], "max_tokens": 1}',
     ),
     "/v1/chat/completions": (
-        "{" + CHAT + ', "tools": [{"type": "function", "function": {"name": "f", "parameters": @}}]}',
-        "{" + CHAT + ', "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": @}}}',
+        "{"
+        + CHAT
+        + ', "tools": [{"type": "function", "function": {"name": "f", "parameters": @}}]}',
+        "{"
+        + CHAT
+        + ', "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": @}}}',
         "{" + CHAT + ', "chat_template_kwargs": {"a": @}}',
         '{"messages": [{"role": "user", "content": @}], "max_tokens": 1}',
         '{"messages": [{"role": "user", "content": [{"type": "text", "text": "#"}]}], "max_tokens": 1}',
@@ -111,7 +132,12 @@ class Http:
     async def _made(self, folder: Path) -> tuple[FakeEngine, Starlette]:
         engine = FakeEngine(demo_tokenizer(), ("a",))
         (folder / "adapters").mkdir()
-        return engine, create_app(engine, ServerSettings(batch_directory=str(folder / "batches"), adapter_directory=str(folder / "adapters")))
+        return engine, create_app(
+            engine,
+            ServerSettings(
+                batch_directory=str(folder / "batches"), adapter_directory=str(folder / "adapters")
+            ),
+        )
 
     def post(self, path: str, body: bytes, content_type: str = "application/json") -> int:
         """Return the status."""
@@ -119,8 +145,13 @@ class Http:
 
     async def _post(self, path: str, body: bytes, content_type: str) -> int:
         parts = [body[start : start + 65_536] for start in range(0, len(body), 65_536)] or [b""]
-        received = iter([{"type": "http.request", "body": part, "more_body": True} for part in parts[:-1]])
-        last, never = [{"type": "http.request", "body": parts[-1], "more_body": False}], asyncio.Event()
+        received = iter(
+            [{"type": "http.request", "body": part, "more_body": True} for part in parts[:-1]]
+        )
+        last, never = (
+            [{"type": "http.request", "body": parts[-1], "more_body": False}],
+            asyncio.Event(),
+        )
         statuses = []
 
         async def receive() -> Message:
@@ -178,10 +209,17 @@ class Http:
         self.runner.close()
 
 
-def bodies(path: str, kind: type, *, all_of_them: bool) -> Iterator[tuple[str, Callable[[int], bytes]]]:
+def bodies(
+    path: str, kind: type, *, all_of_them: bool
+) -> Iterator[tuple[str, Callable[[int], bytes]]]:
     """Yield the hostile bodies of an endpoint, by name: each kind of input in some fields; in all of them, if so."""
-    minimal = {name: value for name, value in REQUIRED.items() if name in kind.__struct_encode_fields__}  # type: ignore[attr-defined]
-    places = [json.dumps({**minimal, name: HOLE}).replace(f'"{HOLE}"', HOLE) for name in kind.__struct_encode_fields__]  # type: ignore[attr-defined]
+    minimal = {
+        name: value for name, value in REQUIRED.items() if name in kind.__struct_encode_fields__
+    }  # type: ignore[attr-defined]
+    places = [
+        json.dumps({**minimal, name: HOLE}).replace(f'"{HOLE}"', HOLE)
+        for name in kind.__struct_encode_fields__
+    ]  # type: ignore[attr-defined]
     places += [json.dumps({**minimal, name: TEXT_HOLE}) for name in kind.__struct_encode_fields__]  # type: ignore[attr-defined]
     places += [HOLE, '{"a": @}', *PLACES.get(path, ())]
     texts = {**TEXTS, **PATTERNS, **JSON, **TEMPLATES}
@@ -189,7 +227,10 @@ def bodies(path: str, kind: type, *, all_of_them: bool) -> Iterator[tuple[str, C
     if all_of_them:
         pairs = [(place, pair) for place, inputs in of_place.items() for pair in inputs]
     else:  # each place has some input, and each input some place
-        pairs = [(place, inputs[number % len(inputs)]) for number, (place, inputs) in enumerate(of_place.items())]
+        pairs = [
+            (place, inputs[number % len(inputs)])
+            for number, (place, inputs) in enumerate(of_place.items())
+        ]
     for place, (name, make) in pairs:
         yield f"{name} in {place}", lambda size, place=place, make=make: filled(place, make(size))  # type: ignore[misc]
 
@@ -228,7 +269,11 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
         return write_and_read
 
     def adapter_config(content: bytes) -> object:
-        config = config_of(**json.loads(content)) if content.startswith((b'{"target', b'{"rank')) else None
+        config = (
+            config_of(**json.loads(content))
+            if content.startswith((b'{"target', b'{"rank'))
+            else None
+        )
         (adapter / CONFIG).write_bytes(content if config is None else json.dumps(config).encode())
         try:
             return read_adapter(AdapterFiles.find(str(adapter)), capacity)
@@ -248,7 +293,17 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
         return [request_at(path, offset, LARGEST) for offset in scanned.left]
 
     def parsed(name: str | None, content: bytes) -> None:
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "j": {"type": "object"}}}}}]
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "parameters": {
+                        "properties": {"s": {"type": "string"}, "j": {"type": "object"}}
+                    },
+                },
+            }
+        ]
         parser = parser_named(name, "think", tools=tools)
         text = content.decode(errors="replace")
         for start in range(0, len(text), 32):
@@ -256,7 +311,11 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
         parser.finish()
 
     facts = PoolingFacts(SCORER, 4096, "max_model_len")
-    scoring = Intake(IntakeFacts(Limits(), 4096, 1024, GenerationDefaults(), "fake", "fake", pooling=facts), demo_tokenizer, Random(0)).pooling
+    scoring = Intake(
+        IntakeFacts(Limits(), 4096, 1024, GenerationDefaults(), "fake", "fake", pooling=facts),
+        demo_tokenizer,
+        Random(0),
+    ).pooling
 
     def pair(content: bytes) -> object:
         text = content.decode()
@@ -274,14 +333,22 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
         "a model's JSON file": of_file("config.json", read_json_object),
         "a line of prompts": lambda content: parse_json(content.decode(errors="replace")),
         "a batch file": of_file("batch.jsonl", batch),
-        "an uploaded form": lambda content: http.post("/v1/files", content, "multipart/form-data; boundary=b"),
+        "an uploaded form": lambda content: http.post(
+            "/v1/files", content, "multipart/form-data; boundary=b"
+        ),
         "an adapter's config": adapter_config,
         "an adapter's patterns": adapter_config,
         "an adapter's header": adapter_header,
-        "a schema as text": lambda content: Structured(json_schema=content.decode(errors="replace")).depth(),
-        "a schema's values": lambda content: Structured(json_schema={"enum": [json.loads(content)]}).depth(),
+        "a schema as text": lambda content: Structured(
+            json_schema=content.decode(errors="replace")
+        ).depth(),
+        "a schema's values": lambda content: Structured(
+            json_schema={"enum": [json.loads(content)]}
+        ).depth(),
         "a regular expression": lambda content: Structured(regex=content.decode()).depth(),
-        "a chat template": lambda content: renderer.render(ChatTemplate(content.decode(), given=True), {"a": 1}),
+        "a chat template": lambda content: renderer.render(
+            ChatTemplate(content.decode(), given=True), {"a": 1}
+        ),
         "the variables of a chat template": lambda content: reads(content.decode(), EFFORT),
         "a text to be tokenized": lambda content: demo_tokenizer().encode(content.decode()),
         "a pair to be scored": pair,
@@ -307,20 +374,35 @@ INPUTS: Mapping[str, Mapping[str, Generator]] = {
     "a chat template": TEMPLATES,
     "the variables of a chat template": {**TEMPLATES, **TEXTS},
     "a text to be tokenized": TEXTS,
-    "a pair to be scored": {name: TEXTS[name] for name in ("one letter", "spaces", "words", "wide", "combining", "marks")},
-    "tokenizer_config.json": {name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")},  # loading takes 0.1 s
-    "tokenizer.json": {**TOKENIZERS, **{name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")}},
-    **{f"answers in the format {name}": TEXTS for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")},
+    "a pair to be scored": {
+        name: TEXTS[name]
+        for name in ("one letter", "spaces", "words", "wide", "combining", "marks")
+    },
+    "tokenizer_config.json": {
+        name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")
+    },  # loading takes 0.1 s
+    "tokenizer.json": {
+        **TOKENIZERS,
+        **{name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")},
+    },
+    **{
+        f"answers in the format {name}": TEXTS
+        for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")
+    },
 }
 
 
-def check_time(what: str, make: Generator, read: Callable[[bytes], object], size: int, cpu_s: float = CPU_S) -> None:
+def check_time(
+    what: str, make: Generator, read: Callable[[bytes], object], size: int, cpu_s: float = CPU_S
+) -> None:
     content = make(size)
     began = time.process_time()
     with suppress(DovetailError, msgspec.MsgspecError):
         read(content)
     took_s = time.process_time() - began
-    assert took_s <= cpu_s + CPU_S_PER_BYTE * len(content), f"{what}: {took_s:.2f} s for {len(content)} bytes"
+    assert took_s <= cpu_s + CPU_S_PER_BYTE * len(content), (
+        f"{what}: {took_s:.2f} s for {len(content)} bytes"
+    )
 
 
 def check_memory(what: str, make: Generator, read: Callable[[bytes], object], size: int) -> None:
@@ -332,25 +414,44 @@ def check_memory(what: str, make: Generator, read: Callable[[bytes], object], si
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak <= MEMORY_BYTES + MEMORY_PER_BYTE * len(content), f"{what}: {peak} bytes for {len(content)}"
+    assert peak <= MEMORY_BYTES + MEMORY_PER_BYTE * len(content), (
+        f"{what}: {peak} bytes for {len(content)}"
+    )
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_readers_take_little_time_per_byte(name: str, readers: Mapping[str, Callable[[bytes], object]]) -> None:
+def test_readers_take_little_time_per_byte(
+    name: str, readers: Mapping[str, Callable[[bytes], object]]
+) -> None:
     for kind, make in INPUTS[name].items():
         check_time(f"{name}: {kind}", make, readers[name], SIZE, OWN_PROCESS_CPU_S.get(name, CPU_S))
 
 
-SLOWLY_TRACED = [name for name in INPUTS if name.startswith("answers")] + ["an adapter's patterns", "tokenizer_config.json"]
+SLOWLY_TRACED = [name for name in INPUTS if name.startswith("answers")] + [
+    "an adapter's patterns",
+    "tokenizer_config.json",
+]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow("tracing memory") if name in SLOWLY_TRACED else ()) for name in INPUTS])
-def test_readers_take_little_memory_per_byte(name: str, readers: Mapping[str, Callable[[bytes], object]]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow("tracing memory") if name in SLOWLY_TRACED else ()
+        )
+        for name in INPUTS
+    ],
+)
+def test_readers_take_little_memory_per_byte(
+    name: str, readers: Mapping[str, Callable[[bytes], object]]
+) -> None:
     for kind, make in INPUTS[name].items():
         check_memory(f"{name}: {kind}", make, readers[name], SIZE if FULL else MEMORY_SIZE)
 
 
-ENDPOINTS = [(operation.path, operation.request) for operation in OPERATIONS if operation.request is not None]
+ENDPOINTS = [
+    (operation.path, operation.request) for operation in OPERATIONS if operation.request is not None
+]
 
 
 @pytest.mark.parametrize(("path", "kind"), ENDPOINTS, ids=[path for path, _ in ENDPOINTS])
@@ -364,7 +465,9 @@ def test_endpoints_take_little_time_per_byte(path: str, kind: type, http: Http) 
 def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, http: Http) -> None:
     inputs = list(bodies(path, kind, all_of_them=False))
     if "chat_template" in kind.__struct_encode_fields__:  # type: ignore[attr-defined]
-        place = json.dumps({"messages": REQUIRED["messages"], "max_tokens": 1, "chat_template": TEXT_HOLE})
+        place = json.dumps(
+            {"messages": REQUIRED["messages"], "max_tokens": 1, "chat_template": TEXT_HOLE}
+        )
         inputs.append((place, lambda size: filled(place, TEMPLATES["open code"](size))))
     for name, make in inputs:
         held_s = http.held_s(path, [make(LARGEST - 10_000)])
@@ -372,8 +475,12 @@ def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, htt
 
 
 @pytest.mark.slow("bodies of 16 MB")
-@pytest.mark.parametrize("make", [TEXTS["half marks"], PATTERNS["nested repeats"]], ids=["half marks", "nested repeats"])
-def test_tokenizing_the_largest_prompts_never_holds_the_event_loop(make: Generator, http: Http) -> None:
+@pytest.mark.parametrize(
+    "make", [TEXTS["half marks"], PATTERNS["nested repeats"]], ids=["half marks", "nested repeats"]
+)
+def test_tokenizing_the_largest_prompts_never_holds_the_event_loop(
+    make: Generator, http: Http
+) -> None:
     """For a model with room for them."""
     body = filled('{"prompt": "#", "max_tokens": 1}', make(LARGEST - 10_000))
     assert http.held_s("/v1/completions", [body]) <= LOOP_HELD_S

@@ -13,15 +13,25 @@ from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 _ids = count()
 
 
-def manager(num_pages: int = 8, block_size: int = 4, *, reuse: bool = True, window: int | None = None) -> PrefixCache:
+def manager(
+    num_pages: int = 8, block_size: int = 4, *, reuse: bool = True, window: int | None = None
+) -> PrefixCache:
     return manager_of(CacheGroup((0,), block_size, window), num_pages=num_pages, reuse=reuse)
 
 
 def manager_of(*groups: CacheGroup, num_pages: int, reuse: bool = True) -> PrefixCache:
-    return PrefixCache(PrefixOptions(reuse=reuse), KVContext(KVLayout(groups, 1024, "float32"), num_pages))
+    return PrefixCache(
+        PrefixOptions(reuse=reuse), KVContext(KVLayout(groups, 1024, "float32"), num_pages)
+    )
 
 
-def request(tokens: Sequence[int], *, id: str | None = None, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> LiveRequest:
+def request(
+    tokens: Sequence[int],
+    *,
+    id: str | None = None,
+    keys: tuple[str, ...] = (),
+    prompt_logprobs: int | None = None,
+) -> LiveRequest:
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
     return LiveRequest(id or f"r{next(_ids)}", tokens, params, max_tokens=1000, cache_keys=keys)
 
@@ -31,7 +41,9 @@ def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
     request.output_token_ids.extend(tokens)
 
 
-def compute(kv: PrefixCache, request: LiveRequest, num_tokens: int | None = None) -> tuple[int, ...]:
+def compute(
+    kv: PrefixCache, request: LiveRequest, num_tokens: int | None = None
+) -> tuple[int, ...]:
     """Allocate and commit all (or `num_tokens`) of its known tokens; returns the pages given in the first group."""
     tokens = request.num_tokens if num_tokens is None else num_tokens
     allocation = kv.allocate(request, tokens)

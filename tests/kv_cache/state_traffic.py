@@ -28,8 +28,15 @@ RUNNING = 8  # requests at a time
 def qwen3_next(block_size: int = BLOCK) -> KVLayout:
     """Return the layout of Qwen3-Next-80B-A3B: 12 of 48 layers have full attention, with 2 heads of 256; 36 are Gated DeltaNet with 32 value and 16
     key heads of 128 and a convolution over 4 tokens; K, V and past inputs in bfloat16, matrices in float32."""
-    layers = [CachedLayer(index, None, lambda tokens: (tokens * 2 * 256 * 2,) * 2) for index in range(3, 48, 4)]
-    states = [CachedState(index, ((32 * 128, 128 * 4), ((2 * 16 + 32) * 128, 3 * 2))) for index in range(48) if index % 4 != 3]
+    layers = [
+        CachedLayer(index, None, lambda tokens: (tokens * 2 * 256 * 2,) * 2)
+        for index in range(3, 48, 4)
+    ]
+    states = [
+        CachedState(index, ((32 * 128, 128 * 4), ((2 * 16 + 32) * 128, 3 * 2)))
+        for index in range(48)
+        if index % 4 != 3
+    ]
     return plan_layout(layers, block_size, "bfloat16", states=states).layout
 
 
@@ -46,7 +53,9 @@ class Served:
     answer: int  # tokens to generate
     computed: int = 0
     known: int = 0  # at admission
-    done: Callable[[LiveRequest], Served | None] = lambda _: None  # returns the request that follows
+    done: Callable[[LiveRequest], Served | None] = lambda _: (
+        None
+    )  # returns the request that follows
 
     @property
     def ended(self) -> bool:
@@ -99,7 +108,11 @@ class Engine:
         self.checkpoints += len(self.kv.take_checkpoints())
         for each, _ in planned:
             if each.computed >= each.known:
-                generate(each.request, [1_000_000 + each.request.num_tokens] * (each.computed - each.request.num_tokens + 1))
+                generate(
+                    each.request,
+                    [1_000_000 + each.request.num_tokens]
+                    * (each.computed - each.request.num_tokens + 1),
+                )
             self.kv.commit(each.request, min(each.computed, each.request.num_tokens))
             if each.ended:
                 self.kv.free(each.request)
@@ -142,21 +155,33 @@ def conversation(number: int, turns: int = TURNS) -> Served:
         prompt = [*before, *[2_000 + number] * ASKED]
 
         def following(ended: LiveRequest) -> Served | None:
-            return turn([*ended.prompt_token_ids, *ended.output_token_ids], left - 1) if left > 1 else None
+            return (
+                turn([*ended.prompt_token_ids, *ended.output_token_ids], left - 1)
+                if left > 1
+                else None
+            )
 
         return Served(request(prompt), ANSWERED, done=following)
 
     return turn([number] * ASKED, turns)
 
 
-def serve(layout: KVLayout, num_pages: int, chunk: int, traffic: Callable[[], Iterator[Served]]) -> Engine:
+def serve(
+    layout: KVLayout, num_pages: int, chunk: int, traffic: Callable[[], Iterator[Served]]
+) -> Engine:
     """Serve `traffic` in a pool of `num_pages` pages, and return the engine."""
-    return Engine(PrefixCache(PrefixOptions(), KVContext(layout, num_pages)), chunk, deque(traffic())).run()
+    return Engine(
+        PrefixCache(PrefixOptions(), KVContext(layout, num_pages)), chunk, deque(traffic())
+    ).run()
 
 
-def share(layout: KVLayout, num_pages: int, chunk: int, traffic: Callable[[], Iterator[Served]]) -> tuple[float, Engine, Engine]:
+def share(
+    layout: KVLayout, num_pages: int, chunk: int, traffic: Callable[[], Iterator[Served]]
+) -> tuple[float, Engine, Engine]:
     """Return the share of the possible hits, and the engines that served with states and without."""
-    ours, possible = (serve(each, num_pages, chunk, traffic) for each in (layout, attention_only(layout)))
+    ours, possible = (
+        serve(each, num_pages, chunk, traffic) for each in (layout, attention_only(layout))
+    )
     return ours.found / possible.found, ours, possible
 
 
@@ -175,7 +200,9 @@ def main() -> None:
                 ("64 short ones", lambda: (conversation(number, 5) for number in range(64))),
             ):
                 part, ours, possible = share(layout, pages, chunk, traffic)
-                told.append(f"{name}: {part:.0%} ({ours.checkpoints} ck, {ours.preemptions}/{possible.preemptions} pre)")
+                told.append(
+                    f"{name}: {part:.0%} ({ours.checkpoints} ck, {ours.preemptions}/{possible.preemptions} pre)"
+                )
             print(f"{gb} GB ({pages} pages), chunks of {chunk}: {'; '.join(told)}", flush=True)
 
 

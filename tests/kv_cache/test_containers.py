@@ -14,10 +14,19 @@ from dovetail_kv_cache.pool import BlockIndex, BlockPool, BlockQueue
 
 BLOCKS = 12
 MANY = 40_000
-LITTLE = 10 * MANY  # bytes: a list of as many may move at once, which is a copy; a dict would need 60 a block, and hash all anew
+LITTLE = (
+    10 * MANY
+)  # bytes: a list of as many may move at once, which is a copy; a dict would need 60 a block, and hash all anew
 
 
-@given(st.lists(st.tuples(st.sampled_from(["append", "remove", "pop", "clear"]), st.integers(0, BLOCKS - 1)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["append", "remove", "pop", "clear"]), st.integers(0, BLOCKS - 1)
+        ),
+        max_size=60,
+    )
+)
 def test_a_queue_is_an_ordered_dict(acts: list[tuple[str, int]]) -> None:
     queue, model = BlockQueue(BLOCKS), OrderedDict[int, None]()
     for act, block in acts:
@@ -34,10 +43,21 @@ def test_a_queue_is_an_ordered_dict(acts: list[tuple[str, int]]) -> None:
             model.clear()
         assert list(queue) == list(model)
         assert queue.count == len(model)
-        assert [block in queue for block in range(BLOCKS)] == [block in model for block in range(BLOCKS)]
+        assert [block in queue for block in range(BLOCKS)] == [
+            block in model for block in range(BLOCKS)
+        ]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["set", "delete", "get", "clear"]), st.integers(0, 20), st.integers(0, 9)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["set", "delete", "get", "clear"]),
+            st.integers(0, 20),
+            st.integers(0, 9),
+        ),
+        max_size=60,
+    )
+)
 def test_an_index_is_a_dict(acts: list[tuple[str, int, int]]) -> None:
     index, model = BlockIndex(), dict[bytes, int]()
     for act, number, block in acts:
@@ -56,13 +76,19 @@ def test_an_index_is_a_dict(acts: list[tuple[str, int, int]]) -> None:
         assert model == before or index.changes != changes
 
 
-@given(known=st.dictionaries(st.integers(0, 9), st.integers(0, 99)), asked=st.lists(st.integers(0, 9)))
-def test_a_run_ends_before_the_first_that_is_not_found(known: dict[int, int], asked: list[int]) -> None:
+@given(
+    known=st.dictionaries(st.integers(0, 9), st.integers(0, 99)), asked=st.lists(st.integers(0, 9))
+)
+def test_a_run_ends_before_the_first_that_is_not_found(
+    known: dict[int, int], asked: list[int]
+) -> None:
     index = BlockIndex()
     for number, block in known.items():
         index.setdefault(bytes([number]), block)
     missing = next((place for place, number in enumerate(asked) if number not in known), len(asked))
-    assert index.run(bytes([number]) for number in asked) == [known[number] for number in asked[:missing]]
+    assert index.run(bytes([number]) for number in asked) == [
+        known[number] for number in asked[:missing]
+    ]
 
 
 @pytest.mark.parametrize("reused", [False, True])

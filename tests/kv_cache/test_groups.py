@@ -11,14 +11,28 @@ from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
 from dovetail_kv_cache.prefix import PrefixCache
 from tests.kv_cache.helpers import compute, generate, manager_of, request
-from tests.kv_cache.traffic import ANSWER, GEMMA_3_27B, GPT_OSS_20B, OWN, SHARED, Model, found_tokens
+from tests.kv_cache.traffic import (
+    ANSWER,
+    GEMMA_3_27B,
+    GPT_OSS_20B,
+    OWN,
+    SHARED,
+    Model,
+    found_tokens,
+)
 from tests.support import FULL
 
 FULL_GROUP, SLIDING = CacheGroup((0,), 4), CacheGroup((1,), 4, window=5, pages_per_block=2)
-THREE = CacheGroup((0,), 4), CacheGroup((1,), 2, window=3, pages_per_block=3), CacheGroup((2,), 8, window=20, pages_per_block=2)
+THREE = (
+    CacheGroup((0,), 4),
+    CacheGroup((1,), 2, window=3, pages_per_block=3),
+    CacheGroup((2,), 8, window=20, pages_per_block=2),
+)
 
 
-def test_each_group_gets_the_pages_of_its_blocks_and_releases_what_its_window_does_not_see() -> None:
+def test_each_group_gets_the_pages_of_its_blocks_and_releases_what_its_window_does_not_see() -> (
+    None
+):
     kv, first = manager_of(FULL_GROUP, SLIDING, num_pages=20), request(range(12))
     assert kv.allocate(first, 12) == Allocation(((0, 1, 2), (3, 4, 5, 6, 7, 8)))
     kv.trim(first, 12)
@@ -30,7 +44,9 @@ def test_a_hit_holds_only_the_blocks_that_later_tokens_see() -> None:
     kv, first = manager_of(FULL_GROUP, SLIDING, num_pages=20), request(range(12))
     compute(kv, first)
     kv.free(first)
-    assert kv.allocate(request([*range(12), 99]), 13) == Allocation(((0, 1, 2, 9), (HOLE, HOLE, HOLE, HOLE, 7, 8, 10, 11)), cached=12)
+    assert kv.allocate(request([*range(12), 99]), 13) == Allocation(
+        ((0, 1, 2, 9), (HOLE, HOLE, HOLE, HOLE, 7, 8, 10, 11)), cached=12
+    )
     assert kv.counts.held_by_group == (4, 4)
 
 
@@ -65,23 +81,36 @@ def test_groups_do_not_find_blocks_of_each_other() -> None:
 
 
 def test_a_prefix_is_found_in_multiples_of_all_blocks() -> None:
-    kv, first = manager_of(CacheGroup((0,), 4), CacheGroup((1,), 6, window=7), num_pages=20), request(range(36))
+    kv, first = (
+        manager_of(CacheGroup((0,), 4), CacheGroup((1,), 6, window=7), num_pages=20),
+        request(range(36)),
+    )
     compute(kv, first)
     for tokens, found in ((12, 0), (13, 12), (24, 12), (25, 24), (36, 24)):
         assert kv.lookup(request(range(tokens))) == found
 
 
 def test_a_fork_copies_the_partial_blocks_page_by_page() -> None:
-    kv, parent, child = manager_of(FULL_GROUP, SLIDING, num_pages=20), request(range(10)), request(range(10))
+    kv, parent, child = (
+        manager_of(FULL_GROUP, SLIDING, num_pages=20),
+        request(range(10)),
+        request(range(10)),
+    )
     compute(kv, parent)
-    assert kv.fork(parent, child, 9) == Allocation(((0, 1, 9), (HOLE, HOLE, 5, 6, 10, 11)), cached=9)
+    assert kv.fork(parent, child, 9) == Allocation(
+        ((0, 1, 9), (HOLE, HOLE, 5, 6, 10, 11)), cached=9
+    )
     assert list(kv.take_copies()) == [PageCopy(2, 9), PageCopy(7, 10), PageCopy(8, 11)]
     kv.free(parent)
     assert kv.counts.held_by_group == (3, 4)
 
 
 def test_a_fork_without_pages_for_all_copies_changes_nothing() -> None:
-    kv, parent, child = manager_of(FULL_GROUP, SLIDING, num_pages=11), request(range(10)), request(range(10))
+    kv, parent, child = (
+        manager_of(FULL_GROUP, SLIDING, num_pages=11),
+        request(range(10)),
+        request(range(10)),
+    )
     compute(kv, parent)
     before = kv.counts
     assert kv.fork(parent, child, 9) is None  # 3 pages for copies, and 2 are free
@@ -121,7 +150,9 @@ def test_after_a_reset_nothing_is_found_in_any_group() -> None:
 def test_blocks_where_prompts_part_outlive_those_that_one_request_has_used() -> None:
     kv = manager_of(CacheGroup((0,), 4), CacheGroup((1,), 4, window=5), num_pages=16)
     shared = list(range(8))
-    for number in range(6):  # each trims the window's blocks of the shared prefix long before it ends
+    for number in range(
+        6
+    ):  # each trims the window's blocks of the shared prefix long before it ends
         one = request([*shared, *[50 + number] * 12])
         assert kv.lookup(one) == (8 if number else 0)
         compute(kv, one)
@@ -129,7 +160,11 @@ def test_blocks_where_prompts_part_outlive_those_that_one_request_has_used() -> 
         kv.free(one)
 
 
-@pytest.mark.parametrize(("model", "seen_mb", "held_mb"), [(GPT_OSS_20B, 808, 809), (GEMMA_3_27B, 3_121, 3_196)], ids=["gpt-oss-20b", "gemma-3-27b"])
+@pytest.mark.parametrize(
+    ("model", "seen_mb", "held_mb"),
+    [(GPT_OSS_20B, 808, 809), (GEMMA_3_27B, 3_121, 3_196)],
+    ids=["gpt-oss-20b", "gemma-3-27b"],
+)
 def test_a_long_request_holds_what_its_layers_see(model: Model, seen_mb: int, held_mb: int) -> None:
     layout, tokens = model.layout, 32_768
     kv, first = manager_of(*layout.groups, num_pages=layout.pages(tokens)), request([1] * tokens)
@@ -150,10 +185,14 @@ def test_a_long_request_holds_what_its_layers_see(model: Model, seen_mb: int, he
 
 @pytest.mark.parametrize(("families", "pool"), [(4, 6), (8, 10)])
 @pytest.mark.parametrize("model", [GPT_OSS_20B, GEMMA_3_27B], ids=["gpt-oss-20b", "gemma-3-27b"])
-def test_agents_find_what_they_would_in_one_full_group(model: Model, families: int, pool: int) -> None:
+def test_agents_find_what_they_would_in_one_full_group(
+    model: Model, families: int, pool: int
+) -> None:
     """In a pool of the bytes that `pool` whole requests need in one full group, so that neither keeps all that is computed."""
     pool_bytes = pool * model.one_group.pages(SHARED + OWN + ANSWER) * model.one_group.page_bytes
-    by_groups, by_one = (found_tokens(layout, pool_bytes, families) for layout in (model.layout, model.one_group))
+    by_groups, by_one = (
+        found_tokens(layout, pool_bytes, families) for layout in (model.layout, model.one_group)
+    )
     assert by_groups >= 0.95 * by_one
 
 
@@ -194,7 +233,21 @@ class _World:
             return
         each = random.choice(list(self.running))
         tokens = self.running[each]
-        match random.choice(["grow", "grow", "commit", "uncommit", "trim", "trim", "fork", "free", "free", "wrong", "reset"]):
+        match random.choice(
+            [
+                "grow",
+                "grow",
+                "commit",
+                "uncommit",
+                "trim",
+                "trim",
+                "fork",
+                "free",
+                "free",
+                "wrong",
+                "reset",
+            ]
+        ):
             case "grow":
                 more = tokens + random.randint(1, 9)
                 if self._allocate(each, more) is not None:
@@ -233,7 +286,10 @@ class _World:
         return allocation
 
     def _fork(self, parent: LiveRequest) -> None:
-        child, tokens = request(parent.prompt_token_ids), self.random.randint(1, min(parent.prompt_tokens, self.running[parent]))
+        child, tokens = (
+            request(parent.prompt_token_ids),
+            self.random.randint(1, min(parent.prompt_tokens, self.running[parent])),
+        )
         try:
             if self.kv.fork(parent, child, tokens) is not None:
                 self.running[child] = tokens

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dovetail.api.component import ComponentSpec
-from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, KVContext, KVLayout, PageCopy, PageCounts
+from dovetail.api.kv_cache import (
+    HOLE,
+    Allocation,
+    CacheGroup,
+    KVContext,
+    KVLayout,
+    PageCopy,
+    PageCounts,
+)
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
 from dovetail_kv_cache.hash_chain import HashChain, HashName, make_digest
@@ -25,7 +33,11 @@ block_sizes = st.sampled_from([1, 2, 3, 16])
 def test_the_package_declares_the_manager() -> None:
     (spec,) = dovetail_components()
     assert isinstance(spec, ComponentSpec)
-    assert (spec.kind, spec.name, spec.target) == ("kv_cache", "prefix", f"{PrefixCache.__module__}:{PrefixCache.__name__}")
+    assert (spec.kind, spec.name, spec.target) == (
+        "kv_cache",
+        "prefix",
+        f"{PrefixCache.__module__}:{PrefixCache.__name__}",
+    )
     assert spec.options == f"{PrefixOptions.__module__}:{PrefixOptions.__name__}"
 
 
@@ -69,22 +81,36 @@ def test_a_chain_is_evicted_from_its_tail(block_size: int, chain: int, taken: in
     after=st.integers(0, 1),
 )
 def test_a_chain_is_the_same_whichever_chain_came_before(
-    block_size: int, prompts: list[list[int]], generated: int, salts: tuple[str, str], name: HashName, after: int
+    block_size: int,
+    prompts: list[list[int]],
+    generated: int,
+    salts: tuple[str, str],
+    name: HashName,
+    after: int,
 ) -> None:
     digest = make_digest(name)
-    earlier, later = (request(prompt, keys=(salt,)) for prompt, salt in zip(prompts, salts, strict=True))
+    earlier, later = (
+        request(prompt, keys=(salt,)) for prompt, salt in zip(prompts, salts, strict=True)
+    )
     for one, token in ((earlier, 0), (later, 1)):
         generate(one, [token] * generated)
     like = HashChain(earlier, block_size, digest, after=after)
     like.extend((earlier.num_tokens - after) // block_size)
     blocks = (later.num_tokens - after) // block_size
     alone = HashChain(later, block_size, digest, after=after).extend(blocks)
-    assert HashChain(later, block_size, digest, like=like.beginning, after=after).extend(blocks)[:blocks] == alone
+    assert (
+        HashChain(later, block_size, digest, like=like.beginning, after=after).extend(blocks)[
+            :blocks
+        ]
+        == alone
+    )
 
 
 @examples(quick=60, full=500)
 @given(block_size=block_sizes, common=st.integers(0, 40), generated=st.integers(0, 9))
-def test_where_k_and_v_also_depend_on_the_next_token_a_block_is_found_only_before_the_same_one(block_size: int, common: int, generated: int) -> None:
+def test_where_k_and_v_also_depend_on_the_next_token_a_block_is_found_only_before_the_same_one(
+    block_size: int, common: int, generated: int
+) -> None:
     """Of a request whose prompt ends with a block, the last block is found once there is a token after it."""
     layout = KVLayout((CacheGroup((0,), block_size),), 1024, "float32", reads_next=True)
     kv = PrefixCache(PrefixOptions(), KVContext(layout, 100))
@@ -94,7 +120,9 @@ def test_where_k_and_v_also_depend_on_the_next_token_a_block_is_found_only_befor
     for known in range(common + 2, first.num_tokens + 1):
         kv.allocate(first, known)
         kv.commit(first, known)
-    found = [kv.lookup(request([*range(common), *after])) for after in ([99, 99], [50, 99], [50, 51, 99])]
+    found = [
+        kv.lookup(request([*range(common), *after])) for after in ([99, 99], [50, 99], [50, 51, 99])
+    ]
     assert found[0] == max(0, common - 1) // block_size * block_size
     assert found[1] == common // block_size * block_size
     assert found[2] == (common + bool(generated)) // block_size * block_size
@@ -111,7 +139,10 @@ def test_sha256_is_that_of_the_standard() -> None:
     """Block by block over the hash before it and the tokens, eight bytes each; the first over the cache keys'."""
     first = request([1, 2, 3, 4], keys=("salt:a",))
     parent = hashlib.sha256(b"('salt:a',)").digest()
-    expected = [parent := hashlib.sha256(parent + struct.pack("<2q", *tokens)).digest() for tokens in ((1, 2), (3, 4))]
+    expected = [
+        parent := hashlib.sha256(parent + struct.pack("<2q", *tokens)).digest()
+        for tokens in ((1, 2), (3, 4))
+    ]
     assert HashChain(first, 2, make_digest("sha256")).extend(2) == expected
 
 
@@ -208,7 +239,10 @@ def test_misuse_names_the_request_and_what_it_holds() -> None:
     with pytest.raises(DovetailError, match=r"allocate\(0 tokens\)"):
         kv.allocate(first, 0)
     compute(kv, first)
-    with pytest.raises(DovetailError, match=r"allocate\(5 tokens\), after 6 of request 'first': it holds 2 blocks of 4"):
+    with pytest.raises(
+        DovetailError,
+        match=r"allocate\(5 tokens\), after 6 of request 'first': it holds 2 blocks of 4",
+    ):
         kv.allocate(first, 5)
     with pytest.raises(DovetailError, match=r"commit\(8 tokens\), 6 of them known"):
         kv.commit(first, 8)

@@ -16,7 +16,9 @@ class Script(Scheduler):
             step.grant(known["first"], 4)  # the first block
             step.grant(known["second"], 4)  # finds it, computes the second
         elif step.index == 1:
-            step.grant(known["first"], 8)  # computes the second again and the third, which can be found
+            step.grant(
+                known["first"], 8
+            )  # computes the second again and the third, which can be found
             assert step.cost(known["third"]).cached == 12
             step.grant(known["third"])
             step.preempt(known["first"])
@@ -25,7 +27,9 @@ class Script(Scheduler):
             step.grant_each(step.running + step.waiting)
 
 
-def test_who_found_what_is_not_written_after_all_is_preempted_even_behind_a_block_computed_twice() -> None:
+def test_who_found_what_is_not_written_after_all_is_preempted_even_behind_a_block_computed_twice() -> (
+    None
+):
     world, prompt = World(Script, Shape(block_size=4)), tuple(range(16))
     for id, tail in (("first", ()), ("second", ()), ("third", (50,))):
         world.add(Spec(id, (*prompt, *tail)))
@@ -38,7 +42,9 @@ def test_turns_of_a_conversation_compute_only_what_is_new() -> None:
     for turn in range(4):
         world.add(Spec(f"turn{turn}", history, max_tokens=5))
         world.drain()
-        assert world.requests[f"turn{turn}"].cached_tokens == (len(history) - 2 if turn else 0)  # the last answer's last token was never computed
+        assert world.requests[f"turn{turn}"].cached_tokens == (
+            len(history) - 2 if turn else 0
+        )  # the last answer's last token was never computed
         history += (*world.tokens[f"turn{turn}"], 90 + turn)
 
 
@@ -50,7 +56,14 @@ def test_a_run_is_the_same_whatever_the_hashes_are() -> None:
         for index in range(24):
             prompt = tuple(range(index % 3, index % 3 + 5 + index % 7))  # many begin alike
             world.add(
-                Spec(f"r{index}", prompt, max_tokens=1 + index % 9, n=1 + index % 2, delay=0.01 * index, cache_keys=("salt",) * (index % 5 == 0))
+                Spec(
+                    f"r{index}",
+                    prompt,
+                    max_tokens=1 + index % 9,
+                    n=1 + index % 2,
+                    delay=0.01 * index,
+                    cache_keys=("salt",) * (index % 5 == 0),
+                )
             )
         world.drain(check=True)
         assert world.core.stats.cached_tokens > 0

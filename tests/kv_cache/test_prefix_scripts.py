@@ -21,6 +21,8 @@ FIRST = SCRIPTS + GROUP_SCRIPTS  # seed
 def test_no_claim_of_the_kind_is_ever_broken(reuse: bool, draw: Callable[[Random], Shape]) -> None:
     for seed in range(FIRST, 5_000 if FULL else FIRST + 40):
         random = Random(seed)
-        world = KVWorld(lambda context: PrefixCache(PrefixOptions(reuse=reuse), context), draw(random))
+        world = KVWorld(
+            lambda context: PrefixCache(PrefixOptions(reuse=reuse), context), draw(random)
+        )
         world.run(draw_script(random))
         assert not world.breaches, seed

@@ -20,7 +20,9 @@ WINDOW = CacheGroup((1,), 4, window=5, pages_per_block=2)
 THREE = KV, WINDOW, CacheGroup((2,), 4, pages_per_block=2, recurrent=True)
 
 
-def step(kv: PrefixCache, *grants: tuple[LiveRequest, int]) -> tuple[list[Allocation], Sequence[PageCopy], Sequence[Checkpoint]]:
+def step(
+    kv: PrefixCache, *grants: tuple[LiveRequest, int]
+) -> tuple[list[Allocation], Sequence[PageCopy], Sequence[Checkpoint]]:
     """Give each request blocks for its number of tokens, commit the known ones, and submit."""
     allocations = []
     for each, tokens in grants:
@@ -35,7 +37,9 @@ def ends(checkpoints: Sequence[Checkpoint]) -> list[int]:
     return [checkpoint.tokens for checkpoint in checkpoints]
 
 
-def test_a_table_has_one_state_and_a_checkpoint_is_written_at_the_last_boundary_of_a_prompt() -> None:
+def test_a_table_has_one_state_and_a_checkpoint_is_written_at_the_last_boundary_of_a_prompt() -> (
+    None
+):
     kv, first = manager_of(KV, STATES, num_pages=20), request(range(9))
     [allocation], copies, checkpoints = step(kv, (first, 9))
     assert (allocation, list(copies)) == (Allocation(((3, 4, 5), (0, 1, 2))), [])
@@ -46,11 +50,17 @@ def test_a_table_has_one_state_and_a_checkpoint_is_written_at_the_last_boundary_
 
 
 def test_a_hit_copies_the_checkpoint_and_shares_k_and_v() -> None:
-    kv, first, second = manager_of(KV, STATES, num_pages=20), request(range(9)), request([*range(8), 99])
+    kv, first, second = (
+        manager_of(KV, STATES, num_pages=20),
+        request(range(9)),
+        request([*range(8), 99]),
+    )
     step(kv, (first, 9))
     kv.free(first)
     assert kv.lookup(second) == 8
-    assert kv.pages_needed(second, 9) == 2 + 1 + 3  # two cached blocks, a new one and the live state
+    assert (
+        kv.pages_needed(second, 9) == 2 + 1 + 3
+    )  # two cached blocks, a new one and the live state
     [allocation], copies, _ = step(kv, (second, 9))
     live = allocation.pages[1]
     assert allocation.pages[0][:2] == (3, 4)
@@ -77,7 +87,11 @@ def test_a_prompt_whose_logprobs_are_wanted_writes_a_checkpoint_for_others() -> 
 
 
 def test_chunks_write_where_prompts_part_and_then_at_the_end() -> None:
-    kv, first, second = manager_of(KV, STATES, num_pages=60), request(range(20)), request([*range(10), *[99] * 10])
+    kv, first, second = (
+        manager_of(KV, STATES, num_pages=60),
+        request(range(20)),
+        request([*range(10), *[99] * 10]),
+    )
     assert [ends(step(kv, (first, tokens))[2]) for tokens in (8, 16, 20)] == [[], [16], []]
     assert kv.lookup(second) == 0  # two blocks of K and V, but no state
     assert [ends(step(kv, (second, tokens))[2]) for tokens in (7, 8, 15, 20)] == [[], [8], [], [16]]
@@ -85,12 +99,18 @@ def test_chunks_write_where_prompts_part_and_then_at_the_end() -> None:
 
 
 def test_a_step_that_passes_both_writes_where_prompts_part() -> None:
-    kv, first, second = manager_of(KV, STATES, num_pages=60), request(range(20)), request([*range(10), *[99] * 10])
+    kv, first, second = (
+        manager_of(KV, STATES, num_pages=60),
+        request(range(20)),
+        request([*range(10), *[99] * 10]),
+    )
     step(kv, (first, 20))
     assert ends(step(kv, (second, 20))[2]) == [8]
 
 
-def test_the_next_turn_of_a_conversation_writes_at_its_end_and_replaces_the_checkpoint_that_it_started_from() -> None:
+def test_the_next_turn_of_a_conversation_writes_at_its_end_and_replaces_the_checkpoint_that_it_started_from() -> (
+    None
+):
     kv, first = manager_of(KV, STATES, num_pages=26), request(range(9))
     step(kv, (first, 9))
     generate(first, range(100, 108))
@@ -127,7 +147,12 @@ def test_no_checkpoint_is_written_where_another_request_writes_or_has_written_it
 
 
 def test_a_checkpoint_is_given_up_rather_than_pages_that_decodes_need() -> None:
-    for num_pages, written in ((6, False), (8, False), (9, False), (10, True)):  # 6 of the request, 3 of the checkpoint, a block to grow by
+    for num_pages, written in (
+        (6, False),
+        (8, False),
+        (9, False),
+        (10, True),
+    ):  # 6 of the request, 3 of the checkpoint, a block to grow by
         kv = manager_of(KV, STATES, num_pages=num_pages)
         assert bool(step(kv, (request(range(9)), 9))[2]) == written
         assert kv.counts.held == 6
@@ -160,7 +185,11 @@ def test_the_last_checkpoint_in_a_full_pool_becomes_the_live_state_itself() -> N
 
 def test_what_is_computed_again_replaces_what_is_cached() -> None:
     """So that a new checkpoint and its prefix are evicted together."""
-    kv, first, second = manager_of(KV, STATES, num_pages=40), request(range(20)), request([*range(10), *[99] * 10])
+    kv, first, second = (
+        manager_of(KV, STATES, num_pages=40),
+        request(range(20)),
+        request([*range(10), *[99] * 10]),
+    )
     step(kv, (first, 20))
     kv.free(first)
     [allocation], _, _ = step(kv, (second, 20))
@@ -189,7 +218,10 @@ def test_layouts_with_states_have_no_forks() -> None:
 
 
 def test_a_model_of_recurrent_layers_only_finds_the_ends_of_prompts() -> None:
-    kv, first = manager_of(CacheGroup((0,), 4, pages_per_block=2, recurrent=True), num_pages=8), request(range(9))
+    kv, first = (
+        manager_of(CacheGroup((0,), 4, pages_per_block=2, recurrent=True), num_pages=8),
+        request(range(9)),
+    )
     step(kv, (first, 9))
     assert kv.allocate(first, 1_000) == Allocation(((),))
     assert kv.lookup(request([*range(8), 99])) == 8
@@ -208,7 +240,9 @@ def test_440_requests_of_300_tokens_of_qwen3_next_fit_into_40_gb() -> None:
 
 @pytest.mark.parametrize("chunk", [512, 2_048, 8_192] if FULL else [2_048])
 @pytest.mark.parametrize("gigabytes", [10, 5, 2.5] if FULL else [5])
-def test_agents_and_conversations_find_most_of_what_k_and_v_alone_would(gigabytes: float, chunk: int) -> None:
+def test_agents_and_conversations_find_most_of_what_k_and_v_alone_would(
+    gigabytes: float, chunk: int
+) -> None:
     """Shared prefixes of 1,500 tokens plus 700 of one's own; conversations of 43 turns."""
     layout = qwen3_next()
     pages = int(gigabytes * 1e9) // layout.page_bytes
@@ -230,8 +264,19 @@ def test_many_conversations_keep_one_checkpoint_each() -> None:
     assert ours.checkpoints * layout.state_pages > 12_715
 
 
-@pytest.mark.parametrize("groups", [(KV, STATES), THREE, (WINDOW, STATES), (CacheGroup((0,), 2), CacheGroup((1,), 4, recurrent=True))], ids=str)
-def test_random_operations_leak_nothing_and_read_no_state_but_their_own(groups: tuple[CacheGroup, ...]) -> None:
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (KV, STATES),
+        THREE,
+        (WINDOW, STATES),
+        (CacheGroup((0,), 2), CacheGroup((1,), 4, recurrent=True)),
+    ],
+    ids=str,
+)
+def test_random_operations_leak_nothing_and_read_no_state_but_their_own(
+    groups: tuple[CacheGroup, ...],
+) -> None:
     kv = manager_of(*groups, num_pages=40)
     world = _World(kv, Random(0))
     for number in range(15_000 if FULL else 1_500):
@@ -258,11 +303,15 @@ class _World:
         self.known: dict[LiveRequest, int] = {}  # -> tokens known at admission
         self.memory: dict[int, object] = {}  # page -> what it holds
         self.hits = self.written = self.revoked = 0
-        self.reused = 0  # pages of checkpoints that were evicted and reused before they had been copied
+        self.reused = (
+            0  # pages of checkpoints that were evicted and reused before they had been copied
+        )
 
     def act(self) -> None:
         random = self.random
-        match random.choices(["grant", "submit", "end", "preempt", "fail", "reset"], [8, 3, 1, 0.7, 0.3, 0.05])[0]:
+        match random.choices(
+            ["grant", "submit", "end", "preempt", "fail", "reset"], [8, 3, 1, 0.7, 0.3, 0.05]
+        )[0]:
             case "grant":
                 self._grant()
             case "submit":
@@ -270,9 +319,14 @@ class _World:
             case "end":
                 self._leave([each for each in self.running if each not in self.granted])
             case "preempt":
-                self._leave([*self.granted], lambda each: self.kv.uncommit(each, self.running[each]))
+                self._leave(
+                    [*self.granted], lambda each: self.kv.uncommit(each, self.running[each])
+                )
             case "fail":
-                self._leave([each for each in self.running if each not in self.granted], lambda each: self.kv.uncommit(each, 0))
+                self._leave(
+                    [each for each in self.running if each not in self.granted],
+                    lambda each: self.kv.uncommit(each, 0),
+                )
             case "reset" if not self.granted:
                 self.kv.reset()
 
@@ -303,7 +357,12 @@ class _World:
         random, kv = self.random, self.kv
         idle = [each for each in self.running if each not in self.granted]
         if not idle or random.random() < 0.4:
-            each = request([*[random.choice([0, 0, 0, 1])] * random.randint(1, 30), *[random.randint(0, 1)] * random.randint(0, 12)])
+            each = request(
+                [
+                    *[random.choice([0, 0, 0, 1])] * random.randint(1, 30),
+                    *[random.randint(0, 1)] * random.randint(0, 12),
+                ]
+            )
             start = kv.lookup(each)
         else:
             each = random.choice(idle)
@@ -346,11 +405,15 @@ class _World:
     def _check(self, each: LiveRequest, computed: int) -> None:
         """Check that a request's blocks hold what its tokens after `computed` read."""
         self._check_state(each, computed)
-        for number, (group, pages) in enumerate(zip(self.groups[:-1], self.kv.tables(each), strict=False)):
+        for number, (group, pages) in enumerate(
+            zip(self.groups[:-1], self.kv.tables(each), strict=False)
+        ):
             width = group.pages_per_block
             for index in range(group.first_visible_block(computed), group.blocks(computed)):
                 end = min((index + 1) * group.block_tokens, computed)
-                self._holds((number, self._tokens(each, end)), pages[index * width : (index + 1) * width])
+                self._holds(
+                    (number, self._tokens(each, end)), pages[index * width : (index + 1) * width]
+                )
 
     def _check_state(self, each: LiveRequest, computed: int) -> None:
         if computed:  # otherwise it is zero
@@ -358,7 +421,9 @@ class _World:
 
     def _write(self, each: LiveRequest, start: int, end: int) -> None:
         self._put(self._state(each, end), self.kv.tables(each)[-1])
-        for number, (group, pages) in enumerate(zip(self.groups[:-1], self.kv.tables(each), strict=False)):
+        for number, (group, pages) in enumerate(
+            zip(self.groups[:-1], self.kv.tables(each), strict=False)
+        ):
             width = group.pages_per_block
             for index in range(start // group.block_tokens, group.blocks(end)):
                 content = number, self._tokens(each, min((index + 1) * group.block_tokens, end))
@@ -377,4 +442,6 @@ class _World:
             self.memory[page] = content, part
 
     def _holds(self, content: object, pages: Sequence[int]) -> None:
-        assert [self.memory.get(page) for page in pages] == [(content, part) for part in range(len(pages))]
+        assert [self.memory.get(page) for page in pages] == [
+            (content, part) for part in range(len(pages))
+        ]

@@ -36,23 +36,34 @@ class Model:
     @property
     def one_group(self) -> KVLayout:
         """Return the layout that keeps all tokens in all layers."""
-        return KVLayout((CacheGroup((0,), BLOCK),), (self.full_layers + self.window_layers) * self.token_bytes * BLOCK, "bfloat16")
+        return KVLayout(
+            (CacheGroup((0,), BLOCK),),
+            (self.full_layers + self.window_layers) * self.token_bytes * BLOCK,
+            "bfloat16",
+        )
 
     def seen_bytes(self, num_tokens: int) -> int:
         """Return the bytes of K and V that the layers of a request with `num_tokens` tokens can see."""
-        return (self.full_layers * num_tokens + self.window_layers * min(self.window, num_tokens)) * self.token_bytes
+        return (
+            self.full_layers * num_tokens + self.window_layers * min(self.window, num_tokens)
+        ) * self.token_bytes
 
 
 GPT_OSS_20B = Model(12, 12, window=128, token_bytes=2 * 8 * 64 * 2)
 GEMMA_3_27B = Model(10, 52, window=1_024, token_bytes=2 * 16 * 128 * 2)
 
 
-def found_tokens(layout: KVLayout, pool_bytes: int, families: int, requests: int = 120, seed: int = 0) -> int:
+def found_tokens(
+    layout: KVLayout, pool_bytes: int, families: int, requests: int = 120, seed: int = 0
+) -> int:
     """Serve `requests` requests of a number of `families`, each with a shared prompt, and return the tokens that they found."""
     kv = PrefixCache(PrefixOptions(), KVContext(layout, pool_bytes // layout.page_bytes))
     random = Random(seed)
     drawn = random.choices(range(families), k=requests)
-    waiting = deque(request([*[family] * SHARED, *[1_000 + number] * OWN]) for number, family in enumerate(drawn))
+    waiting = deque(
+        request([*[family] * SHARED, *[1_000 + number] * OWN])
+        for number, family in enumerate(drawn)
+    )
     running: list[LiveRequest] = []
     found = 0
     while waiting or running:

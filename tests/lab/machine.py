@@ -24,7 +24,12 @@ RESULTS_S = 1e-4
 GRAPH_SHARE = 0.6  # of launching a step with prefills that is one graph: when that begins, sampling is left to be launched
 ROW_GRAPHS = (1, 2, 4, *range(8, 129, 8))
 JUMP = 16
-GRAPHS = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens that a graph is recorded for
+GRAPHS = (
+    *range(32, 257, 32),
+    *range(320, 513, 64),
+    *range(640, 1025, 128),
+    *range(1280, 2049, 256),
+)  # tokens that a graph is recorded for
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,13 @@ class Machine(SimulatedExecutor):
 
     jitter = Jitter()
     graphs: tuple[int, ...] = GRAPHS
-    row_graphs: tuple[int, ...] = ()  # rows that a graph of decodes is recorded for; none: one for each number
+    row_graphs: tuple[
+        int, ...
+    ] = ()  # rows that a graph of decodes is recorded for; none: one for each number
     decode_launch_s: float = 3e-4
-    joining_s: float = 0.0  # of launching a step with prefills: what is for requests that take a row
+    joining_s: float = (
+        0.0  # of launching a step with prefills: what is for requests that take a row
+    )
     copying: float = 0.0  # of launching decodes: what is left when their graph begins
     jump_s: float = 0.0  # what decodes take longer above `JUMP` rows: other kernels
     busy: float = 1.0  # times as long the host takes for a step, and `request_s` for a request, while others than a grid's come and go
@@ -83,11 +92,17 @@ class Machine(SimulatedExecutor):
         super().submit(batch)
         pending = self._pending.pop()
         yields_token = bool(batch.yields_token.any())
-        launch_s = self._launch_s(pending.shape, yields_token) + (self.joining_s if batch.added else 0.0)
+        launch_s = self._launch_s(pending.shape, yields_token) + (
+            self.joining_s if batch.added else 0.0
+        )
         launch_s *= self._busy * self._random.choice(self.jitter.times, p=self.jitter.shares)
         self.plan_s = plan_s + 0.1 * (launch_s - plan_s)
         self.clock.wait_until(begun + launch_s)
-        self._submitted.append(Submitted(batch.step, pending.token_ids, pending.shape, yields_token, begun, begun + launch_s))
+        self._submitted.append(
+            Submitted(
+                batch.step, pending.token_ids, pending.shape, yields_token, begun, begun + launch_s
+            )
+        )
         return batch.step
 
     def collect(self, handle: int) -> Result:
@@ -106,7 +121,10 @@ class Machine(SimulatedExecutor):
             return max(max(begins, self._free) + self._decode_s(one.shape), one.launched)
         launch_s, padded = one.launched - one.begun, self._padded(one.shape.tokens)
         if padded is not None:
-            begins = max(one.begun + (GRAPH_SHARE if one.yields_token else 1.0) * launch_s, self._free + self._setup_s)
+            begins = max(
+                one.begun + (GRAPH_SHARE if one.yields_token else 1.0) * launch_s,
+                self._free + self._setup_s,
+            )
             model = begins + self._prefill_s(one.shape, padded)
         else:
             model, kernel_s = self._free, self._prefill_s(one.shape, one.shape.tokens) / LAYERS
@@ -115,7 +133,11 @@ class Machine(SimulatedExecutor):
         return max(model, one.launched) + SAMPLING_S if one.yields_token else model
 
     def _padded(self, tokens: int) -> int | None:
-        return self.graphs[bisect_left(self.graphs, tokens)] if self.graphs and tokens <= self.graphs[-1] else None
+        return (
+            self.graphs[bisect_left(self.graphs, tokens)]
+            if self.graphs and tokens <= self.graphs[-1]
+            else None
+        )
 
     def _launch_s(self, shape: StepShape, yields_token: bool) -> float:
         if not shape.prefill_rows:
@@ -125,12 +147,25 @@ class Machine(SimulatedExecutor):
         return 9e-4 * (1.0 if yields_token else GRAPH_SHARE)
 
     def _decode_s(self, shape: StepShape) -> float:
-        rows = shape.rows if not self.row_graphs else self.row_graphs[bisect_left(self.row_graphs, shape.rows)]
-        return 1.3e-3 + 3e-6 * rows + (self.jump_s if rows > JUMP else 0.0) + 2.6e-8 * shape.context_tokens
+        rows = (
+            shape.rows
+            if not self.row_graphs
+            else self.row_graphs[bisect_left(self.row_graphs, shape.rows)]
+        )
+        return (
+            1.3e-3
+            + 3e-6 * rows
+            + (self.jump_s if rows > JUMP else 0.0)
+            + 2.6e-8 * shape.context_tokens
+        )
 
     def _prefill_s(self, shape: StepShape, tokens: int) -> float:
         """A few tokens more cost nothing, then each costs the same."""
-        attention = 2.6e-8 * shape.context_tokens + 5e-10 * shape.prefill_pairs + self.length_s * shape.prefill_length
+        attention = (
+            2.6e-8 * shape.context_tokens
+            + 5e-10 * shape.prefill_pairs
+            + self.length_s * shape.prefill_length
+        )
         return max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + attention
 
 
@@ -146,7 +181,9 @@ def machine(**attributes: Any) -> Iterator[None]:
     def take_in(engine: LLMEngine, request_id: str, *args: Any, **rest: Any) -> None:
         add_request(engine, request_id, *args, **rest)
         clock = engine.core.clock
-        if type(clock) is VirtualClock and not _of_grid(request_id):  # a run's own clock is moved by `Machine.take_in`
+        if type(clock) is VirtualClock and not _of_grid(
+            request_id
+        ):  # a run's own clock is moved by `Machine.take_in`
             clock.wait_until(clock.now() + made.request_s)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,14 @@ SETTINGS = {
 }
 
 
-def record(index: int, ttft_s: float, *, gaps_s: Sequence[float] = (0.1, 0.1), arrival_s: float | None = None, **changes: Any) -> RequestRecord:
+def record(
+    index: int,
+    ttft_s: float,
+    *,
+    gaps_s: Sequence[float] = (0.1, 0.1),
+    arrival_s: float | None = None,
+    **changes: Any,
+) -> RequestRecord:
     """A request that completed: its first token after `ttft_s`, the others after `gaps_s`."""
     arrival = float(index) if arrival_s is None else arrival_s
     times = arrival + ttft_s + np.concatenate([[0.0], np.cumsum(gaps_s)])
@@ -43,15 +50,37 @@ def record(index: int, ttft_s: float, *, gaps_s: Sequence[float] = (0.1, 0.1), a
 
 
 def rejected(index: int) -> RequestRecord:
-    return record(index, 0.1, token_times_s=np.empty(0), first_scheduled_s=None, finish_reason="rejected", stop_reason="full")
+    return record(
+        index,
+        0.1,
+        token_times_s=np.empty(0),
+        first_scheduled_s=None,
+        finish_reason="rejected",
+        stop_reason="full",
+    )
 
 
-def run(records: Iterable[RequestRecord], *, name: str = "a", seed: int = 0, **changes: Any) -> RunResult:
+def run(
+    records: Iterable[RequestRecord], *, name: str = "a", seed: int = 0, **changes: Any
+) -> RunResult:
     """With a step at each whole second until the last token."""
     requests = tuple(records)
     end = max((float(r.token_times_s[-1]) for r in requests if len(r.token_times_s)), default=0.0)
-    rows = [(float(second), 0.5, 2, 3, 20, 3, 3, 4, 1, second % 2, 40, 50, 10, 0.0, 0, 0, 0) for second in range(1, int(end) + 2 if end else 1)]
-    return RunResult(name, "made", "by hand", seed, SETTINGS, StepTimes("linear", 0.03, "12 steps"), requests, Timeline.of_rows(rows), **changes)
+    rows = [
+        (float(second), 0.5, 2, 3, 20, 3, 3, 4, 1, second % 2, 40, 50, 10, 0.0, 0, 0, 0)
+        for second in range(1, int(end) + 2 if end else 1)
+    ]
+    return RunResult(
+        name,
+        "made",
+        "by hand",
+        seed,
+        SETTINGS,
+        StepTimes("linear", 0.03, "12 steps"),
+        requests,
+        Timeline.of_rows(rows),
+        **changes,
+    )
 
 
 def run_of_ttfts(ttfts_s: Iterable[float], **options: Any) -> RunResult:

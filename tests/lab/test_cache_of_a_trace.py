@@ -34,11 +34,16 @@ def as_request(index: int, hash_ids: tuple[int, ...]) -> TraceRequest:
 
 
 def hits_of_the_manager(prompts: list[tuple[int, ...]], num_blocks: int) -> list[int]:
-    manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((CacheGroup((0,), BLOCK),), 1, "none"), num_blocks))
+    manager = PrefixCache(
+        PrefixOptions(reuse=True),
+        KVContext(KVLayout((CacheGroup((0,), BLOCK),), 1, "none"), num_blocks),
+    )
     hits = []
     for index, hash_ids in enumerate(prompts):
         one = as_request(index, hash_ids)
-        request = LiveRequest(one.id, prompt_ids(one, 32_000).tolist(), SamplingParams(), max_tokens=OUTPUT)
+        request = LiveRequest(
+            one.id, prompt_ids(one, 32_000).tolist(), SamplingParams(), max_tokens=OUTPUT
+        )
         hits.append(manager.lookup(request) // BLOCK)
         assert manager.allocate(request, one.prompt_tokens + OUTPUT - 1) is not None
         request.output_token_ids.extend(output_ids(one, 32_000).tolist())

@@ -29,8 +29,16 @@ from tests.lab.machine import GRAPH_SHARE, GRAPHS, RESULTS_S, ROW_GRAPHS, Jitter
 from tests.support import examples
 
 DECODE = PiecewiseStepTime(points=((1, 0.004), (16, 0.005), (64, 0.009)), per_context_s=4e-8)
-MIXED = PiecewiseStepTime(points=((1, 0.004), (1024, 0.03)), per_context_s=4e-8, per_pair_s=2e-10, per_row_s=2e-5, least_s=0.012)
-LARGE = PiecewiseStepTime(points=((1, 0.02), (4096, 0.12)), per_context_s=4e-8, per_pair_s=2e-10, per_row_s=2e-5)
+MIXED = PiecewiseStepTime(
+    points=((1, 0.004), (1024, 0.03)),
+    per_context_s=4e-8,
+    per_pair_s=2e-10,
+    per_row_s=2e-5,
+    least_s=0.012,
+)
+LARGE = PiecewiseStepTime(
+    points=((1, 0.02), (4096, 0.12)), per_context_s=4e-8, per_pair_s=2e-10, per_row_s=2e-5
+)
 FIGURES = tuple(f"{metric} p{at}" for metric in ("ttft", "tpot", "e2e") for at in (50, 99))
 TRUE = RegimeStepTime(decode=DECODE, mixed=MIXED, large=LARGE, large_above=1024)
 
@@ -39,7 +47,12 @@ def pretended(overlap: bool = True, **times: float) -> dict[str, Any]:
     """An engine whose step times are known."""
     step_time = {"name": "true", "step_time": TRUE.model_dump(mode="json"), **times}
     sizes = {"max_num_seqs": 48, "max_num_batched_tokens": 3000, "max_model_len": 8192}
-    return {"scheduler": "fcfs", "overlap": overlap, "executor": {"name": "simulated", "num_blocks": 8000, "step_time": step_time}, **sizes}
+    return {
+        "scheduler": "fcfs",
+        "overlap": overlap,
+        "executor": {"name": "simulated", "num_blocks": 8000, "step_time": step_time},
+        **sizes,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +80,16 @@ SHAPES = {
 
 @pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES.keys())
 def test_known_step_times_are_found_out(found: Calibration, rows: list[tuple[int, int]]) -> None:
-    assert found.profile.make().seconds(shape(*rows)) == pytest.approx(TRUE.seconds(shape(*rows)), rel=0.02)
+    assert found.profile.make().seconds(shape(*rows)) == pytest.approx(
+        TRUE.seconds(shape(*rows)), rel=0.02
+    )
 
 
 def test_costs_of_lines_are_carried_and_no_draft_disturbs_the_grid() -> None:
     plain = calibrate(pretended(), quick=True).profile
-    drafting = calibrate({**pretended(), "speculation": {"drafter": "simulated", "max_drafts": 4}}, quick=True).profile
+    drafting = calibrate(
+        {**pretended(), "speculation": {"drafter": "simulated", "max_drafts": 4}}, quick=True
+    ).profile
     costs = dict(drafting.line_costs)
     assert not plain.line_costs
     assert (costs[1], costs[16]) == pytest.approx((0.004, 0.005), rel=1e-3)
@@ -105,19 +122,35 @@ def test_more_work_never_takes_less(found: Calibration) -> None:
 
 
 @pytest.mark.slow("simulates many requests")
-def test_a_simulation_with_the_profile_is_like_the_engine_that_was_measured(found: Calibration, tmp_path: Path) -> None:
+def test_a_simulation_with_the_profile_is_like_the_engine_that_was_measured(
+    found: Calibration, tmp_path: Path
+) -> None:
     found.profile.save(tmp_path / "found.json")
-    trace = load_workload("arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)")
+    trace = load_workload(
+        "arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)"
+    )
     real = pretended(results_s=0.001, results_per_row_s=1e-5)
-    simulated = {**real, "executor": {"name": "simulated", "num_blocks": 8000, "step_time": str(tmp_path / "found.json")}}
+    simulated = {
+        **real,
+        "executor": {
+            "name": "simulated",
+            "num_blocks": 8000,
+            "step_time": str(tmp_path / "found.json"),
+        },
+    }
     for metric in ("ttft", "tpot", "e2e"):
-        ours, theirs = (np.percentile(per_request(replay(config, trace), metric), [50, 99]) for config in (simulated, real))
+        ours, theirs = (
+            np.percentile(per_request(replay(config, trace), metric), [50, 99])
+            for config in (simulated, real)
+        )
         assert ours == pytest.approx(theirs, rel=0.03), metric
 
 
 def test_without_overlap_the_core_is_not_taken_for_the_device() -> None:
     profile = calibrate(pretended(overlap=False, core_s=0.002), quick=True).profile
-    assert profile.make().seconds(shape(*decodes(2, 30))) == pytest.approx(TRUE.seconds(shape(*decodes(2, 30))), rel=0.01)
+    assert profile.make().seconds(shape(*decodes(2, 30))) == pytest.approx(
+        TRUE.seconds(shape(*decodes(2, 30))), rel=0.01
+    )
 
 
 LAUNCH = {
@@ -135,7 +168,9 @@ def found_launching() -> Calibration:
 
 @pytest.mark.full
 @pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES.keys())
-def test_the_time_of_launching_is_not_taken_for_the_steps_before(found_launching: Calibration, rows: list[tuple[int, int]]) -> None:
+def test_the_time_of_launching_is_not_taken_for_the_steps_before(
+    found_launching: Calibration, rows: list[tuple[int, int]]
+) -> None:
     model, launch = found_launching.profile.make(), found_launching.profile.make_launch()
     assert launch is not None
     step = shape(*rows)
@@ -144,7 +179,9 @@ def test_the_time_of_launching_is_not_taken_for_the_steps_before(found_launching
     if not step.prefill_rows:
         assert model.seconds(step) == pytest.approx(TRUE.seconds(step), rel=0.02)
     else:
-        assert max(launched, model.seconds(step)) == pytest.approx(max(launched, TRUE.seconds(step)), rel=0.05)
+        assert max(launched, model.seconds(step)) == pytest.approx(
+            max(launched, TRUE.seconds(step)), rel=0.05
+        )
 
 
 @pytest.mark.full
@@ -155,19 +192,37 @@ def test_what_ends_with_its_launching_is_found_out(found_launching: Calibration)
 
 
 @pytest.mark.full
-def test_a_simulation_of_a_slow_launcher_is_like_it(found_launching: Calibration, tmp_path: Path) -> None:
+def test_a_simulation_of_a_slow_launcher_is_like_it(
+    found_launching: Calibration, tmp_path: Path
+) -> None:
     found_launching.profile.save(tmp_path / "found.json")
-    trace = load_workload("arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)")
+    trace = load_workload(
+        "arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)"
+    )
     real = pretended(launch=LAUNCH, after_launch_s=0.0005, results_s=0.0002)
-    simulated = {**real, "executor": {"name": "simulated", "num_blocks": 8000, "step_time": str(tmp_path / "found.json")}}
+    simulated = {
+        **real,
+        "executor": {
+            "name": "simulated",
+            "num_blocks": 8000,
+            "step_time": str(tmp_path / "found.json"),
+        },
+    }
     for metric in ("ttft", "tpot", "e2e"):
-        ours, theirs = (np.percentile(per_request(replay(config, trace), metric), [50, 99]) for config in (simulated, real))
+        ours, theirs = (
+            np.percentile(per_request(replay(config, trace), metric), [50, 99])
+            for config in (simulated, real)
+        )
         assert ours == pytest.approx(theirs, rel=0.03), metric
 
 
 MACHINE = {
     "scheduler": "fcfs",
-    "executor": {"name": "simulated", "num_blocks": 40_000, "step_time": {"kind": "linear", "base_s": 1.0}},  # the machine doesn't read it
+    "executor": {
+        "name": "simulated",
+        "num_blocks": 40_000,
+        "step_time": {"kind": "linear", "base_s": 1.0},
+    },  # the machine doesn't read it
     "max_num_seqs": 128,
     "max_num_batched_tokens": 8192,
     "max_model_len": 16_384,
@@ -184,17 +239,37 @@ def calibrated(**attributes: Any) -> StepTimeProfile:
         return calibrate(MACHINE, time_limit_s=600).profile
 
 
-def differences(profile: StepTimeProfile, workload: str, scheduler: str = "fcfs", seeds: int = 1, **attributes: Any) -> dict[str, float]:
+def differences(
+    profile: StepTimeProfile,
+    workload: str,
+    scheduler: str = "fcfs",
+    seeds: int = 1,
+    **attributes: Any,
+) -> dict[str, float]:
     """Return the errors of a simulation with the machine's own profile by metric and percentile, relative to the machine's times."""
     trace, policy = load_workload(workload), {"scheduler": scheduler}
-    simulated = {**MACHINE, "executor": {"name": "simulated", "num_blocks": 40_000, "step_time": profile.model_dump(mode="json")}, **policy}
+    simulated = {
+        **MACHINE,
+        "executor": {
+            "name": "simulated",
+            "num_blocks": 40_000,
+            "step_time": profile.model_dump(mode="json"),
+        },
+        **policy,
+    }
     ours = [replay(simulated, trace, seed=seed) for seed in range(seeds)]
     with machine(**attributes):
         theirs = [replay({**MACHINE, **policy}, trace, seed=seed) for seed in range(seeds)]
     found = {}
     for metric in ("ttft", "tpot", "e2e"):
-        own, measured = (np.percentile(np.concatenate([per_request(run, metric) for run in runs]), [50, 99]) for runs in (ours, theirs))
-        found |= {f"{metric} p{at}": float(a / b - 1) for at, a, b in zip((50, 99), own, measured, strict=True)}
+        own, measured = (
+            np.percentile(np.concatenate([per_request(run, metric) for run in runs]), [50, 99])
+            for runs in (ours, theirs)
+        )
+        found |= {
+            f"{metric} p{at}": float(a / b - 1)
+            for at, a, b in zip((50, 99), own, measured, strict=True)
+        }
     return found
 
 
@@ -215,7 +290,9 @@ def gridded(made: Calibration) -> list[Sighting]:
 
 
 @pytest.mark.full
-def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine: StepTimeProfile) -> None:
+def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(
+    found_machine: StepTimeProfile,
+) -> None:
     assert found_machine.recorded_tokens == GRAPHS[-1]
     assert tuple(found_machine.step_time["mixed"]["sizes"]) == GRAPHS
     assert found_machine.sampling_share == pytest.approx(1 - GRAPH_SHARE, abs=0.02)
@@ -225,12 +302,18 @@ def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("workload", "scheduler"), [(BUSY, "fcfs"), (BURSTS, "sarathi")])
-def test_a_machine_that_replays_small_steps_is_predicted(found_machine: StepTimeProfile, workload: str, scheduler: str) -> None:
-    assert differences(found_machine, workload, scheduler) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+def test_a_machine_that_replays_small_steps_is_predicted(
+    found_machine: StepTimeProfile, workload: str, scheduler: str
+) -> None:
+    assert differences(found_machine, workload, scheduler) == pytest.approx(
+        dict.fromkeys(FIGURES, 0.0), abs=0.05
+    )
 
 
 @pytest.mark.full
-def test_taken_for_launched_kernel_by_kernel_small_steps_are_not(found_machine: StepTimeProfile) -> None:
+def test_taken_for_launched_kernel_by_kernel_small_steps_are_not(
+    found_machine: StepTimeProfile,
+) -> None:
     wrong = found_machine.model_copy(update={"recorded_tokens": 0})
     assert max(map(abs, differences(wrong, SHORT).values())) > 0.05
 
@@ -261,12 +344,16 @@ def test_it_is_found_out_what_decodes_are_padded_to(found_stairs: StepTimeProfil
 
 
 @pytest.mark.full
-def test_decodes_that_no_size_is_padded_to_are_not_taken_for_padded(found_machine: StepTimeProfile) -> None:
+def test_decodes_that_no_size_is_padded_to_are_not_taken_for_padded(
+    found_machine: StepTimeProfile,
+) -> None:
     assert found_machine.step_time["decode"]["sizes"] == []
 
 
 @pytest.mark.full
-def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(found_stairs: StepTimeProfile, found_machine: StepTimeProfile) -> None:
+def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(
+    found_stairs: StepTimeProfile, found_machine: StepTimeProfile
+) -> None:
     assert found_stairs.copying_share == pytest.approx(STAIRS["copying"], abs=0.03)
     assert found_machine.copying_share == 0.0
 
@@ -275,13 +362,17 @@ def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(fou
 @pytest.mark.parametrize("workload", [SHORT, STEADY])
 def test_a_machine_with_stairs_is_predicted(found_stairs: StepTimeProfile, workload: str) -> None:
     smooth = found_stairs.model_copy(update={"launch_spread": None})
-    assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.02)
+    assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(
+        dict.fromkeys(FIGURES, 0.0), abs=0.02
+    )
 
 
 @pytest.mark.full
 def test_taken_for_a_slope_stairs_are_not_predicted(found_stairs: StepTimeProfile) -> None:
     decode = found_stairs.step_time["decode"] | {"sizes": ()}
-    wrong = found_stairs.model_copy(update={"launch_spread": None, "step_time": found_stairs.step_time | {"decode": decode}})
+    wrong = found_stairs.model_copy(
+        update={"launch_spread": None, "step_time": found_stairs.step_time | {"decode": decode}}
+    )
     assert differences(wrong, STEADY, **{**STAIRS, "jitter": Jitter()})["tpot p99"] < -0.03
 
 
@@ -290,9 +381,17 @@ def test_few_queries_after_many_tokens_take_as_long_as_their_row_is() -> None:
     profile = calibrated(length_s=3e-7)
     model = profile.make()
     for tokens, had in ((64, 3000), (128, 5900), (512, 0), (512, 5600), (1024, 3000)):
-        attention = 2.6e-8 * (tokens + had) + 5e-10 * (tokens * had + tokens * (tokens + 1) // 2) + 3e-7 * (tokens + had)
-        assert model.seconds(shape((tokens, had))) == pytest.approx(max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + attention, rel=0.05), (tokens, had)
-    assert differences(profile, BURSTS, "sarathi", length_s=3e-7) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.03)
+        attention = (
+            2.6e-8 * (tokens + had)
+            + 5e-10 * (tokens * had + tokens * (tokens + 1) // 2)
+            + 3e-7 * (tokens + had)
+        )
+        assert model.seconds(shape((tokens, had))) == pytest.approx(
+            max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + attention, rel=0.05
+        ), (tokens, had)
+    assert differences(profile, BURSTS, "sarathi", length_s=3e-7) == pytest.approx(
+        dict.fromkeys(FIGURES, 0.0), abs=0.03
+    )
 
 
 @pytest.mark.full
@@ -302,20 +401,28 @@ def test_it_is_found_out_what_a_request_that_begins_adds_to_launching() -> None:
     launch, prompt = profile.make_launch(), shape((300, 0), *decodes(10, 300))
     assert profile.launching_s(launch, prompt, joins=True) == pytest.approx(1.3e-3, rel=0.02)
     assert profile.launching_s(launch, prompt, joins=False) == pytest.approx(9e-4, rel=0.02)
-    assert profile.launching_s(launch, shape(*decodes(10, 300)), joins=False) == pytest.approx(3e-4, rel=0.05), "decodes have nothing of it"
-    assert differences(profile, BURSTS, "sarathi", joining_s=4e-4) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.03)
+    assert profile.launching_s(launch, shape(*decodes(10, 300)), joins=False) == pytest.approx(
+        3e-4, rel=0.05
+    ), "decodes have nothing of it"
+    assert differences(profile, BURSTS, "sarathi", joining_s=4e-4) == pytest.approx(
+        dict.fromkeys(FIGURES, 0.0), abs=0.03
+    )
 
 
 @pytest.mark.full
 def test_a_machine_that_replays_only_decodes_is_predicted() -> None:
     profile = calibrated(graphs=())
     assert profile.recorded_tokens == 0
-    assert differences(profile, BUSY, graphs=()) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+    assert differences(profile, BUSY, graphs=()) == pytest.approx(
+        dict.fromkeys(FIGURES, 0.0), abs=0.05
+    )
 
 
 @pytest.mark.full
 def test_tails_need_the_spread_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail_lab.calibrate.REHEARSAL_S", 24.0)  # so many launches know their mean well: what is wrong then isn't chance
+    monkeypatch.setattr(
+        "dovetail_lab.calibrate.REHEARSAL_S", 24.0
+    )  # so many launches know their mean well: what is wrong then isn't chance
     jitter = Jitter(shares=(0.85, 0.15), times=(1.0, 5.0))
     profile = calibrated(jitter=jitter)
     with_it = differences(profile, SHORT, seeds=8, jitter=jitter)
@@ -324,7 +431,13 @@ def test_tails_need_the_spread_of_launching(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(without[figure] < -0.05 for figure in FIGURES if "p99" in figure)
 
 
-BUSY_HOST: dict[str, Any] = {"busy": 1.8, "request_s": 1e-3, "setup_s": 2e-4, "decode_launch_s": 5e-4, "jitter": Jitter((0.9, 0.1), (1.0, 1.5))}
+BUSY_HOST: dict[str, Any] = {
+    "busy": 1.8,
+    "request_s": 1e-3,
+    "setup_s": 2e-4,
+    "decode_launch_s": 5e-4,
+    "jitter": Jitter((0.9, 0.1), (1.0, 1.5)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -336,44 +449,68 @@ def found_busy() -> Calibration:
 
 
 @pytest.mark.full
-def test_what_the_host_takes_is_what_it_takes_while_requests_come_and_go(found_busy: Calibration) -> None:
+def test_what_the_host_takes_is_what_it_takes_while_requests_come_and_go(
+    found_busy: Calibration,
+) -> None:
     grid, found = profile_of(gridded(found_busy), True, name="grid"), found_busy.profile
     launch, grids = found.make_launch(), grid.make_launch()
     assert launch is not None
     assert grids is not None
-    for rows in (decodes(5, 300), decodes(100, 300), [(100, 0), *decodes(10, 300)], [(700, 900), *decodes(30, 900)]):
-        assert launch.seconds(shape(*rows)) == pytest.approx(BUSY_HOST["busy"] * grids.seconds(shape(*rows)), rel=0.12), rows
+    for rows in (
+        decodes(5, 300),
+        decodes(100, 300),
+        [(100, 0), *decodes(10, 300)],
+        [(700, 900), *decodes(30, 900)],
+    ):
+        assert launch.seconds(shape(*rows)) == pytest.approx(
+            BUSY_HOST["busy"] * grids.seconds(shape(*rows)), rel=0.12
+        ), rows
     assert found.results_s == pytest.approx(BUSY_HOST["busy"] * RESULTS_S, rel=0.01)
     assert found.request_s == pytest.approx(BUSY_HOST["request_s"], rel=0.01)
     assert found.setup_s == pytest.approx(BUSY_HOST["setup_s"], abs=5e-5)
-    assert (found.step_time, found.recorded_tokens, found.error) == (grid.step_time, grid.recorded_tokens, grid.error), (
-        "what the device computes is the grid's"
-    )
+    assert (found.step_time, found.recorded_tokens, found.error) == (
+        grid.step_time,
+        grid.recorded_tokens,
+        grid.error,
+    ), "what the device computes is the grid's"
 
 
 @pytest.mark.full
-def test_of_launching_neither_the_level_nor_the_spread_counts_twice(found_busy: Calibration) -> None:
+def test_of_launching_neither_the_level_nor_the_spread_counts_twice(
+    found_busy: Calibration,
+) -> None:
     profile = found_busy.profile
     launch, drawn = profile.make_launch(), profile.launch_spread
     assert launch is not None
     assert drawn is not None
-    for regime, rows in ((Regime.DECODE, decodes(12, 500)), (Regime.RECORDED, [(400, 0), *decodes(12, 500)])):
+    for regime, rows in (
+        (Regime.DECODE, decodes(12, 500)),
+        (Regime.RECORDED, [(400, 0), *decodes(12, 500)]),
+    ):
         mean = float(np.dot(drawn.of(regime), np.diff(LEVELS)))
-        without_jitter = BUSY_HOST["decode_launch_s"] + 5e-7 * 12 if regime is Regime.DECODE else 9e-4
+        without_jitter = (
+            BUSY_HOST["decode_launch_s"] + 5e-7 * 12 if regime is Regime.DECODE else 9e-4
+        )
         true = BUSY_HOST["busy"] * BUSY_HOST["jitter"].mean * without_jitter
         assert mean * launch.seconds(shape(*rows)) == pytest.approx(true, rel=0.04), regime
 
 
 @pytest.mark.full
-def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(found_busy: Calibration) -> None:
+def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(
+    found_busy: Calibration,
+) -> None:
     grid = profile_of(gridded(found_busy), True, name="grid")
-    with_it, without = (differences(profile, SHORT, seeds=2, **BUSY_HOST) for profile in (found_busy.profile, grid))
+    with_it, without = (
+        differences(profile, SHORT, seeds=2, **BUSY_HOST) for profile in (found_busy.profile, grid)
+    )
     assert with_it == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
     assert all(without[f"{metric} p50"] < -0.05 for metric in ("ttft", "tpot", "e2e"))
 
 
 @pytest.mark.full
-def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(measured_machine: Calibration) -> None:
+def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(
+    measured_machine: Calibration,
+) -> None:
     rehearsed = [sighting for sighting in measured_machine.sightings if sighting.rehearsed]
     assert 4 < rehearsed[-1].ended - rehearsed[0].planned < 6
     assert 8 < np.mean([sighting.shape.rows for sighting in rehearsed]) < 16
@@ -382,28 +519,62 @@ def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(
 
 def test_an_engine_too_slow_for_a_rehearsal_has_the_grids_times() -> None:
     slow = {"name": "slow", "step_time": {"kind": "linear", "base_s": 2.0}, "results_s": 0.25}
-    made = calibrate({**pretended(), "executor": {"name": "simulated", "num_blocks": 8000, "step_time": slow}}, quick=True)
+    made = calibrate(
+        {**pretended(), "executor": {"name": "simulated", "num_blocks": 8000, "step_time": slow}},
+        quick=True,
+    )
     assert len(gridded(made)) > len(made.sightings) - 20
     assert made.profile.results_s == pytest.approx(0.25, rel=0.01)
 
 
 @pytest.mark.full
-def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("dovetail_lab.calibrate.ROUNDS", 1)  # the second is for what time is left
-    step_time = {"kind": "linear", "base_s": 0.0042, "per_token_s": 2.2e-5, "per_context_s": 3.7e-8, "per_pair_s": 3e-10}
+    step_time = {
+        "kind": "linear",
+        "base_s": 0.0042,
+        "per_token_s": 2.2e-5,
+        "per_context_s": 3.7e-8,
+        "per_pair_s": 3e-10,
+    }
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 16_384}
-    made = calibrate({**MACHINE, **sizes, "executor": {"name": "simulated", "num_blocks": 50_000, "step_time": step_time, "core_s": 3e-4}})
+    made = calibrate(
+        {
+            **MACHINE,
+            **sizes,
+            "executor": {
+                "name": "simulated",
+                "num_blocks": 50_000,
+                "step_time": step_time,
+                "core_s": 3e-4,
+            },
+        }
+    )
     assert made.complete
-    assert max(sighting.ended for sighting in gridded(made)) < 40  # of 54: the rest is for what the engine does besides
+    assert (
+        max(sighting.ended for sighting in gridded(made)) < 40
+    )  # of 54: the rest is for what the engine does besides
 
 
 @pytest.mark.full
-def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Calibration, found_machine: StepTimeProfile) -> None:
+def test_a_third_of_the_first_round_is_enough_for_a_profile(
+    measured_machine: Calibration, found_machine: StepTimeProfile
+) -> None:
     sightings = gridded(measured_machine)
     partial = profile_of(sightings[: len(sightings) // 6], True, name="partial")
     assert partial.recorded_tokens == GRAPHS[-1]
-    for rows in (decodes(20, 500), [(300, 0)], [(1200, 0)], [(300, 0), *decodes(20, 500)], [(3000, 0)]):
-        assert partial.make().seconds(shape(*rows)) == pytest.approx(found_machine.make().seconds(shape(*rows)), rel=0.03)
+    for rows in (
+        decodes(20, 500),
+        [(300, 0)],
+        [(1200, 0)],
+        [(300, 0), *decodes(20, 500)],
+        [(3000, 0)],
+    ):
+        assert partial.make().seconds(shape(*rows)) == pytest.approx(
+            found_machine.make().seconds(shape(*rows)), rel=0.03
+        )
 
 
 @pytest.mark.full
@@ -415,11 +586,15 @@ def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Ca
         pytest.param(11, id="noted now"),
     ],
 )
-def test_a_profile_is_fitted_anew_from_what_was_sighted(measured_machine: Calibration, tmp_path: Path, fields: int) -> None:
+def test_a_profile_is_fitted_anew_from_what_was_sighted(
+    measured_machine: Calibration, tmp_path: Path, fields: int
+) -> None:
     profile = tmp_path / "h200-x.json"
     measured_machine.profile.save(profile)
     sighted = measured_machine.sightings if fields == 11 else gridded(measured_machine)
-    (tmp_path / "sightings-x.json").write_text(json.dumps([astuple(sighting)[:fields] for sighting in sighted]))
+    (tmp_path / "sightings-x.json").write_text(
+        json.dumps([astuple(sighting)[:fields] for sighting in sighted])
+    )
     fit_anew(Archive(tmp_path / "own.tgz", tmp_path), "x", profile)
     again = StepTimeProfile.load(str(profile))
     assert again.recorded_tokens == measured_machine.profile.recorded_tokens
@@ -432,15 +607,26 @@ def test_of_launch_bound_steps_the_bound_is_respected() -> None:
     known = [Measurement((step,), TRUE.seconds(step)) for step in steps]
     large = [shape((tokens, 0)) for tokens in range(2000, 3000, 20)]
     small = shape((30, 0))
-    model = fit_regimes([*known, *(Measurement((step,), 0.1) for step in large)], at_most=[Measurement((small,), 0.01)] * 9)
+    model = fit_regimes(
+        [*known, *(Measurement((step,), 0.1) for step in large)],
+        at_most=[Measurement((small,), 0.01)] * 9,
+    )
     assert model.seconds(small) <= 0.011
 
 
 def test_hiccups_are_left_out() -> None:
     steps = [shape(*decodes(rows, context)) for rows in range(1, 40) for context in (10, 900)]
-    steps += [shape((tokens, 0), *decodes(8, context)) for tokens in range(10, 900, 20) for context in (10, 900)]
-    times = [TRUE.seconds(step) * (30 if index % 17 == 5 else 1) for index, step in enumerate(steps)]
-    model = fit_regimes([Measurement((step,), seconds) for step, seconds in zip(steps, times, strict=True)])
+    steps += [
+        shape((tokens, 0), *decodes(8, context))
+        for tokens in range(10, 900, 20)
+        for context in (10, 900)
+    ]
+    times = [
+        TRUE.seconds(step) * (30 if index % 17 == 5 else 1) for index, step in enumerate(steps)
+    ]
+    model = fit_regimes(
+        [Measurement((step,), seconds) for step, seconds in zip(steps, times, strict=True)]
+    )
     for step in steps:
         assert model.seconds(step) == pytest.approx(TRUE.seconds(step), rel=0.05)
 
@@ -450,12 +636,16 @@ def test_when_time_runs_out_the_profile_notes_it(monkeypatch: pytest.MonkeyPatch
     made = calibrate(pretended(), time_limit_s=600)
     assert not made.complete
     assert "time ran out before all of the grid was measured" in made.profile.notes
-    assert made.profile.make().seconds(shape(*decodes(1, 512))) == pytest.approx(TRUE.seconds(shape(*decodes(1, 512))), rel=0.05)
+    assert made.profile.make().seconds(shape(*decodes(1, 512))) == pytest.approx(
+        TRUE.seconds(shape(*decodes(1, 512))), rel=0.05
+    )
 
 
 def test_an_engine_too_small_for_the_grid_is_measured_over_the_tiny_one() -> None:
     small = calibrate({**pretended(), "max_model_len": 128, "max_num_seqs": 4}).profile
-    assert small.make().seconds(shape(*decodes(4, 50))) == pytest.approx(TRUE.seconds(shape(*decodes(4, 50))), rel=0.02)
+    assert small.make().seconds(shape(*decodes(4, 50))) == pytest.approx(
+        TRUE.seconds(shape(*decodes(4, 50))), rel=0.02
+    )
 
 
 def test_an_engine_with_no_room_at_all_says_what_it_takes() -> None:
@@ -484,10 +674,18 @@ def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     assert profile.request_s > 0
     assert profile.kv_tokens
     assert f"off by {profile.error:.1%}" in printed
-    run = ("run", tmp_path / "engine.yaml", "--trace", "arrivals=at_once requests=4 prompt=20 output=5")
+    run = (
+        "run",
+        tmp_path / "engine.yaml",
+        "--trace",
+        "arrivals=at_once requests=4 prompt=20 output=5",
+    )
     simulated = lab(*run, "--step-time", tmp_path / "mine.json")
     assert "4 of 4 requests completed" in simulated
-    [conditions, real] = ([line for line in text.splitlines() if line.startswith("overlap ")] for text in (simulated, lab(*run, "--real")))
+    [conditions, real] = (
+        [line for line in text.splitlines() if line.startswith("overlap ")]
+        for text in (simulated, lab(*run, "--real"))
+    )
     assert conditions == real
     assert conditions[0].startswith("overlap off, ")
 
@@ -501,7 +699,9 @@ def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_says_what_is_wrong(tmp_path: Path, executor: str, out: str, says: str) -> None:
-    (tmp_path / "engine.yaml").write_text(f"model: demo\nexecutor: {executor}\nmax_model_len: 128\n")
+    (tmp_path / "engine.yaml").write_text(
+        f"model: demo\nexecutor: {executor}\nmax_model_len: 128\n"
+    )
     assert says in lab("calibrate", tmp_path / "engine.yaml", "--out", tmp_path / out, fails=True)
 
 
@@ -511,7 +711,10 @@ def test_nonnegative_least_squares_is_as_good_as_scipys(seed: int, columns: int,
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
     random = np.random.default_rng(seed)
-    matrix, target = random.normal(size=(columns + more, columns)), random.normal(size=columns + more)
+    matrix, target = (
+        random.normal(size=(columns + more, columns)),
+        random.normal(size=columns + more),
+    )
     ours, (_, least) = nonnegative_least_squares(matrix, target), nnls(matrix, target)
     assert (ours >= 0).all()
     assert np.linalg.norm(matrix @ ours - target) == pytest.approx(least, abs=1e-9)

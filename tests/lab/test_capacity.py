@@ -26,18 +26,26 @@ SLO = parse_slo("ttft_p99<1")
 
 def breaks_above(*limits: float) -> Callable[[float], list[RunResult]]:
     """Objectives hold below the first limit, fail up to the second, hold up to the third, ..."""
-    return lambda scale: [run_of_ttfts([2.0 if sum(scale > limit for limit in limits) % 2 else 0.5])]
+    return lambda scale: [
+        run_of_ttfts([2.0 if sum(scale > limit for limit in limits) % 2 else 0.5])
+    ]
 
 
 @examples(quick=60, full=500)
-@given(limit=st.floats(0.01, 100), start=st.floats(0.1, 10), tolerance=st.sampled_from([0.005, 0.02, 0.2]))
+@given(
+    limit=st.floats(0.01, 100),
+    start=st.floats(0.1, 10),
+    tolerance=st.sampled_from([0.005, 0.02, 0.2]),
+)
 def test_the_limit_is_found_to_the_tolerance(limit: float, start: float, tolerance: float) -> None:
     found = find_capacity(breaks_above(limit), SLO, tolerance=tolerance, start=start)
     assert found.scale is not None
     assert found.scale <= limit <= found.scale * (1 + tolerance)
     assert found.monotone
     assert not found.open_ended
-    assert [trial.scale for trial in found.trials] == sorted({trial.scale for trial in found.trials})
+    assert [trial.scale for trial in found.trials] == sorted(
+        {trial.scale for trial in found.trials}
+    )
 
 
 def test_a_rate_that_meets_above_one_that_misses_is_noticed_and_not_believed() -> None:
@@ -57,7 +65,9 @@ def test_what_never_holds_has_no_capacity() -> None:
     assert (found.scale, found.open_ended) == (None, False)
 
 
-@pytest.mark.parametrize(("tolerance", "start"), [(0.0, 1.0), (2.0, 1.0), (0.02, 0.0), (0.02, float("nan"))])
+@pytest.mark.parametrize(
+    ("tolerance", "start"), [(0.0, 1.0), (2.0, 1.0), (0.02, 0.0), (0.02, float("nan"))]
+)
 def test_a_senseless_search_is_refused(tolerance: float, start: float) -> None:
     with pytest.raises(ConfigError):
         find_capacity(breaks_above(1.0), SLO, tolerance=tolerance, start=start)
@@ -69,7 +79,18 @@ WORKLOAD = "requests=20 arrivals=poisson(2) prompt=fixed(100) output=fixed(20)"
 @pytest.mark.usefixtures("no_figures")
 def test_the_command_prints_the_rate_and_every_trial(tmp_path: Path) -> None:
     engine = write_engine(tmp_path / "fcfs.yaml")
-    said = lab("capacity", engine, "--trace", WORKLOAD, "--slo", "ttft_p99<1", "--tolerance", "0.3", "--out", tmp_path / "out")
+    said = lab(
+        "capacity",
+        engine,
+        "--trace",
+        WORKLOAD,
+        "--slo",
+        "ttft_p99<1",
+        "--tolerance",
+        "0.3",
+        "--out",
+        tmp_path / "out",
+    )
     assert "requests/s" in said
     assert "meet ttft_p99<1; tolerance 30 %" in said
     table = (tmp_path / "out" / "capacity.csv").read_text().splitlines()
@@ -78,25 +99,61 @@ def test_the_command_prints_the_rate_and_every_trial(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 2
     assert said.splitlines()[-2] in html.unescape(page).replace("\N{NO-BREAK SPACE}", " ")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "rates.png", "objectives.png", "capacity.csv"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.html",
+        "rates.png",
+        "objectives.png",
+        "capacity.csv",
+    }
 
 
 def test_the_page_marks_the_rate_found_and_every_trial() -> None:
-    found = {name: find_capacity(breaks_above(limit), SLO, tolerance=0.2) for name, limit in (("a", 1.5), ("b", 0.001))}
-    drawings = capacity_page(found, SLO, 10.0, [], trace="t", answers=[], cautions=[], table=Table([], []), command="", files={}).drawings
+    found = {
+        name: find_capacity(breaks_above(limit), SLO, tolerance=0.2)
+        for name, limit in (("a", 1.5), ("b", 0.001))
+    }
+    drawings = capacity_page(
+        found,
+        SLO,
+        10.0,
+        [],
+        trace="t",
+        answers=[],
+        cautions=[],
+        table=Table([], []),
+        command="",
+        files={},
+    ).drawings
     (axes,) = drawings[0].figure.axes
     curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
-    assert [line.get_xdata().tolist() for line in curves] == [[10 * trial.scale for trial in one.trials] for one in found.values()]
+    assert [line.get_xdata().tolist() for line in curves] == [
+        [10 * trial.scale for trial in one.trials] for one in found.values()
+    ]
     upright = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
     assert upright == [10 * one.scale for one in found.values() if one.scale is not None]
 
 
-@pytest.mark.parametrize(("seeded", "remedy"), [(True, "a longer trace or more seeds would"), (False, "a longer trace would")])
-def test_more_seeds_are_advised_only_where_they_bring_other_traffic(seeded: bool, remedy: str) -> None:
+@pytest.mark.parametrize(
+    ("seeded", "remedy"),
+    [(True, "a longer trace or more seeds would"), (False, "a longer trace would")],
+)
+def test_more_seeds_are_advised_only_where_they_bring_other_traffic(
+    seeded: bool, remedy: str
+) -> None:
     (caution,) = _cautions(find_capacity(breaks_above(0.7, 0.85, 1.5), SLO), seeded)
     assert remedy in caution
 
 
 def test_one_request_has_no_rate_to_scale(tmp_path: Path) -> None:
-    said = lab("capacity", write_engine(tmp_path / "a.yaml"), "--trace", WORKLOAD, "--slice", "0:1", "--slo", "ttft_p99<1", fails=True)
+    said = lab(
+        "capacity",
+        write_engine(tmp_path / "a.yaml"),
+        "--trace",
+        WORKLOAD,
+        "--slice",
+        "0:1",
+        "--slo",
+        "ttft_p99<1",
+        fails=True,
+    )
     assert "there is no rate to scale" in said

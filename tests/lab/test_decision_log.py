@@ -64,7 +64,15 @@ class Logged:
         return found
 
 
-def logged(folder: Path, scheduler: str = "fcfs", blocks: int = 24, *, seed: int = 0, requests: int = 25, options: Any = None) -> Logged:
+def logged(
+    folder: Path,
+    scheduler: str = "fcfs",
+    blocks: int = 24,
+    *,
+    seed: int = 0,
+    requests: int = 25,
+    options: Any = None,
+) -> Logged:
     """A simulation in which memory is short."""
     path = folder / "decisions.json"
     spec = f"requests={requests} arrivals=poisson(20) prompt=uniform(5, 120) output=uniform(1, 80) clients=3"
@@ -73,7 +81,11 @@ def logged(folder: Path, scheduler: str = "fcfs", blocks: int = 24, *, seed: int
         "max_model_len": 256,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 64,
-        "executor": {"name": "simulated", "num_blocks": blocks, "step_time": {"kind": "linear", "base_s": 0.01}},
+        "executor": {
+            "name": "simulated",
+            "num_blocks": blocks,
+            "step_time": {"kind": "linear", "base_s": 0.01},
+        },
         "observers": [{"name": "decision_log", "path": str(path), **(options or {})}],
     }
     return Logged(replay(config, load_workload(spec, WorkloadOptions(seed=seed))), path)
@@ -89,25 +101,50 @@ def test_every_event_keeps_to_the_format(log: Logged) -> None:
         needed, allowed = KEYS[event["ph"]]
         assert needed <= event.keys() <= needed | allowed, event
         assert isinstance(event["name"], str)
-        assert all(type(event[key]) is int and event[key] >= 0 for key in ("pid", "tid", "ts", "dur") if key in event), event
+        assert all(
+            type(event[key]) is int and event[key] >= 0
+            for key in ("pid", "tid", "ts", "dur")
+            if key in event
+        ), event
         if event["ph"] == "C":
             assert event["args"]
             assert all(type(value) is int for value in event["args"].values())
         if event["ph"] == "i":
             assert event["s"] == "t"
-    assert {event["name"] for event in log.events if event["ph"] == "M"} == {"process_name", "process_labels", "thread_name", "thread_sort_index"}
+    assert {event["name"] for event in log.events if event["ph"] == "M"} == {
+        "process_name",
+        "process_labels",
+        "thread_name",
+        "thread_sort_index",
+    }
 
 
 def test_pages_are_counted_by_cache_group_if_there_are_several(log: Logged, tmp_path: Path) -> None:
-    model = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "sliding_window": 16, "sliding_window_pattern": 2}
+    model = {
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    }
     path = tmp_path / "windowed.json"
     config = {
         "max_model_len": 256,
-        "executor": {"name": "simulated", "num_blocks": 200, "step_time": {"kind": "linear", "base_s": 0.01}, "model": model},
+        "executor": {
+            "name": "simulated",
+            "num_blocks": 200,
+            "step_time": {"kind": "linear", "base_s": 0.01},
+            "model": model,
+        },
         "observers": [{"name": "decision_log", "path": str(path)}],
     }
-    windowed = Logged(replay(config, load_workload("requests=4 arrivals=poisson(50) prompt=100 output=40")), path)
-    by_group = [event["args"] for event in windowed.events if event["name"] == "KV blocks held by group"]
+    windowed = Logged(
+        replay(config, load_workload("requests=4 arrivals=poisson(50) prompt=100 output=40")), path
+    )
+    by_group = [
+        event["args"] for event in windowed.events if event["name"] == "KV blocks held by group"
+    ]
     held = [event["args"]["held"] for event in windowed.events if event["name"] == "KV blocks"]
     assert [sum(groups.values()) for groups in by_group] == held
     assert by_group[-2].keys() == {"full", "window 16"}
@@ -126,8 +163,14 @@ def assert_nested(slices: list[Event]) -> None:
 
 
 @examples(quick=6, full=60)
-@given(scheduler=st.sampled_from(["fcfs", "vtc", "priority"]), blocks=st.integers(17, 60), seed=st.integers(0, 1_000))
-def test_slices_nest_and_phases_fill_a_life(tmp_path_factory: pytest.TempPathFactory, scheduler: str, blocks: int, seed: int) -> None:
+@given(
+    scheduler=st.sampled_from(["fcfs", "vtc", "priority"]),
+    blocks=st.integers(17, 60),
+    seed=st.integers(0, 1_000),
+)
+def test_slices_nest_and_phases_fill_a_life(
+    tmp_path_factory: pytest.TempPathFactory, scheduler: str, blocks: int, seed: int
+) -> None:
     made = logged(tmp_path_factory.mktemp("log"), scheduler, blocks, seed=seed)
     for slices in made.slices().values():
         assert_nested(slices)
@@ -149,7 +192,10 @@ def test_preemptions_are_marked_on_the_lane_and_counted(log: Logged) -> None:
 
 def test_the_log_names_requests_that_wait_for_memory(log: Logged) -> None:
     reasons = {
-        phase["args"].get("why") for _, phases in log.lives().values() for phase in phases if phase["name"].startswith(("waiting", "preempted"))
+        phase["args"].get("why")
+        for _, phases in log.lives().values()
+        for phase in phases
+        if phase["name"].startswith(("waiting", "preempted"))
     }
     assert "not enough KV blocks, even if all offered requests were evicted" in reasons
 
@@ -162,14 +208,18 @@ def test_who_is_prefilled_decodes_afterwards(log: Logged) -> None:
 
 
 def test_counters_are_those_of_the_run(log: Logged) -> None:
-    counted = [event["args"] for event in log.events if event["ph"] == "C" and event["name"] == "requests"]
+    counted = [
+        event["args"] for event in log.events if event["ph"] == "C" and event["name"] == "requests"
+    ]
     assert [args["waiting"] for args in counted] == log.run.timeline.waiting.tolist()
     assert [args["running"] for args in counted] == log.run.timeline.running.tolist()
 
 
 def test_steps_name_what_was_refused_and_at_most_as_many_as_asked(tmp_path: Path) -> None:
     made = logged(tmp_path, options={"listed": 1})
-    steps = [event["args"] for event in made.events if event["ph"] == "X" and event["pid"] != REQUESTS]
+    steps = [
+        event["args"] for event in made.events if event["ph"] == "X" and event["pid"] != REQUESTS
+    ]
     refused = [step["refused"] for step in steps if "refused" in step]
     assert refused
     assert all(len(listed) <= 2 for listed in refused)
@@ -182,9 +232,15 @@ def test_the_same_run_gives_the_same_bytes(log: Logged, tmp_path: Path) -> None:
 
 def test_a_killed_engine_leaves_whole_events(tmp_path: Path) -> None:
     path = tmp_path / "decisions.json"
-    config = {"max_model_len": 64, "executor": {"name": "simulated", "num_blocks": 20}, "observers": [{"name": "decision_log", "path": str(path)}]}
+    config = {
+        "max_model_len": 64,
+        "executor": {"name": "simulated", "num_blocks": 20},
+        "observers": [{"name": "decision_log", "path": str(path)}],
+    }
     with LLMEngine.from_config(config) as engine:
-        engine.add_request("r", [5] * 10, SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True))
+        engine.add_request(
+            "r", [5] * 10, SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True)
+        )
         for _ in range(3):
             engine.step()
         left = path.read_text()
@@ -195,12 +251,16 @@ def test_a_killed_engine_leaves_whole_events(tmp_path: Path) -> None:
 def test_it_logs_a_real_engine_too(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the demo model computes with torch")
     path = tmp_path / "decisions.json"
-    with LLMEngine.from_config({"model": "demo", "observers": [{"name": "decision_log", "path": str(path)}]}) as engine:
+    with LLMEngine.from_config(
+        {"model": "demo", "observers": [{"name": "decision_log", "path": str(path)}]}
+    ) as engine:
         engine.add_request("r", "The lab", SamplingParams(max_tokens=4, ignore_eos=True))
         while engine.has_unfinished_requests():
             engine.step()
     events = json.loads(path.read_text())
-    assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == REQUESTS][-2:] == ["prefill", "decode"]
+    assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == REQUESTS][
+        -2:
+    ] == ["prefill", "decode"]
 
 
 def test_who_ends_while_nothing_runs_is_drawn_at_once(tmp_path: Path) -> None:
@@ -216,9 +276,13 @@ def test_who_ends_while_nothing_runs_is_drawn_at_once(tmp_path: Path) -> None:
         [(_, log)] = engine.core.observers._observers
         assert isinstance(log, DecisionLog)
         for index in range(1_000):
-            engine.add_request(f"r{index}", [5] * 10, SamplingParams(max_tokens=2, detokenize=False))
+            engine.add_request(
+                f"r{index}", [5] * 10, SamplingParams(max_tokens=2, detokenize=False)
+            )
             while engine.has_unfinished_requests():
-                reasons += [output.outputs[0].finish_reason for output in engine.step() if output.finished]
+                reasons += [
+                    output.outputs[0].finish_reason for output in engine.step() if output.finished
+                ]
             assert not log._over, f"after request {index}"
     assert reasons == ["length"] + ["rejected"] * 999
     lives = Logged(None, path).lives()  # type: ignore[arg-type]
@@ -227,20 +291,38 @@ def test_who_ends_while_nothing_runs_is_drawn_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere/decisions.json", ".", "x" * 5000])
-def test_a_place_that_cannot_hold_it_is_refused_at_once(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_hold_it_is_refused_at_once(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="decision_log: path"):
         DecisionLog(DecisionLogOptions(path=path), ObserverContext(max_num_seqs=1, total_blocks=1))
 
 
-@pytest.mark.parametrize(("others", "why"), [(0, "Too many levels of symbolic links"), (1, "Too many"), (1, "embedded null byte")])
-def test_a_file_that_cannot_be_opened_keeps_the_engine_from_starting(tmp_path: Path, others: int, why: str) -> None:
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [(0, "Too many levels of symbolic links"), (1, "Too many"), (1, "embedded null byte")],
+)
+def test_a_file_that_cannot_be_opened_keeps_the_engine_from_starting(
+    tmp_path: Path, others: int, why: str
+) -> None:
     """Root may open files without permission, but not a link to itself, or a name with a zero byte."""
     path, other = tmp_path / "link", tmp_path / "decisions.json"
     path.symlink_to(path)
-    observers = [{"name": "decision_log", "path": str(one)} for one in [other] * others + [path if why.startswith("Too") else f"{path}\0"]]
-    with pytest.raises(ConfigError, match=rf"observer decision_log: path: '.* can't be written: {why}"):
-        LLMEngine.from_config({"max_model_len": 64, "executor": {"name": "simulated", "num_blocks": 20}, "observers": observers})
+    observers = [
+        {"name": "decision_log", "path": str(one)}
+        for one in [other] * others + [path if why.startswith("Too") else f"{path}\0"]
+    ]
+    with pytest.raises(
+        ConfigError, match=rf"observer decision_log: path: '.* can't be written: {why}"
+    ):
+        LLMEngine.from_config(
+            {
+                "max_model_len": 64,
+                "executor": {"name": "simulated", "num_blocks": 20},
+                "observers": observers,
+            }
+        )
     assert not others or json.loads(other.read_text()), "that of the one that had started is whole"
 
 
@@ -254,23 +336,38 @@ def test_it_survives_any_id_any_client_and_any_time(
     tmp_path_factory: pytest.TempPathFactory, request_id: str, client: str | None, arrival: float
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "decisions.json"
-    config = {"max_model_len": 64, "executor": {"name": "simulated", "num_blocks": 20}, "observers": [{"name": "decision_log", "path": str(path)}]}
+    config = {
+        "max_model_len": 64,
+        "executor": {"name": "simulated", "num_blocks": 20},
+        "observers": [{"name": "decision_log", "path": str(path)}],
+    }
     with LLMEngine.from_config(config) as engine:
         fields = {"arrival_time": arrival, "client": client, "deadline": -arrival}
-        engine.add_request(request_id, [5] * 10, SamplingParams(max_tokens=2, detokenize=False), **fields)  # type: ignore[arg-type]
-        engine.add_request("after " + request_id, [5] * 10, SamplingParams(max_tokens=2, detokenize=False))
+        engine.add_request(
+            request_id, [5] * 10, SamplingParams(max_tokens=2, detokenize=False), **fields
+        )  # type: ignore[arg-type]
+        engine.add_request(
+            "after " + request_id, [5] * 10, SamplingParams(max_tokens=2, detokenize=False)
+        )
         while engine.has_unfinished_requests():
             engine.step()
     events = json.loads(path.read_bytes().decode())
     names = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == REQUESTS]
-    shown_id, shown_client = ((text or "").encode(errors="replace").decode() for text in (request_id, client))
+    shown_id, shown_client = (
+        (text or "").encode(errors="replace").decode() for text in (request_id, client)
+    )
     assert f"request {shown_id}" + (f" ({shown_client})" if client is not None else "") in names
     assert f"request after {shown_id}" in names
-    assert all(0 <= event[key] <= 2**53 for event in events for key in ("ts", "dur") if key in event)
+    assert all(
+        0 <= event[key] <= 2**53 for event in events for key in ("ts", "dur") if key in event
+    )
 
 
 def test_a_time_beyond_all_bounds_is_the_latest_there_is(tmp_path: Path) -> None:
-    made = DecisionLog(DecisionLogOptions(path=str(tmp_path / "decisions.json")), ObserverContext(max_num_seqs=1, total_blocks=1))
+    made = DecisionLog(
+        DecisionLogOptions(path=str(tmp_path / "decisions.json")),
+        ObserverContext(max_num_seqs=1, total_blocks=1),
+    )
     assert (made._us(1e308), made._us(-1e308), made._us(1.5)) == (2**53, 0, 1_500_000)
 
 

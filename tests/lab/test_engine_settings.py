@@ -18,14 +18,22 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_setting_is_for_all_or_for_the_engine_that_it_names(engines: list[str]) -> None:
-    opened = open_engines(engines, ["max_num_seqs=4", "b:max_num_seqs=5", "b:scheduler=vtc", "a:executor.num_blocks=7"])
-    assert {name: (config.max_num_seqs, config.scheduler.name) for name, config in opened.items()} == {"a": (4, "fcfs"), "b": (5, "vtc")}
+    opened = open_engines(
+        engines,
+        ["max_num_seqs=4", "b:max_num_seqs=5", "b:scheduler=vtc", "a:executor.num_blocks=7"],
+    )
+    assert {
+        name: (config.max_num_seqs, config.scheduler.name) for name, config in opened.items()
+    } == {"a": (4, "fcfs"), "b": (5, "vtc")}
     assert [config.executor.options["num_blocks"] for config in opened.values()] == [7, 60]
 
 
 def test_a_repeated_file_is_named_with_its_number(engines: list[str]) -> None:
     opened = open_engines([engines[0]] * 2, ["a (2):scheduler=vtc"])
-    assert {name: config.scheduler.name for name, config in opened.items()} == {"a (1)": "fcfs", "a (2)": "vtc"}
+    assert {name: config.scheduler.name for name, config in opened.items()} == {
+        "a (1)": "fcfs",
+        "a (2)": "vtc",
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,5 +53,7 @@ def test_an_error_names_the_engine(engines: list[str], setting: str, says: str) 
 
 def test_an_option_that_its_component_refuses_names_the_engine_too(engines: list[str]) -> None:
     workload = "requests=3 arrivals=poisson(2) prompt=fixed(100) output=fixed(20)"
-    said = lab("compare", *engines, "--trace", workload, "--set", "b:scheduler.agin_s=1", fails=True)
+    said = lab(
+        "compare", *engines, "--trace", workload, "--set", "b:scheduler.agin_s=1", fails=True
+    )
     assert "b: --set: scheduler.agin_s: unknown option" in said

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dovetail_lab.fairness import Work, arena_centres, service_difference, service_over_time, work_of
+from dovetail_lab.fairness import (
+    Work,
+    arena_centres,
+    service_difference,
+    service_over_time,
+    work_of,
+)
 from tests.lab.made_runs import record, rejected, run
 
 ONE_WINDOW = np.array([5.0])  # of ten seconds
@@ -30,7 +36,9 @@ def test_equal_service_is_no_difference_and_neither_is_wanting_nothing() -> None
 
 def test_who_waits_lags_behind_as_far_as_it_asked() -> None:
     served, starved = work("a", 0.0, 0.0, 10.0, 100.0), work("b", 1.0, 30.0, 40.0, 70.0)
-    assert service_difference(service_over_time([served, starved], ONE_WINDOW, 10.0)) == pytest.approx([7.0])
+    assert service_difference(
+        service_over_time([served, starved], ONE_WINDOW, 10.0)
+    ) == pytest.approx([7.0])
 
 
 def test_work_is_of_completed_requests_prompt_plus_twice_the_answer() -> None:
@@ -40,4 +48,8 @@ def test_work_is_of_completed_requests_prompt_plus_twice_the_answer() -> None:
 
 def test_the_artifacts_windows() -> None:
     centres = arena_centres()
-    assert (len(centres), centres[0], centres[-1]) == (19, pytest.approx(58.5), pytest.approx(571.5))
+    assert (len(centres), centres[0], centres[-1]) == (
+        19,
+        pytest.approx(58.5),
+        pytest.approx(571.5),
+    )

@@ -30,11 +30,19 @@ def feeder(made: list[float], simulated: bool) -> Feeder:
         add_request=lambda *args, arrival_time, **rest: made.append(arrival_time),
     )
     executor: Any = SimpleNamespace(expect=lambda *args: None) if simulated else None
-    return Feeder(engine, executor, trace(*(request(index, index * EVERY_S) for index in range(50))), 0.0, lambda *args: None)
+    return Feeder(
+        engine,
+        executor,
+        trace(*(request(index, index * EVERY_S) for index in range(50))),
+        0.0,
+        lambda *args: None,
+    )
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-def test_one_request_is_made_between_two_steps_and_in_time(made: list[float], simulated: bool) -> None:
+def test_one_request_is_made_between_two_steps_and_in_time(
+    made: list[float], simulated: bool
+) -> None:
     feed = feeder(made, simulated).feed
     feed(-EVERY_S)
     assert made[-1] > AHEAD_S - 2 * EVERY_S, "before the trace begins there is time for many"
@@ -61,9 +69,15 @@ def test_who_has_arrived_is_known_and_the_next(made: list[float]) -> None:
 
 
 @pytest.mark.parametrize("every_s", [0.5, 0.02])
-def test_a_request_is_rejected_if_max_waiting_are_unfinished_when_it_arrives(every_s: float) -> None:
+def test_a_request_is_rejected_if_max_waiting_are_unfinished_when_it_arrives(
+    every_s: float,
+) -> None:
     most = 5
-    result = run((request(index, index * every_s) for index in range(60)), limits={"max_waiting": most}, max_num_seqs=2)
+    result = run(
+        (request(index, index * every_s) for index in range(60)),
+        limits={"max_waiting": most},
+        max_num_seqs=2,
+    )
     taken = [record for record in result if record.finish_reason != "rejected"]
     for record in result:
         unfinished = sum(other.arrival_s < record.arrival_s < other.finished_s for other in taken)
@@ -79,6 +93,8 @@ def test_a_run_keeps_no_request_that_has_ended() -> None:
             alive.append(sum(isinstance(one, LiveRequest) for one in gc.get_objects()))
 
     gc.collect()
-    replay(engine(), trace(*(request(index, index * 0.5) for index in range(20))), progress=progress)
+    replay(
+        engine(), trace(*(request(index, index * 0.5) for index in range(20))), progress=progress
+    )
     assert len(alive) == 2
     assert alive[1] <= alive[0]

@@ -27,7 +27,12 @@ FREE: dict[str, Any] = {"compile_s": 0, "mask_row_s": 0, "accept_s": 0, "late_sa
 
 def ran(*requests: Any, overlap: bool = True, **executor: Any) -> RunResult:
     """Each step takes `STEP_S`, regardless of its contents; only grammars add the given costs."""
-    options = {"step_time": {"kind": "linear", "base_s": STEP_S}, "plans_late": False, **FREE, **executor}
+    options = {
+        "step_time": {"kind": "linear", "base_s": STEP_S},
+        "plans_late": False,
+        **FREE,
+        **executor,
+    }
     return replay(engine(executor=options, overlap=overlap), trace(*requests))
 
 
@@ -40,14 +45,24 @@ def total_s(result: RunResult) -> float:
 
 def test_a_larger_share_keeps_those_of_a_smaller_one() -> None:
     shares = (0.0, 0.3, 0.6, 1.0)
-    chosen = [{request.id for request in load_workload(SPEC, WorkloadOptions(grammar_share=share)) if request.grammar} for share in shares]
+    chosen = [
+        {
+            request.id
+            for request in load_workload(SPEC, WorkloadOptions(grammar_share=share))
+            if request.grammar
+        }
+        for share in shares
+    ]
     assert chosen[0] < chosen[1] < chosen[2] < chosen[3]
     assert [len(ids) for ids in chosen] == pytest.approx([200 * share for share in shares], abs=25)
 
 
 def test_each_stream_of_a_workload_has_a_share_of_its_own() -> None:
     made = load_workload(f"chat: {SPEC}; forms: {SPEC} grammar_share=1")
-    assert {(request.client, request.grammar) for request in made} == {("chat", False), ("forms", True)}
+    assert {(request.client, request.grammar) for request in made} == {
+        ("chat", False),
+        ("forms", True),
+    }
 
 
 def test_a_share_beyond_0_to_1_is_refused() -> None:
@@ -75,7 +90,14 @@ def test_masks_that_take_no_longer_than_the_model_cost_nothing(overlap: bool) ->
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("cost", [{"mask_row_s": 0.013}, {"late_sampling_s": 0.013}, {"mask_row_s": 0.008, "late_sampling_s": 0.005}])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        {"mask_row_s": 0.013},
+        {"late_sampling_s": 0.013},
+        {"mask_row_s": 0.008, "late_sampling_s": 0.005},
+    ],
+)
 def test_what_masks_take_beyond_the_model_is_lost(overlap: bool, cost: dict[str, float]) -> None:
     result = ran(request(0, output=8, grammar=True), overlap=overlap, **cost)
     assert total_s(result) == pytest.approx(8 * 0.013)
@@ -85,23 +107,44 @@ def test_what_masks_take_beyond_the_model_is_lost(overlap: bool, cost: dict[str,
 
 def test_several_cores_fill_masks_at_the_same_time() -> None:
     rows = [request(index, prompt=5, grammar=True) for index in range(8)]
-    lost = {cores: ran(*rows, mask_row_s=0.004, mask_cores=cores).timeline.masks_s[-1] for cores in (1, 3, 8)}
+    lost = {
+        cores: ran(*rows, mask_row_s=0.004, mask_cores=cores).timeline.masks_s[-1]
+        for cores in (1, 3, 8)
+    }
     assert lost == pytest.approx({1: 8 * 0.004 - STEP_S, 3: 3 * 0.004 - STEP_S, 8: 0.0})
 
 
 @pytest.mark.parametrize(("overlap", "hidden_s"), [(True, STEP_S), (False, 0.0)])
-def test_seeing_tokens_is_hidden_where_the_model_runs_meanwhile(overlap: bool, hidden_s: float) -> None:
+def test_seeing_tokens_is_hidden_where_the_model_runs_meanwhile(
+    overlap: bool, hidden_s: float
+) -> None:
     """Without overlap the next step isn't submitted before its grammars have seen the last one's tokens."""
-    slow, quick = (ran(request(0, output=9, grammar=True), overlap=overlap, accept_s=accept_s) for accept_s in (0.012, 0.0))
+    slow, quick = (
+        ran(request(0, output=9, grammar=True), overlap=overlap, accept_s=accept_s)
+        for accept_s in (0.012, 0.0)
+    )
     assert total_s(slow) - total_s(quick) == pytest.approx(8 * (0.012 - hidden_s))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("step_time", [{"kind": "linear", "base_s": 0.004}, "h200-qwen3-0.6b"])
-def test_what_is_said_to_be_lost_is_what_the_run_takes_longer(overlap: bool, step_time: Any) -> None:
-    costs = {"mask_row_s": 0.0015, "mask_cores": 2, "accept_s": 0.0003, "late_sampling_s": 0.0004, "core_s": 0.001}
+def test_what_is_said_to_be_lost_is_what_the_run_takes_longer(
+    overlap: bool, step_time: Any
+) -> None:
+    costs = {
+        "mask_row_s": 0.0015,
+        "mask_cores": 2,
+        "accept_s": 0.0003,
+        "late_sampling_s": 0.0004,
+        "core_s": 0.001,
+    }
     free, bound = (
-        ran(*(request(i, prompt=5, output=30, grammar=grammar) for i in range(8)), overlap=overlap, step_time=step_time, **costs)
+        ran(
+            *(request(i, prompt=5, output=30, grammar=grammar) for i in range(8)),
+            overlap=overlap,
+            step_time=step_time,
+            **costs,
+        )
         for grammar in (False, True)
     )
     assert bound.timeline.masks_s.sum() == pytest.approx(total_s(bound) - total_s(free), rel=1e-6)
@@ -117,24 +160,44 @@ def test_only_rows_with_a_grammar_count_and_all_rows_of_their_steps_wait() -> No
 
 def test_tokens_and_lengths_are_those_of_the_trace() -> None:
     def of_all(grammar: bool) -> RunResult:
-        requests = (request(i, i * 0.013, prompt=30 + i * 7 % 60, output=9 + i * 11 % 40, max_tokens=50, grammar=grammar) for i in range(30))
+        requests = (
+            request(
+                i,
+                i * 0.013,
+                prompt=30 + i * 7 % 60,
+                output=9 + i * 11 % 40,
+                max_tokens=50,
+                grammar=grammar,
+            )
+            for i in range(30)
+        )
         return ran(*requests, num_blocks=130, mask_row_s=0.001)
 
     free, bound = of_all(False), of_all(True)
-    assert [record.output_tokens for record in bound] == [record.output_tokens for record in free] == [record.true_tokens for record in bound]
+    assert (
+        [record.output_tokens for record in bound]
+        == [record.output_tokens for record in free]
+        == [record.true_tokens for record in bound]
+    )
     assert sum(record.preemptions for record in bound) > 0
 
 
 # When it is ready
 
 
-def test_a_policy_sees_a_request_once_its_grammar_is_ready_with_its_own_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_sees_a_request_once_its_grammar_is_ready_with_its_own_arrival(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard: list[tuple[str, float, bool]] = []
     schedule: Callable[[FCFS, Step], None] = FCFS.schedule
 
     def listen(self: FCFS, step: Step) -> None:
         told = {name for name, *_ in heard}
-        heard.extend((one.id, one.arrival_time, one.params.structured is not None) for one in step.waiting if one.id not in told)
+        heard.extend(
+            (one.id, one.arrival_time, one.params.structured is not None)
+            for one in step.waiting
+            if one.id not in told
+        )
         schedule(self, step)
 
     monkeypatch.setattr(FCFS, "schedule", listen)
@@ -152,7 +215,10 @@ def test_compiling_takes_a_time_of_its_own_for_each_request() -> None:
     delays = [record.first_scheduled_s - record.arrival_s for record in result]  # type: ignore[operator]
     assert len(set(delays)) > 30
     assert np.median(delays) == pytest.approx(0.05, rel=0.2)
-    assert delays == [record.first_scheduled_s - record.arrival_s for record in ran(*requests, compile_s=0.05, compile_sigma=0.3)]  # type: ignore[operator]
+    assert delays == [
+        record.first_scheduled_s - record.arrival_s
+        for record in ran(*requests, compile_s=0.05, compile_sigma=0.3)
+    ]  # type: ignore[operator]
 
 
 # What is told of it
@@ -160,7 +226,18 @@ def test_compiling_takes_a_time_of_its_own_for_each_request() -> None:
 
 def test_a_run_says_who_had_a_grammar_and_what_masks_cost(tmp_path: Path) -> None:
     path = write_engine(tmp_path / "engine.yaml")
-    said = lab("run", path, "--trace", SPEC, "--grammar-share", 0.5, "--set", "executor.mask_row_s=0.1", "--out", tmp_path / "out")
+    said = lab(
+        "run",
+        path,
+        "--trace",
+        SPEC,
+        "--grammar-share",
+        0.5,
+        "--set",
+        "executor.mask_row_s=0.1",
+        "--out",
+        tmp_path / "out",
+    )
     told = RunResult.load(tmp_path / "out" / "run.json")
     count = sum(record.grammar for record in told)
     assert 60 < count < 140

@@ -23,7 +23,16 @@ SCORES = {"fcfs": 0.2, "sjf": 0.8, "slo": 0.8}
 
 
 def figures(in_time: float = 0.5, **changes: Any) -> Figures:
-    values = {"requests": 10, "completed": 9, "rejected": 1, "ttft_mean": 1.0, "ttft_p99": 2.0, "itl_p99": 0.1, "e2e_mean": 5.0, "cached": 0.0}
+    values = {
+        "requests": 10,
+        "completed": 9,
+        "rejected": 1,
+        "ttft_mean": 1.0,
+        "ttft_p99": 2.0,
+        "itl_p99": 0.1,
+        "e2e_mean": 5.0,
+        "cached": 0.0,
+    }
     return Figures(in_time=in_time, **{**values, **changes})
 
 
@@ -34,13 +43,19 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[BoardRun]:
 
     def run(self: BoardRun, progress: object = None) -> Figures | str:
         made.append(self)
-        return "DovetailError: too short" if self.scheduler == "srpt" else figures(SCORES[self.scheduler] + self.seed / 100)
+        return (
+            "DovetailError: too short"
+            if self.scheduler == "srpt"
+            else figures(SCORES[self.scheduler] + self.seed / 100)
+        )
 
     monkeypatch.setattr(BoardRun, "run", run)
     monkeypatch.setattr(board, "fingerprint", lambda name, seed: "x")
     for module in ("leaderboard.results", "report.leaderboard_page"):
         monkeypatch.setattr(f"dovetail_lab.{module}.fingerprint", lambda name, seed: "x")
-    monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)  # figures take most of the time
+    monkeypatch.setattr(
+        "dovetail_lab.report.html.lay_out", lambda figure: None
+    )  # figures take most of the time
     monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")
     return made
 
@@ -49,13 +64,21 @@ def test_the_traces_of_the_board_never_change() -> None:
     """A change here needs a new `VERSION` and a new folder: results on other requests can't be compared."""
     assert board.VERSION == 1
     found = {name: fingerprint(name, 0) for name in board.TRACES}
-    assert found == {"chat": "5cf6be25d8a2b93f", "code": "b7c2494e34cab1d7", "agents": "e52461c6d71fe699", "overload": "9c1761cf1766e70a"}
+    assert found == {
+        "chat": "5cf6be25d8a2b93f",
+        "code": "b7c2494e34cab1d7",
+        "agents": "e52461c6d71fe699",
+        "overload": "9c1761cf1766e70a",
+    }
 
 
 def test_every_request_has_what_policies_differ_by() -> None:
     for name in board.TRACES:
         requests = board.trace_of(name, 0).requests
-        assert all(one.client and one.predicted_tokens and one.ttft_deadline and one.tbt_s and one.deadline for one in requests), name
+        assert all(
+            one.client and one.predicted_tokens and one.ttft_deadline and one.tbt_s and one.deadline
+            for one in requests
+        ), name
         assert len({one.priority for one in requests}) > 1, name
         shared = [one.spans[0].stream for one in requests if one.spans]
         assert len(set(shared)) < len(shared), name
@@ -64,26 +87,43 @@ def test_every_request_has_what_policies_differ_by() -> None:
 def test_in_time_is_each_token_by_its_due_time() -> None:
     request = TraceRequest("0", 0.0, 10, 3, ttft_deadline=1.0, tbt_s=0.1, deadline=5.0)
     assert in_time(request, record(0, 1.0, gaps_s=[0.1, 0.1]))
-    assert in_time(request, record(0, 0.5, gaps_s=[0.6, 0.05])), "a stall within what came early isn't felt"
+    assert in_time(request, record(0, 0.5, gaps_s=[0.6, 0.05])), (
+        "a stall within what came early isn't felt"
+    )
     assert not in_time(request, record(0, 1.01, gaps_s=[0.01, 0.01]))
     assert not in_time(request, record(0, 1.0, gaps_s=[0.1, 0.2]))
-    assert not in_time(TraceRequest("0", 0.0, 10, 3, ttft_deadline=1.0, tbt_s=9.0, deadline=1.5), record(0, 1.0, gaps_s=[0.5, 0.5]))
+    assert not in_time(
+        TraceRequest("0", 0.0, 10, 3, ttft_deadline=1.0, tbt_s=9.0, deadline=1.5),
+        record(0, 1.0, gaps_s=[0.5, 0.5]),
+    )
     assert not in_time(request, rejected(0))
 
 
 def test_a_client_who_sends_much_counts_once() -> None:
     clients: tuple[dict[str, Any], ...] = tuple(
-        {"client": client, "ttft_deadline": 99.0, "tbt_s": 1.0, "deadline": 99.0} for client in ("calm", "flood")
+        {"client": client, "ttft_deadline": 99.0, "tbt_s": 1.0, "deadline": 99.0}
+        for client in ("calm", "flood")
     )
     calm, flood = clients
-    trace = [TraceRequest("0", 0.0, 10, 3, **calm), *(TraceRequest(str(i), 0.0, 10, 3, **flood) for i in range(1, 5))]
+    trace = [
+        TraceRequest("0", 0.0, 10, 3, **calm),
+        *(TraceRequest(str(i), 0.0, 10, 3, **flood) for i in range(1, 5)),
+    ]
     assert score(trace, [record(0, 0.1), *(rejected(i) for i in range(1, 5))]) == 0.5
 
 
 def test_schedulers_are_tied_with_the_best_of_their_group_unless_measurably_worse() -> None:
     seeds = np.array([0.0, 0.2, 0.4, 0.1])  # traffic that is hard for all alike
     noise = np.array([0.02, -0.03, 0.01, 0.0])
-    found = groups({"best": 0.5 + seeds, "tied": 0.495 + seeds + noise, "worse": 0.4 + seeds, "as bad": 0.4 + seeds, "last": 0.0 * seeds})
+    found = groups(
+        {
+            "best": 0.5 + seeds,
+            "tied": 0.495 + seeds + noise,
+            "worse": 0.4 + seeds,
+            "as bad": 0.4 + seeds,
+            "last": 0.0 * seeds,
+        }
+    )
     assert found == {"best": 1, "tied": 1, "worse": 2, "as bad": 2, "last": 3}
 
 
@@ -96,14 +136,20 @@ def test_a_run_gives_its_figures_and_one_that_fails_its_reason() -> None:
     assert str(BoardRun("nobody", "overload", 0).run()).startswith("PluginError: ")
 
 
-def test_a_new_policy_appears_by_being_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_policy_appears_by_being_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "fair" not in [entry.name for entry in entries()]
     monkeypatch.syspath_prepend(tmp_path)
     Site(tmp_path).install_scheduler()
     [fair] = [entry for entry in entries() if entry.name == "fair"]
     assert fair.plugin.startswith("dovetail-fair")
-    (tmp_path / "dovetail_fair_plugin_policy.py").write_text((tmp_path / "dovetail_fair_plugin_policy.py").read_text() + "# changed\n")
-    assert next(iter(entries(["fair"]))).digest != fair.digest, "results of the policy as it was don't count any more"
+    (tmp_path / "dovetail_fair_plugin_policy.py").write_text(
+        (tmp_path / "dovetail_fair_plugin_policy.py").read_text() + "# changed\n"
+    )
+    assert next(iter(entries(["fair"]))).digest != fair.digest, (
+        "results of the policy as it was don't count any more"
+    )
 
 
 def test_a_leaderboard_resumes(tmp_path: Path, made_up: list[BoardRun]) -> None:
@@ -111,26 +157,58 @@ def test_a_leaderboard_resumes(tmp_path: Path, made_up: list[BoardRun]) -> None:
     lab(*common, "--only", "fcfs,sjf")
     assert len(made_up) == 8
     lines = (tmp_path / "runs.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "runs.jsonl").write_text("".join(lines[:5]) + lines[5][:40])  # killed while it wrote
+    (tmp_path / "runs.jsonl").write_text(
+        "".join(lines[:5]) + lines[5][:40]
+    )  # killed while it wrote
     said = lab(*common, "--only", "fcfs,sjf,slo")
     assert "5 of 12 runs are in" in said
     assert len(made_up) == 8 + 7
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 12
     found = json.loads((tmp_path / "leaderboard.json").read_text())
-    assert [(one["scheduler"], one["scores"]["all"]["group"]) for one in found["standings"]] == [("sjf", 1), ("slo", 1), ("fcfs", 2)]
+    assert [(one["scheduler"], one["scores"]["all"]["group"]) for one in found["standings"]] == [
+        ("sjf", 1),
+        ("slo", 1),
+        ("fcfs", 2),
+    ]
 
 
 def test_a_failing_policy_is_named_and_tried_again(tmp_path: Path, made_up: list[BoardRun]) -> None:
-    common = ("leaderboard", "--out", tmp_path, "--traces", "chat", "--seeds", 2, "--jobs", 1, "--only", "fcfs,srpt")
+    common = (
+        "leaderboard",
+        "--out",
+        tmp_path,
+        "--traces",
+        "chat",
+        "--seeds",
+        2,
+        "--jobs",
+        1,
+        "--only",
+        "fcfs,srpt",
+    )
     assert "failed: srpt: chat, seed 0: DovetailError: too short" in lab(*common)
     assert "2 of 4 runs are in" in lab(*common)
     page = (tmp_path / "report.html").read_text()
     assert "srpt failed" in page
-    assert json.loads((tmp_path / "leaderboard.json").read_text())["failures"] == {"srpt": "chat, seed 0: DovetailError: too short"}
+    assert json.loads((tmp_path / "leaderboard.json").read_text())["failures"] == {
+        "srpt": "chat, seed 0: DovetailError: too short"
+    }
 
 
 def test_nothing_but_failures_is_a_page_too(tmp_path: Path, made_up: list[BoardRun]) -> None:
-    assert "failed: srpt" in lab("leaderboard", "--out", tmp_path, "--traces", "chat", "--seeds", 2, "--jobs", 1, "--only", "srpt")
+    assert "failed: srpt" in lab(
+        "leaderboard",
+        "--out",
+        tmp_path,
+        "--traces",
+        "chat",
+        "--seeds",
+        2,
+        "--jobs",
+        1,
+        "--only",
+        "srpt",
+    )
 
 
 def test_figures_without_values_are_kept(tmp_path: Path, made_up: list[BoardRun]) -> None:
@@ -146,7 +224,9 @@ def test_runs_with_other_figures_are_made_again(tmp_path: Path, made_up: list[Bo
     [entry], run = entries(["fcfs"]), BoardRun("fcfs", "chat", 0)
     Results(tmp_path).add(entry, run, figures())
     row = json.loads((tmp_path / "runs.jsonl").read_text())
-    (tmp_path / "runs.jsonl").write_text(json.dumps({**row, "figures": {**row["figures"], "energy": 1.0}}) + "\n")
+    (tmp_path / "runs.jsonl").write_text(
+        json.dumps({**row, "figures": {**row["figures"], "energy": 1.0}}) + "\n"
+    )
     assert Results(tmp_path).of(entry, run) is None
     Results(tmp_path).add(entry, run, figures(0.7))
     assert Results(tmp_path).of(entry, run) == figures(0.7)
@@ -156,8 +236,14 @@ def test_runs_with_other_figures_are_made_again(tmp_path: Path, made_up: list[Bo
     ("options", "message"),
     [
         (("--seeds", "1"), "--seeds: intervals need 2 or more, got 1"),
-        (("--traces", "chats"), "--traces: there is no trace 'chats'; there are chat, code, agents, overload"),
-        (("--only", "fcfs,nobody"), "--only: no scheduler 'nobody' is installed; there are andes, "),
+        (
+            ("--traces", "chats"),
+            "--traces: there is no trace 'chats'; there are chat, code, agents, overload",
+        ),
+        (
+            ("--only", "fcfs,nobody"),
+            "--only: no scheduler 'nobody' is installed; there are andes, ",
+        ),
         (("--only", "fcfs,,vtc"), "expected names with commas between, each once, got 'fcfs,,vtc'"),
     ],
 )

@@ -33,7 +33,15 @@ def test_itl_weighs_tokens_and_tpot_requests() -> None:
 
 
 def test_rates_are_over_the_time_from_the_first_arrival_to_the_last_token() -> None:
-    metrics = measure(run([record(0, 1.0, arrival_s=2.0, gaps_s=GAPS), record(1, 1.6, arrival_s=5.0, gaps_s=GAPS), rejected(2)]))
+    metrics = measure(
+        run(
+            [
+                record(0, 1.0, arrival_s=2.0, gaps_s=GAPS),
+                record(1, 1.6, arrival_s=5.0, gaps_s=GAPS),
+                rejected(2),
+            ]
+        )
+    )
     assert metrics.duration_s == pytest.approx(5.0)
     assert (metrics.completed, metrics.rejected, metrics.failed) == (2, 1, 0)
     assert metrics.request_rate == pytest.approx(2 / 5)
@@ -50,12 +58,13 @@ def test_rates_cover_the_time_in_which_requests_arrive_though_the_last_are_rejec
 def test_goodput_is_over_the_time_in_which_requests_arrive_however_long_the_answers_take() -> None:
     ttfts = (1.0, 30.0, 40.0, 50.0)
     late, refused = (
-        measure(run([record(0, 1.0), *others]), Slo(ttft_s=2)) for others in (map(record, range(1, 4), ttfts[1:]), map(rejected, range(1, 4)))
+        measure(run([record(0, 1.0), *others]), Slo(ttft_s=2))
+        for others in (map(record, range(1, 4), ttfts[1:]), map(rejected, range(1, 4)))
     )
     assert late.goodput == refused.goodput == pytest.approx(1 / 3)
-    assert measure(run([record(0, 1.0), record(1, 3.0, arrival_s=0.0)]), Slo(ttft_s=2)).goodput == pytest.approx(1 / 3.2), (
-        "all at once: until the end"
-    )
+    assert measure(
+        run([record(0, 1.0), record(1, 3.0, arrival_s=0.0)]), Slo(ttft_s=2)
+    ).goodput == pytest.approx(1 / 3.2), "all at once: until the end"
 
 
 def test_percentiles_are_numpys_and_skip_what_is_missing() -> None:
@@ -76,7 +85,12 @@ def test_percentiles_are_numpys_and_skip_what_is_missing() -> None:
     ],
 )
 def test_goodput_counts_those_that_meet_every_objective(slo: Slo, good: int) -> None:
-    records = [record(0, 0.4, gaps_s=GAPS), record(1, 0.5, gaps_s=GAPS), record(2, 0.6, gaps_s=()), rejected(3)]
+    records = [
+        record(0, 0.4, gaps_s=GAPS),
+        record(1, 0.5, gaps_s=GAPS),
+        record(2, 0.6, gaps_s=()),
+        rejected(3),
+    ]
     metrics = measure(run(records), slo)
     assert metrics.good_requests == good
     assert metrics.attainment == pytest.approx(good / 4)
@@ -90,9 +104,13 @@ def test_a_window_measures_requests_that_arrive_in_it_and_what_is_delivered_in_i
     metrics = measure(run(records, window=(2.25, 6.25)), Slo(ttft_s=1))
     assert (metrics.requests, metrics.completed, metrics.rejected) == (4, 3, 1)
     assert metrics.duration_s == metrics.offered_s == 4
-    assert metrics.output_rate == pytest.approx(9 / 4), "of requests 1, 2, 3 and 5: 1, 3, 3 and 2 less what is outside"
+    assert metrics.output_rate == pytest.approx(9 / 4), (
+        "of requests 1, 2, 3 and 5: 1, 3, 3 and 2 less what is outside"
+    )
     assert metrics.request_rate == pytest.approx(3 / 4), "of requests 1, 2 and 3"
-    assert metrics.total_rate == pytest.approx((9 + sum(records[index].prompt_tokens for index in (2, 3, 5))) / 4)
+    assert metrics.total_rate == pytest.approx(
+        (9 + sum(records[index].prompt_tokens for index in (2, 3, 5))) / 4
+    )
     assert (metrics.goodput, metrics.attainment) == (pytest.approx(3 / 4), pytest.approx(3 / 4))
     assert metrics.device_share == pytest.approx(4 * 0.5 / 4)
     assert metrics.latencies["ttft"].count == 3

@@ -23,15 +23,30 @@ def test_s_lora_sees_a_request_a_step_late_unless_idle() -> None:
 
 def test_vllm_admits_a_prompt_only_if_all_of_it_fits_though_a_chunk_would() -> None:
     def done(free_blocks: int) -> object:
-        return plan(VLLMScheduler, waiting=[make_request("long", 100)], max_tokens=32, free_blocks=free_blocks, block_size=16)
+        return plan(
+            VLLMScheduler,
+            waiting=[make_request("long", 100)],
+            max_tokens=32,
+            free_blocks=free_blocks,
+            block_size=16,
+        )
 
     assert done(7).granted == {"long": 32}
     assert done(6).refused == {"long": Refusal.MEMORY}
 
 
 def test_vllm_preempts_the_last_and_then_admits_none_in_that_step() -> None:
-    running = [make_request(name, 16, generated=1, arrival_time=at) for at, name in enumerate(("old", "young"))]
-    done = plan(VLLMScheduler, running=running, waiting=[make_request("new", 1)], free_blocks=0, block_size=16)
+    running = [
+        make_request(name, 16, generated=1, arrival_time=at)
+        for at, name in enumerate(("old", "young"))
+    ]
+    done = plan(
+        VLLMScheduler,
+        running=running,
+        waiting=[make_request("new", 1)],
+        free_blocks=0,
+        block_size=16,
+    )
     assert done.granted == {"old": 1}
     assert done.preempted == ("young",)
     assert "new" not in done.refused

@@ -38,7 +38,9 @@ def test_noise_is_lognormal_of_median_one() -> None:
     errors = [math.log(guess / 100) for guess in guesses(Noisy(sigma=0.5))]
     mean = sum(errors) / len(errors)
     assert mean == pytest.approx(0, abs=0.03)
-    assert math.sqrt(sum((error - mean) ** 2 for error in errors) / len(errors)) == pytest.approx(0.5, rel=0.05)
+    assert math.sqrt(sum((error - mean) ** 2 for error in errors) / len(errors)) == pytest.approx(
+        0.5, rel=0.05
+    )
 
 
 def test_without_noise_a_guess_is_right() -> None:
@@ -53,8 +55,15 @@ def test_a_classifier_answers_with_the_middle_of_a_class() -> None:
 
 
 @examples(quick=100, full=2000)
-@given(tokens=st.integers(1, 10**6), growth=st.floats(1.01, 100), accuracy=st.floats(0, 1), seed=st.integers(0, 99))
-def test_a_guess_is_a_whole_number_from_one(tokens: int, growth: float, accuracy: float, seed: int) -> None:
+@given(
+    tokens=st.integers(1, 10**6),
+    growth=st.floats(1.01, 100),
+    accuracy=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_a_guess_is_a_whole_number_from_one(
+    tokens: int, growth: float, accuracy: float, seed: int
+) -> None:
     trace = Trace("t", "here", (TraceRequest("a", 0.0, 1, tokens),))
     for predictor in (Bucket(growth=growth, accuracy=accuracy), Noisy(sigma=2)):
         (guess,) = guesses(predictor, trace, seed)
@@ -74,11 +83,15 @@ def test_predictors_are_written_as_calls() -> None:
     assert parse_predictor("bucket(4, accuracy=0.9)") == Bucket(growth=4, accuracy=0.9)
 
 
-@pytest.mark.parametrize("text", ["", "noise", "noisy(-1)", "noisy(x)", "bucket(1)", "oracle(5)", "noisy(1"])
+@pytest.mark.parametrize(
+    "text", ["", "noise", "noisy(-1)", "noisy(x)", "bucket(1)", "oracle(5)", "noisy(1"]
+)
 def test_an_unknown_predictor_is_answered_in_words(text: str) -> None:
     with pytest.raises(TraceError, match="predictor: "):
         parse_predictor(text)
 
 
 def test_it_is_told_who_predicted() -> None:
-    assert predict(TRACE, Noisy(sigma=0.5), 7).notes == ("lengths predicted by noisy(sigma=0.5), seed 7",)
+    assert predict(TRACE, Noisy(sigma=0.5), 7).notes == (
+        "lengths predicted by noisy(sigma=0.5), seed 7",
+    )

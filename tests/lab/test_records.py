@@ -19,9 +19,19 @@ from tests.support import examples
 
 
 def same(one: RunResult, other: RunResult) -> bool:
-    times = all(np.array_equal(a.token_times_s, b.token_times_s) for a, b in zip(one, other, strict=True))
-    plain = all(getattr(a, name) == getattr(b, name) for a, b in zip(one, other, strict=True) for name in a.__slots__ if name != "token_times_s")
-    columns = all(np.array_equal(getattr(one.timeline, name), getattr(other.timeline, name)) for name in one.timeline.__slots__)
+    times = all(
+        np.array_equal(a.token_times_s, b.token_times_s) for a, b in zip(one, other, strict=True)
+    )
+    plain = all(
+        getattr(a, name) == getattr(b, name)
+        for a, b in zip(one, other, strict=True)
+        for name in a.__slots__
+        if name != "token_times_s"
+    )
+    columns = all(
+        np.array_equal(getattr(one.timeline, name), getattr(other.timeline, name))
+        for name in one.timeline.__slots__
+    )
     names = ("name", "trace", "trace_source", "seed", "settings", "step_times", "notes", "window")
     head = all(getattr(one, name) == getattr(other, name) for name in names)
     return times and plain and columns and head
@@ -30,7 +40,11 @@ def same(one: RunResult, other: RunResult) -> bool:
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.25, 1 / 3]), max_size=6), max_size=6))
 @examples(quick=50, full=500)
 def test_a_saved_run_comes_back_as_it_was(tmp_path: Path, gaps: list[list[float]]) -> None:
-    result = run([*(record(index, 0.2, gaps_s=own) for index, own in enumerate(gaps)), rejected(99)], notes=("a note",), window=(0.0, 99.5))
+    result = run(
+        [*(record(index, 0.2, gaps_s=own) for index, own in enumerate(gaps)), rejected(99)],
+        notes=("a note",),
+        window=(0.0, 99.5),
+    )
     result.save(tmp_path / "one.json")
     loaded = RunResult.load(tmp_path / "one.json")
     assert same(result, loaded)
@@ -58,13 +72,21 @@ def test_a_file_that_is_no_run_is_rejected_by_name(tmp_path: Path, text: str, sa
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda document: document["requests"]["prompt_tokens"].__setitem__(0, "ten"), r"requests\.prompt_tokens\.0: .*, got 'ten'"),
-        (lambda document: document["tokens"].__setitem__(0, [7, 99]), "tokens beyond the last instant"),
+        (
+            lambda document: document["requests"]["prompt_tokens"].__setitem__(0, "ten"),
+            r"requests\.prompt_tokens\.0: .*, got 'ten'",
+        ),
+        (
+            lambda document: document["tokens"].__setitem__(0, [7, 99]),
+            "tokens beyond the last instant",
+        ),
         (lambda document: document["settings"].pop("scheduler"), "settings lack scheduler"),
         (lambda document: document["timeline"].pop("kv_held"), "kv_held"),
     ],
 )
-def test_a_damaged_run_is_rejected_by_name(tmp_path: Path, damage: Callable[[Any], object], says: str) -> None:
+def test_a_damaged_run_is_rejected_by_name(
+    tmp_path: Path, damage: Callable[[Any], object], says: str
+) -> None:
     path = tmp_path / "run.json"
     run([record(0, 0.2)]).save(path)
     document = json.loads(path.read_text())
@@ -89,8 +111,14 @@ def test_a_run_of_before_there_were_grammars_and_drafts_is_one_without(tmp_path:
 
 
 def test_a_storm_is_a_stretch_in_which_more_was_recomputed_than_computed_anew() -> None:
-    calm, storm = (0.0, 0.1, 0, 1, 4, 1, 1, 0, 2, 0, 9, 1, 0, 0.0, 0, 0, 0), (0.0, 0.1, 0, 1, 4, 1, 1, 0, 3, 1, 9, 1, 0, 0.0, 0, 0, 0)
-    assert [Timeline.of_rows(rows).storms(2) for rows in ([], [storm], [storm, calm], [storm, storm], [storm, storm, calm, calm])] == [0, 0, 0, 1, 1]
+    calm, storm = (
+        (0.0, 0.1, 0, 1, 4, 1, 1, 0, 2, 0, 9, 1, 0, 0.0, 0, 0, 0),
+        (0.0, 0.1, 0, 1, 4, 1, 1, 0, 3, 1, 9, 1, 0, 0.0, 0, 0, 0),
+    )
+    assert [
+        Timeline.of_rows(rows).storms(2)
+        for rows in ([], [storm], [storm, calm], [storm, storm], [storm, storm, calm, calm])
+    ] == [0, 0, 0, 1, 1]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

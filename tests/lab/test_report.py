@@ -46,7 +46,9 @@ class Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in VOID:
             self.open.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")
+        ]
         self.ids += [value or "" for name, value in attrs if name == "id"]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -63,8 +65,13 @@ def ttfts(count: int = 60) -> np.ndarray:
 
 
 def two_policies() -> Report:
-    runs = {"A<1>": [run_of_ttfts(ttfts())], "B & co": [run_of_ttfts(ttfts() * 0.7, notes=("a note",))]}
-    return Report("A and B on made", "dovetail lab compare a.yaml b.yaml", runs, compare(runs, resamples=100))
+    runs = {
+        "A<1>": [run_of_ttfts(ttfts())],
+        "B & co": [run_of_ttfts(ttfts() * 0.7, notes=("a note",))],
+    }
+    return Report(
+        "A and B on made", "dovetail lab compare a.yaml b.yaml", runs, compare(runs, resamples=100)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,28 +122,50 @@ def test_every_figure_is_in_the_page_in_its_colours_and_beside_it(written: Path)
 
 
 def test_lines_of_policies_differ_and_coinciding_ones_show_through() -> None:
-    styles = [(line_of(index)["color"], str(line_of(index)["linestyle"])) for index in range(STYLES)]
+    styles = [
+        (line_of(index)["color"], str(line_of(index)["linestyle"])) for index in range(STYLES)
+    ]
     assert len(set(styles)) == STYLES
     first, *others = (line_of(index) for index in range(len(DASHES)))
-    assert all(one["linestyle"] != "-" and one["linewidth"] < first["linewidth"] and one["zorder"] > first["zorder"] for one in others)
+    assert all(
+        one["linestyle"] != "-"
+        and one["linewidth"] < first["linewidth"]
+        and one["zorder"] > first["zorder"]
+        for one in others
+    )
     assert len({str(one["linestyle"]) for one in (first, *others)}) == len(DASHES)
     assert len({dot_of(index)["marker"] for index in range(len(SERIES))}) == len(SERIES)
 
 
 @pytest.mark.usefixtures("no_figures")
 def test_counts_on_the_page_are_those_of_all_seeds(tmp_path: Path) -> None:
-    runs = {name: [run([*(record(i, 0.5) for i in range(40)), rejected(40)], seed=seed) for seed in (3, 4)] for name in "AB"}
+    runs = {
+        name: [
+            run([*(record(i, 0.5) for i in range(40)), rejected(40)], seed=seed) for seed in (3, 4)
+        ]
+        for name in "AB"
+    }
     write_report(Report("two seeds", "", runs, compare(runs, resamples=100)), tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "82 requests, 41 a seed, 2 seeds (3, 4)." in page
-    counts = [f'<td data-label="{what}">{count}</td>' for what, count in (("completed", 80), ("rejected", 2), ("failed", 0))]
+    counts = [
+        f'<td data-label="{what}">{count}</td>'
+        for what, count in (("completed", 80), ("rejected", 2), ("failed", 0))
+    ]
     assert page.count("".join(counts)) == 2
     assert "of 80 requests that both completed" in page
 
 
 @pytest.mark.usefixtures("no_figures")
 def test_requests_are_reported_for_each_policy_where_they_differ(tmp_path: Path) -> None:
-    write_report(Report("apart", "", {"A": [run([record(0, 0.5)])], "B": [run([record(i, 0.5) for i in range(2)], seed=7)]}), tmp_path)
+    write_report(
+        Report(
+            "apart",
+            "",
+            {"A": [run([record(0, 0.5)])], "B": [run([record(i, 0.5) for i in range(2)], seed=7)]},
+        ),
+        tmp_path,
+    )
     assert "A: 1 request, seed 0; B: 2 requests, seed 7." in (tmp_path / "report.html").read_text()
 
 
@@ -172,14 +201,28 @@ def test_tables_hold_every_request_and_change(written: Path) -> None:
     assert len(requests) == 120
     assert float(requests[0]["ttft_s"]) == pytest.approx(ttfts()[0])
     changes = list(csv.DictReader((written / "comparison.csv").open()))
-    assert {(row["metric"], row["statistic"]) for row in changes} >= {("ttft", "p99"), ("itl", "p99"), ("output_rate", "")}
-    assert {(row["measurable"], row["outcome"]) for row in changes} == {("yes", "better"), ("no", "no measurable difference"), ("no", "no interval")}
-    assert float(next(row for row in changes if row["statistic"] == "p99")["change"]) == pytest.approx(-0.3)
+    assert {(row["metric"], row["statistic"]) for row in changes} >= {
+        ("ttft", "p99"),
+        ("itl", "p99"),
+        ("output_rate", ""),
+    }
+    assert {(row["measurable"], row["outcome"]) for row in changes} == {
+        ("yes", "better"),
+        ("no", "no measurable difference"),
+        ("no", "no interval"),
+    }
+    assert float(
+        next(row for row in changes if row["statistic"] == "p99")["change"]
+    ) == pytest.approx(-0.3)
     clients = list(csv.DictReader((written / "clients.csv").open()))
     assert sum(int(row["requests"]) for row in clients) == 120
     own = [row for row in requests if (row["policy"], row["client"]) == ("A<1>", "a")]
-    assert float(clients[0]["service"]) == sum(int(row["prompt_tokens"]) + 2 * int(row["output_tokens"]) for row in own)
-    assert float(clients[0]["ttft_mean_s"]) == pytest.approx(np.mean([float(row["ttft_s"]) for row in own]))
+    assert float(clients[0]["service"]) == sum(
+        int(row["prompt_tokens"]) + 2 * int(row["output_tokens"]) for row in own
+    )
+    assert float(clients[0]["ttft_mean_s"]) == pytest.approx(
+        np.mean([float(row["ttft_s"]) for row in own])
+    )
     assert (written / "summary.csv").stat().st_size
     assert (written / "timeline.csv").stat().st_size
 
@@ -200,7 +243,9 @@ def test_the_same_runs_give_the_same_bytes(written: Path, tmp_path: Path) -> Non
     ],
     ids=["no request", "none completed", "one request", "one token"],
 )
-def test_a_run_in_which_little_happened_has_a_report_too(made: RunResult, says: str, tmp_path: Path) -> None:
+def test_a_run_in_which_little_happened_has_a_report_too(
+    made: RunResult, says: str, tmp_path: Path
+) -> None:
     write_report(Report("little", "", {"A": [made]}), tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert says in page
@@ -213,7 +258,10 @@ def test_a_note_says_whose_it_is_unless_all_have_it(written: Path) -> None:
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it() -> None:
-    with pytest.raises(MissingExtraError, match=r'needs no_such_package; install with: pip install "dovetail-llm\[lab\]"'):
+    with pytest.raises(
+        MissingExtraError,
+        match=r'needs no_such_package; install with: pip install "dovetail-llm\[lab\]"',
+    ):
         need("json", "no_such_package")
 
 
@@ -226,7 +274,9 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 @given(data=st.data(), bins=st.integers(1, 20))
 def test_means_over_time_keep_the_area(data: st.DataObject, bins: int) -> None:
     times = np.cumsum(data.draw(st.lists(st.floats(0.01, 5), min_size=1, max_size=20)))
-    values = np.array(data.draw(st.lists(st.floats(0, 100), min_size=len(times), max_size=len(times))))
+    values = np.array(
+        data.draw(st.lists(st.floats(0, 100), min_size=len(times), max_size=len(times)))
+    )
     end = float(times[-1])
     middles, means = held_means(times, values, end, bins)
     assert np.isclose(means.sum() * end / bins, np.sum(np.diff(times) * values[:-1]), atol=1e-6)
@@ -240,7 +290,20 @@ WORKLOAD = "requests=30 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed
 def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "vtc")]
     first, again = tmp_path / "first", tmp_path / "again"
-    said = lab("compare", *engines, "--trace", WORKLOAD, "--out", first, "--keep-runs", "--decisions", "--jobs", "1", "--resamples", "200")
+    said = lab(
+        "compare",
+        *engines,
+        "--trace",
+        WORKLOAD,
+        "--out",
+        first,
+        "--keep-runs",
+        "--decisions",
+        "--jobs",
+        "1",
+        "--resamples",
+        "200",
+    )
     assert "vtc" in said
     assert "paired bootstrap" in said
     assert json.loads((first / "comparison.json").read_text())["policies"] == ["fcfs", "vtc"]
@@ -250,7 +313,11 @@ def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> N
     }
     assert "decision_log" not in (first / "report.html").read_text()  # no setting of the engines
     lab("report", first / "fcfs-0.json", first / "vtc-0.json", "--out", again)
-    assert {path.name for path in first.glob("*.png")} == {path.name for path in again.glob("*.png")} >= {"changes.png", "latencies.png"}
+    assert (
+        {path.name for path in first.glob("*.png")}
+        == {path.name for path in again.glob("*.png")}
+        >= {"changes.png", "latencies.png"}
+    )
     for name in ("requests.csv", "summary.csv", "timeline.csv"):
         assert (first / name).read_bytes() == (again / name).read_bytes()
 
@@ -270,17 +337,28 @@ def test_runs_of_other_traces_are_reported_side_by_side_but_not_compared(tmp_pat
 
 
 def test_runs_go_by_name_and_seed_or_else_by_file() -> None:
-    a0, a1, b0 = (run_of_ttfts([1.0], name=name, seed=seed) for name, seed in (("a", 0), ("a", 1), ("b", 0)))
-    assert {name: [r.seed for r in runs] for name, runs in by_policy([(Path("2"), a1), (Path("1"), a0), (Path("3"), b0)]).items()} == {
+    a0, a1, b0 = (
+        run_of_ttfts([1.0], name=name, seed=seed) for name, seed in (("a", 0), ("a", 1), ("b", 0))
+    )
+    assert {
+        name: [r.seed for r in runs]
+        for name, runs in by_policy([(Path("2"), a1), (Path("1"), a0), (Path("3"), b0)]).items()
+    } == {
         "a": [0, 1],
         "b": [0],
     }
-    assert list(by_policy([(Path("x/run.json"), a0), (Path("y/run.json"), a0)])) == ["x/run.json", "y/run.json"]
+    assert list(by_policy([(Path("x/run.json"), a0), (Path("y/run.json"), a0)])) == [
+        "x/run.json",
+        "y/run.json",
+    ]
     with pytest.raises(ConfigError, match="given twice"):
         by_policy([(Path("x"), a0), (Path("x"), a0)])
 
 
-@pytest.mark.parametrize(("text", "says"), [(None, "can't be read"), ("{}", "not a run of the lab"), ("nonsense", "can't be read")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(None, "can't be read"), ("{}", "not a run of the lab"), ("nonsense", "can't be read")],
+)
 def test_a_file_that_is_no_run_is_named(text: str | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     if text is not None:

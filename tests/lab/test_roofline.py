@@ -31,7 +31,13 @@ LLAMA = {
 }
 MIXTURE = {**LLAMA, "num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
 SHEET = {"memory_bytes": 80e9, "bytes_per_s": 1e12, "flops": 1e14, "link_bytes_per_s": 1e11}
-PERFECT = {"bandwidth_share": 1.0, "flops_share": 1.0, "attention_share": 1.0, "layer_s": 0.0, "sum_s": 0.0}
+PERFECT = {
+    "bandwidth_share": 1.0,
+    "flops_share": 1.0,
+    "attention_share": 1.0,
+    "layer_s": 0.0,
+    "sum_s": 0.0,
+}
 
 
 def model(config: dict[str, Any] | None = None, **options: Any) -> RooflineStepTime:
@@ -48,10 +54,26 @@ def shape(*rows: tuple[int, int]) -> StepShape:
     [
         (LLAMA, 8.03),
         (
-            {"model_type": "opt", "num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "ffn_dim": 20_480, "vocab_size": 50_272},
+            {
+                "model_type": "opt",
+                "num_hidden_layers": 40,
+                "hidden_size": 5120,
+                "num_attention_heads": 40,
+                "ffn_dim": 20_480,
+                "vocab_size": 50_272,
+            },
             13.1,
         ),
-        ({"model_type": "bloom", "n_layer": 70, "n_embed": 14_336, "n_head": 112, "vocab_size": 250_880}, 179.8),
+        (
+            {
+                "model_type": "bloom",
+                "n_layer": 70,
+                "n_embed": 14_336,
+                "n_head": 112,
+                "vocab_size": 250_880,
+            },
+            179.8,
+        ),
         ({**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32_000}, 46.7),
     ],
     ids=["Llama-3.1-8B", "OPT-13B", "BLOOM", "Mixtral-8x7B"],
@@ -78,7 +100,10 @@ def test_context_is_read() -> None:
 
 
 def test_devices_share_the_work_and_pay_for_sums() -> None:
-    one, four, free = (model(**{**PERFECT, "gpus": gpus, "sum_s": sum_s}).seconds(shape((1, 0))) for gpus, sum_s in ((1, 0.0), (4, 1e-5), (4, 0.0)))
+    one, four, free = (
+        model(**{**PERFECT, "gpus": gpus, "sum_s": sum_s}).seconds(shape((1, 0)))
+        for gpus, sum_s in ((1, 0.0), (4, 1e-5), (4, 0.0))
+    )
     assert free == pytest.approx(one / 4, rel=0.01)
     assert four - free == pytest.approx(2 * 32 * 1e-5)
 
@@ -106,24 +131,36 @@ def test_a_mixture_reads_few_experts_for_few_tokens_and_all_for_many() -> None:
     assert 63.9 < sizes.experts_touched(200) <= 64
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3000)), min_size=1, max_size=8), st.integers(0, 7))
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3000)), min_size=1, max_size=8),
+    st.integers(0, 7),
+)
 @examples(quick=50, full=1000)
 def test_more_work_never_takes_less(rows: list[tuple[int, int]], at: int) -> None:
     at %= len(rows)
     more = [(new + (index == at), had) for index, (new, had) in enumerate(rows)]
     for config in (LLAMA, MIXTURE):
-        assert model(config, device="h200").seconds(shape(*more)) >= model(config, device="h200").seconds(shape(*rows))
+        assert model(config, device="h200").seconds(shape(*more)) >= model(
+            config, device="h200"
+        ).seconds(shape(*rows))
 
 
 def test_a_config_is_read_from_its_file_and_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelSizes.of(str(tmp_path)) == ModelSizes.of(str(tmp_path / "config.json")) == ModelSizes.of(LLAMA)
+    assert (
+        ModelSizes.of(str(tmp_path))
+        == ModelSizes.of(str(tmp_path / "config.json"))
+        == ModelSizes.of(LLAMA)
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"hidden_size": None}, "expected hidden_size or n_embed or n_embd as a positive integer, got None"),
+        (
+            {"hidden_size": None},
+            "expected hidden_size or n_embed or n_embd as a positive integer, got None",
+        ),
         ({"num_attention_heads": -3}, "num_attention_heads.*-3"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"sliding_window": "long"}, "sliding_window"),
@@ -156,7 +193,13 @@ def test_it_simulates_with_the_pool_that_the_device_has_room_for() -> None:
     room = (0.9 * 80e9 - 2 * ModelSizes.of(LLAMA).parameters) / (2 * 2 * 32 * 8 * 128)
     assert result.settings["num_blocks"] == int(room) // engine()["block_size"]
     with pytest.raises(ConfigError, match="no room for K and V"):
-        run([request(0)], executor={"step_time": {**step_time, "device": {**SHEET, "memory_bytes": 16e9}}, "num_blocks": None})
+        run(
+            [request(0)],
+            executor={
+                "step_time": {**step_time, "device": {**SHEET, "memory_bytes": 16e9}},
+                "num_blocks": None,
+            },
+        )
 
 
 @pytest.mark.parametrize("name", PROFILES)

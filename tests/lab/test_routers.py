@@ -17,24 +17,43 @@ def arrival(prompt: list[int]) -> Arrival:
 
 
 def test_least_tokens_counts_what_was_sent_since_the_report() -> None:
-    loads = [ReplicaLoad(0, 1, 90, sent=1, sent_tokens=20), ReplicaLoad(3, 4, 100), ReplicaLoad(0, 1, 100)]
+    loads = [
+        ReplicaLoad(0, 1, 90, sent=1, sent_tokens=20),
+        ReplicaLoad(3, 4, 100),
+        ReplicaLoad(0, 1, 100),
+    ]
     assert LeastTokens().choose(arrival([1]), loads) == 1
 
 
 def test_vllm_counts_waiting_four_times_and_what_was_sent_as_waiting() -> None:
-    assert LeastLoaded().choose(arrival([1]), [ReplicaLoad(0, 5, 0), ReplicaLoad(1, 0, 0), ReplicaLoad(0, 5, 0)]) == 1
-    assert LeastLoaded().choose(arrival([1]), [ReplicaLoad(0, 5, 0), ReplicaLoad(1, 0, 0, sent=1), ReplicaLoad(0, 5, 0)]) == 0
+    assert (
+        LeastLoaded().choose(
+            arrival([1]), [ReplicaLoad(0, 5, 0), ReplicaLoad(1, 0, 0), ReplicaLoad(0, 5, 0)]
+        )
+        == 1
+    )
+    assert (
+        LeastLoaded().choose(
+            arrival([1]), [ReplicaLoad(0, 5, 0), ReplicaLoad(1, 0, 0, sent=1), ReplicaLoad(0, 5, 0)]
+        )
+        == 0
+    )
     assert LeastLoaded().reports_at(0.37) == 0.1 * 3
 
 
 @examples(quick=30, full=500)
 @given(prompts=prompts, block=st.integers(1, 3))
-def test_prefix_aware_finds_the_replica_that_was_sent_most_of_the_prompt(prompts: list[list[int]], block: int) -> None:
+def test_prefix_aware_finds_the_replica_that_was_sent_most_of_the_prompt(
+    prompts: list[list[int]], block: int
+) -> None:
     router, sent = PrefixAware(block_tokens=block, least_match=0), [[[0]], [[0]], [[0]]]
 
     def shared(replica: int, prompt: list[int]) -> int:
         """Return the whole blocks of the prompt with which one that was sent there begins."""
-        return max(sum(other[:end] == prompt[:end] for end in range(block, len(prompt) + 1, block)) for other in sent[replica])
+        return max(
+            sum(other[:end] == prompt[:end] for end in range(block, len(prompt) + 1, block))
+            for other in sent[replica]
+        )
 
     for prompt in prompts:
         loads = [ReplicaLoad(0, 0, sum(map(len, own))) for own in sent]
@@ -51,7 +70,10 @@ def test_prefix_aware_leaves_an_overloaded_replica() -> None:
 
 
 def test_prefix_aware_forgets_what_was_used_least_lately() -> None:
-    router, even = PrefixAware(blocks=2, block_tokens=1, least_match=0), [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)]
+    router, even = (
+        PrefixAware(blocks=2, block_tokens=1, least_match=0),
+        [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)],
+    )
     other_is_free = [ReplicaLoad(0, 0, 1), ReplicaLoad(0, 0, 0)]
     assert router.choose(arrival([1, 2]), even) == 0
     assert router.choose(arrival([1, 2]), other_is_free) == 0

@@ -40,8 +40,21 @@ def lab(*words: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-def test_a_run_tells_the_replica_of_each_request_and_what_routed_it(config: str, tmp_path: Path) -> None:
-    told = lab("run", config, "--trace", WORKLOAD, "--replicas", "3", "--router", "prefix_aware(blocks=9)", "--out", str(tmp_path / "out"))
+def test_a_run_tells_the_replica_of_each_request_and_what_routed_it(
+    config: str, tmp_path: Path
+) -> None:
+    told = lab(
+        "run",
+        config,
+        "--trace",
+        WORKLOAD,
+        "--replicas",
+        "3",
+        "--router",
+        "prefix_aware(blocks=9)",
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert "3 replicas, routed by prefix_aware(blocks=9), each with overlap " in told
     run = RunResult.load(tmp_path / "out" / "run.json")
     assert (run.settings["replicas"], run.settings["router"]) == (3, "prefix_aware(blocks=9)")
@@ -61,9 +74,24 @@ def test_a_file_that_knows_no_replicas_is_of_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_figures")
 def test_each_engine_of_a_comparison_has_its_router(config: str, tmp_path: Path) -> None:
     names = ("e (1)", "e (2)")
-    routed = [word for name, router in zip(names, ("round_robin", f"{__name__}:Last"), strict=True) for word in ("--router", f"{name}:{router}")]
+    routed = [
+        word
+        for name, router in zip(names, ("round_robin", f"{__name__}:Last"), strict=True)
+        for word in ("--router", f"{name}:{router}")
+    ]
     out = tmp_path / "out"
-    common = ("--trace", WORKLOAD, "--replicas", "2", "--out", str(out), "--jobs", "1", "--resamples", "100")
+    common = (
+        "--trace",
+        WORKLOAD,
+        "--replicas",
+        "2",
+        "--out",
+        str(out),
+        "--jobs",
+        "1",
+        "--resamples",
+        "100",
+    )
     lab("compare", config, config, *common, *routed, "--keep-runs")
     runs = {run.name: run for run in map(RunResult.load, out.glob("e_*.json"))}
     assert [runs[name].settings["router"] for name in names] == ["round_robin", "Last"]
@@ -71,11 +99,26 @@ def test_each_engine_of_a_comparison_has_its_router(config: str, tmp_path: Path)
 
 
 def test_sweep_takes_replicas(config: str) -> None:
-    assert "ttft_mean" in lab("sweep", config, "--trace", WORKLOAD, "--replicas", "2", "--rates", "1,2", "--jobs", "1")
+    assert "ttft_mean" in lab(
+        "sweep", config, "--trace", WORKLOAD, "--replicas", "2", "--rates", "1,2", "--jobs", "1"
+    )
 
 
 def test_capacity_takes_replicas(config: str) -> None:
-    assert "requests/s" in lab("capacity", config, "--trace", WORKLOAD, "--replicas", "2", "--slo", "ttft_p99<100", "--tolerance", "1", "--jobs", "1")
+    assert "requests/s" in lab(
+        "capacity",
+        config,
+        "--trace",
+        WORKLOAD,
+        "--replicas",
+        "2",
+        "--slo",
+        "ttft_p99<100",
+        "--tolerance",
+        "1",
+        "--jobs",
+        "1",
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,9 +127,18 @@ def test_capacity_takes_replicas(config: str) -> None:
         (("--router", "vllm"), "give --replicas"),
         (("--replicas", "0"), "--replicas: expected 1 to 1024, got 0"),
         (("--replicas", "2", "--router", "prefix_awar"), "did you mean prefix_aware?"),
-        (("--replicas", "2", "--router", "prefix_aware(blocks=0)"), "blocks: Input should be greater than or equal to 1"),
-        (("--replicas", "2", "--router", "nowhere:Router"), "router nowhere:Router: nowhere:Router can't be imported: ModuleNotFoundError"),
-        (("--replicas", "2", "--router", "json:loads"), "is no class that is made from dovetail_lab.routers.Router"),
+        (
+            ("--replicas", "2", "--router", "prefix_aware(blocks=0)"),
+            "blocks: Input should be greater than or equal to 1",
+        ),
+        (
+            ("--replicas", "2", "--router", "nowhere:Router"),
+            "router nowhere:Router: nowhere:Router can't be imported: ModuleNotFoundError",
+        ),
+        (
+            ("--replicas", "2", "--router", "json:loads"),
+            "is no class that is made from dovetail_lab.routers.Router",
+        ),
     ],
 )
 def test_what_cannot_be_routed_is_refused(config: str, options: tuple[str, ...], why: str) -> None:
@@ -94,16 +146,35 @@ def test_what_cannot_be_routed_is_refused(config: str, options: tuple[str, ...],
 
 
 def test_decisions_and_real_time_are_of_one_engine(config: str, tmp_path: Path) -> None:
-    told = lab("compare", config, config, "--trace", WORKLOAD, "--replicas", "2", "--decisions", "--out", str(tmp_path), code=2)
+    told = lab(
+        "compare",
+        config,
+        config,
+        "--trace",
+        WORKLOAD,
+        "--replicas",
+        "2",
+        "--decisions",
+        "--out",
+        str(tmp_path),
+        code=2,
+    )
     assert "a log is of one engine" in told
     real = tmp_path / "real.yaml"
     real.write_text("model: demo")
-    assert "replicas are simulated" in lab("run", str(real), "--trace", WORKLOAD, "--replicas", "2", "--real", code=2)
+    assert "replicas are simulated" in lab(
+        "run", str(real), "--trace", WORKLOAD, "--replicas", "2", "--real", code=2
+    )
 
 
 def test_a_package_names_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [SimpleNamespace(name="last", value=f"{__name__}:Last"), SimpleNamespace(name="broken", value="nowhere:X")]
-    monkeypatch.setattr(routers, "entry_points", lambda group: points if group == "dovetail_lab.routers" else [])
+    points = [
+        SimpleNamespace(name="last", value=f"{__name__}:Last"),
+        SimpleNamespace(name="broken", value="nowhere:X"),
+    ]
+    monkeypatch.setattr(
+        routers, "entry_points", lambda group: points if group == "dovetail_lab.routers" else []
+    )
     assert type(parse_router("last")) is Last
     assert Routing(2, "last").router == "last"
     with pytest.raises(ConfigError, match="router broken: nowhere:X can't be imported"):
@@ -114,12 +185,16 @@ def test_a_package_names_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_run_has_a_new_router() -> None:
     assert parse_router("prefix_aware(4)") is not parse_router("prefix_aware(4)")
-    assert parse_router("prefix_aware(4, least_match=0.5)") == PrefixAware(blocks=4, least_match=0.5)
+    assert parse_router("prefix_aware(4, least_match=0.5)") == PrefixAware(
+        blocks=4, least_match=0.5
+    )
 
 
 def test_a_timeline_of_replicas_sums_what_is_and_keeps_what_was_done() -> None:
     def line(*times: float) -> Timeline:
-        return Timeline.of_rows([(time, 0.5, 1, 2, 10, 3, 3, 0, 0, 0, 90, 8, 2, 0.1, 0, 0, 0) for time in times])
+        return Timeline.of_rows(
+            [(time, 0.5, 1, 2, 10, 3, 3, 0, 0, 0, 90, 8, 2, 0.1, 0, 0, 0) for time in times]
+        )
 
     both = Timeline.of_replicas([line(1.0, 3.0), line(2.0)], num_blocks=100)
     np.testing.assert_array_equal(both.time_s, [1.0, 2.0, 3.0])

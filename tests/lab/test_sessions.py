@@ -31,7 +31,12 @@ AGENTS = "arrivals=poisson(1) requests=6 turns=uniform(2,4) prompt=20 output=uni
 
 def chain(count: int, gap_s: float = 1.0, **fields: Any) -> Trace:
     """One session of so many turns."""
-    turns = (request(i, session="s", after=(str(i - 1),) if i else (), gap_s=gap_s if i else 0.0, **fields) for i in range(count))
+    turns = (
+        request(
+            i, session="s", after=(str(i - 1),) if i else (), gap_s=gap_s if i else 0.0, **fields
+        )
+        for i in range(count)
+    )
     return trace(*turns)
 
 
@@ -47,12 +52,17 @@ def test_a_turn_arrives_its_gap_after_the_answer_before() -> None:
 
 
 def test_a_slow_engine_gets_the_next_turn_later() -> None:
-    fast, slow = (replay(engine(executor={"step_time_factor": factor}), chain(2)).requests[1].arrival_s for factor in (1.0, 3.0))
+    fast, slow = (
+        replay(engine(executor={"step_time_factor": factor}), chain(2)).requests[1].arrival_s
+        for factor in (1.0, 3.0)
+    )
     assert slow - 1.0 == pytest.approx(3 * (fast - 1.0))
 
 
 def test_a_request_waits_for_the_last_of_several() -> None:
-    sent = trace(request(0, output=2), request(1, output=20), request(2, after=("0", "1"), gap_s=0.5))
+    sent = trace(
+        request(0, output=2), request(1, output=20), request(2, after=("0", "1"), gap_s=0.5)
+    )
     run = replay(engine(), sent)
     assert run.requests[2].arrival_s == pytest.approx(max(ends(run)[:2]) + 0.5)
 
@@ -74,8 +84,14 @@ def test_followers_arrive_among_open_requests_in_time() -> None:
 
 @pytest.mark.parametrize("replicas", [None, 2])
 def test_what_follows_a_request_that_fails_is_refused_with_the_reason(replicas: int | None) -> None:
-    sent = trace(request(0, prompt=5000), request(1, after=("0",)), request(2, after=("1",)), request(3))
-    run = replay(engine(), sent) if replicas is None else replay_replicas(engine(), sent, replicas, RoundRobin())
+    sent = trace(
+        request(0, prompt=5000), request(1, after=("0",)), request(2, after=("1",)), request(3)
+    )
+    run = (
+        replay(engine(), sent)
+        if replicas is None
+        else replay_replicas(engine(), sent, replicas, RoundRobin())
+    )
     assert [record.finish_reason for record in run.requests] == ["rejected"] * 3 + ["length"]
     assert run.requests[1].stop_reason == "it was to follow 0, which didn't complete"
     assert run.requests[2].stop_reason == "it was to follow 1, which didn't complete"
@@ -97,7 +113,9 @@ def test_a_closed_workload_waits_and_an_open_one_has_fixed_times() -> None:
     assert [one.after for one in turns] == [(), *((one.id,) for one in turns[:-1])]
     assert all(0.1 <= one.gap_s <= 0.5 for one in turns[1:])
     assert any(note.startswith("closed loop: ") for note in closed.notes)
-    assert [(one.id, one.arrival_time, one.prompt_tokens) for one in closed] == [(one.id, one.arrival_time, one.prompt_tokens) for one in opened]
+    assert [(one.id, one.arrival_time, one.prompt_tokens) for one in closed] == [
+        (one.id, one.arrival_time, one.prompt_tokens) for one in opened
+    ]
 
 
 def test_tools_run_after_their_share_of_the_answers() -> None:
@@ -124,10 +142,16 @@ def test_sessions_are_measured_from_first_arrival_to_last_token() -> None:
 
 def test_policies_are_compared_on_requests_that_arrive_when_each_lets_them(tmp_path: Path) -> None:
     slow = {"executor": {"step_time_factor": 2.0}}
-    runs = {"A": [replay(engine(), load_workload(AGENTS), name="A")], "B": [replay(engine(**slow), load_workload(AGENTS), name="B")]}
+    runs = {
+        "A": [replay(engine(), load_workload(AGENTS), name="A")],
+        "B": [replay(engine(**slow), load_workload(AGENTS), name="B")],
+    }
     assert compare(runs, resamples=100).versus[0].line("e2e", "mean").change.relative > 1
     runs["A"][0].save(tmp_path / "run.json")
-    assert RunResult.load(tmp_path / "run.json").requests[3].session == runs["A"][0].requests[3].session
+    assert (
+        RunResult.load(tmp_path / "run.json").requests[3].session
+        == runs["A"][0].requests[3].session
+    )
 
 
 class Watching(Router):
@@ -139,7 +163,9 @@ class Watching(Router):
         self._told: list[Any] = []
 
     def choose(self, request: Arrival, replicas: Any) -> int:
-        self._told.append((request.id, request.session, replicas[0].cached_tokens, replicas[1].cached_tokens))
+        self._told.append(
+            (request.id, request.session, replicas[0].cached_tokens, replicas[1].cached_tokens)
+        )
         return 1
 
     def ended(self, completion: Completion) -> None:
@@ -148,7 +174,9 @@ class Watching(Router):
 
 def test_a_router_sees_sessions_completions_and_what_is_cached() -> None:
     router = Watching()
-    sent = load_workload("arrivals=poisson(1) requests=1 turns=2 prompt=40 output=8 tool=1 closed_loop=true")
+    sent = load_workload(
+        "arrivals=poisson(1) requests=1 turns=2 prompt=40 output=8 tool=1 closed_loop=true"
+    )
     config = engine(kv_cache={"name": "prefix"}, block_size=4)
     run = replay_replicas(config, sent, 2, router)
     first, done, second = router._told  # noqa: SLF001 its own class
@@ -162,7 +190,10 @@ def test_a_router_sees_sessions_completions_and_what_is_cached() -> None:
 @pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.3])
 def test_followers_of_replicas_arrive_at_most_a_tick_late(gap_s: float) -> None:
     run = replay_replicas(engine(), chain(4, gap_s), 3, RoundRobin())
-    lags = [after.arrival_s - end - gap_s for end, after in zip(ends(run), run.requests[1:], strict=False)]
+    lags = [
+        after.arrival_s - end - gap_s
+        for end, after in zip(ends(run), run.requests[1:], strict=False)
+    ]
     assert all(-1e-9 <= lag <= TICK_S + 1e-9 for lag in lags)
     if gap_s >= TICK_S:
         assert lags == pytest.approx([0.0] * 3)
@@ -170,8 +201,12 @@ def test_followers_of_replicas_arrive_at_most_a_tick_late(gap_s: float) -> None:
 
 @pytest.mark.parametrize("router", ["sticky", "cache_aware", "vllm", "round_robin"])
 def test_closed_loops_over_replicas_are_the_same_in_every_run(router: str) -> None:
-    first, second = (replay_replicas(engine(), load_workload(AGENTS), 3, parse_router(router)) for _ in range(2))
-    assert [(one.replica, one.finished_s) for one in first.requests] == [(one.replica, one.finished_s) for one in second.requests]
+    first, second = (
+        replay_replicas(engine(), load_workload(AGENTS), 3, parse_router(router)) for _ in range(2)
+    )
+    assert [(one.replica, one.finished_s) for one in first.requests] == [
+        (one.replica, one.finished_s) for one in second.requests
+    ]
     assert all(one.completed for one in first.requests)
 
 
@@ -198,7 +233,9 @@ def test_cache_aware_weighs_what_is_cached_against_the_load() -> None:
 
 
 def rows(*values: dict[str, Any]) -> str:
-    return "".join(json.dumps({"input_length": 600, "output_length": 5, **one}) + "\n" for one in values)
+    return "".join(
+        json.dumps({"input_length": 600, "output_length": 5, **one}) + "\n" for one in values
+    )
 
 
 def test_mooncake_rows_of_a_session_wait_for_the_one_before(tmp_path: Path) -> None:
@@ -210,7 +247,12 @@ def test_mooncake_rows_of_a_session_wait_for_the_one_before(tmp_path: Path) -> N
         )
     )
     first, other, second = sorted(load_trace(tmp_path / "t.jsonl"), key=lambda one: one.id)
-    assert (second.after, second.gap_s, second.session, second.arrival_time) == (("0",), 2.5, "a", 2.5)
+    assert (second.after, second.gap_s, second.session, second.arrival_time) == (
+        ("0",),
+        2.5,
+        "a",
+        2.5,
+    )
     assert first.spans[0].stream == second.spans[0].stream != other.spans[0].stream
     assert other.after == ()
 
@@ -235,7 +277,9 @@ def test_mooncake_rows_without_a_name_have_ids_of_their_own(tmp_path: Path) -> N
             {"request_id": "_1", "session_id": "c", "wait_for": ["1"]},
         )
     )
-    first, unnamed, second, last = sorted(load_trace(tmp_path / "t.jsonl"), key=lambda one: (one.session, one.gap_s))
+    first, unnamed, second, last = sorted(
+        load_trace(tmp_path / "t.jsonl"), key=lambda one: (one.session, one.gap_s)
+    )
     assert (first.id, last.id, last.after) == ("1", "_1", ("1",))
     assert len({one.id for one in (first, unnamed, second, last)}) == 4
     assert second.after == (unnamed.id,)
@@ -244,13 +288,31 @@ def test_mooncake_rows_without_a_name_have_ids_of_their_own(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"hash_ids": [1, 2], "wait_for": ["later"]}, "2: column wait_for: expected request_ids of rows above, got 'later'"),
-        ({"hash_ids": [1, 2], "wait_for": "x"}, "2: column wait_for: expected a list of request_ids, got 'x'"),
+        (
+            {"hash_ids": [1, 2], "wait_for": ["later"]},
+            "2: column wait_for: expected request_ids of rows above, got 'later'",
+        ),
+        (
+            {"hash_ids": [1, 2], "wait_for": "x"},
+            "2: column wait_for: expected a list of request_ids, got 'x'",
+        ),
         ({"session_id": "new"}, "2: column timestamp: expected this field"),
-        ({"session_id": "new", "delay": 1}, "2: column delay: needs wait_for, or a row above in its session and no timestamp"),
-        ({"session_id": "a", "timestamp": 9, "tool_wait_ms": 1}, "2: column tool_wait_ms: needs wait_for, or a row above"),
-        ({"hash_ids": [1, 2], "wait_for": ["x"], "timestamp": 9}, "2: column timestamp: a row with wait_for arrives once those have ended"),
-        ({"hash_ids": [1, 2], "wait_for": ["0"]}, "2: column wait_for: expected request_ids of rows above, got '0'"),
+        (
+            {"session_id": "new", "delay": 1},
+            "2: column delay: needs wait_for, or a row above in its session and no timestamp",
+        ),
+        (
+            {"session_id": "a", "timestamp": 9, "tool_wait_ms": 1},
+            "2: column tool_wait_ms: needs wait_for, or a row above",
+        ),
+        (
+            {"hash_ids": [1, 2], "wait_for": ["x"], "timestamp": 9},
+            "2: column timestamp: a row with wait_for arrives once those have ended",
+        ),
+        (
+            {"hash_ids": [1, 2], "wait_for": ["0"]},
+            "2: column wait_for: expected request_ids of rows above, got '0'",
+        ),
         ({"session_id": "a", "delay": -1}, "2: column delay: expected a time in ms >= 0"),
     ],
 )
@@ -272,11 +334,20 @@ class Seeing(Scheduler):
 
 
 @pytest.mark.parametrize("replicas", [None, 2])
-def test_renewed_predictions_reach_the_policy_and_get_better(replicas: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewed_predictions_reach_the_policy_and_get_better(
+    replicas: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Seeing, "seen", [])
     sent = predict(trace(request(0, output=120)), parse_predictor("refined(1.5, 8)"), seed=3)
-    spec = ComponentSpec(kind="scheduler", name="seeing", target=f"{__name__}:Seeing", api=API_VERSIONS["scheduler"])
-    registry = Registry([*Registry.discover().plugins, LoadedPlugin(PluginOrigin("dovetail-seeing", "seeing", "1.0"), (spec,))])
+    spec = ComponentSpec(
+        kind="scheduler", name="seeing", target=f"{__name__}:Seeing", api=API_VERSIONS["scheduler"]
+    )
+    registry = Registry(
+        [
+            *Registry.discover().plugins,
+            LoadedPlugin(PluginOrigin("dovetail-seeing", "seeing", "1.0"), (spec,)),
+        ]
+    )
     if replicas is None:
         replay(engine(scheduler="seeing"), sent, registry=registry)
     else:
@@ -290,7 +361,9 @@ def test_renewed_predictions_reach_the_policy_and_get_better(replicas: int | Non
 
 def test_agents_from_the_command_line(tmp_path: Path) -> None:
     engine_file = write_engine(tmp_path / "e.yaml", "srpt")
-    said = lab("run", engine_file, "--trace", AGENTS, "--predictor", "refined(0.5, 4)", "--max-tokens", 64)
+    said = lab(
+        "run", engine_file, "--trace", AGENTS, "--predictor", "refined(0.5, 4)", "--max-tokens", 64
+    )
     assert "6 of 6 sessions completed; they lasted" in said
     said = lab("run", engine_file, "--trace", AGENTS, "--replicas", 2, "--router", "sticky")
     assert "2 replicas, routed by sticky" in said

@@ -61,9 +61,14 @@ def test_what_cannot_be_read_is_explained(text: str, says: str) -> None:
 def test_a_percentile_is_met_if_that_share_of_all_requests_sent_is_within_the_limit(
     ttfts: list[float], turned_away: int, percent: int, limit: float
 ) -> None:
-    made = run([record(i, t, arrival_s=0.0) for i, t in enumerate(ttfts)] + [rejected(len(ttfts) + i) for i in range(turned_away)])
+    made = run(
+        [record(i, t, arrival_s=0.0) for i, t in enumerate(ttfts)]
+        + [rejected(len(ttfts) + i) for i in range(turned_away)]
+    )
     within = sum(t <= limit for t in ttfts)
-    assert Objective("ttft", percent / 100, limit).judge([made]).met == (100 * within >= percent * len(made))
+    assert Objective("ttft", percent / 100, limit).judge([made]).met == (
+        100 * within >= percent * len(made)
+    )
 
 
 @pytest.mark.parametrize("statistic", [None, 0.99])

@@ -28,7 +28,9 @@ def autoregressive(rng: np.random.Generator, count: int, memory: float) -> np.nd
     return noise[200:]
 
 
-def busy_run(rng: np.random.Generator, count: int = 200, memory: float = 0.8, shift: float = 0.0) -> Pairs:
+def busy_run(
+    rng: np.random.Generator, count: int = 200, memory: float = 0.8, shift: float = 0.0
+) -> Pairs:
     """Two policies under one load, each with luck of its own; b's logarithms are `shift` higher."""
     load = autoregressive(rng, count, memory)
     a, b = (np.exp(load + 0.3 * autoregressive(rng, count, memory)) for _ in range(2))
@@ -38,7 +40,12 @@ def busy_run(rng: np.random.Generator, count: int = 200, memory: float = 0.8, sh
 def draws_for(runs: list[Pairs], resamples: int = 200) -> Draws:
     if len(runs) >= 5:
         return SeedDraws(len(runs), resamples, 0)
-    return BlockDraws(max(block_length(runs, statistic).requests for statistic in STATISTICS), runs[0].requests, resamples, 0)
+    return BlockDraws(
+        max(block_length(runs, statistic).requests for statistic in STATISTICS),
+        runs[0].requests,
+        resamples,
+        0,
+    )
 
 
 def change(runs: list[Pairs], statistic: Statistic, **options: float) -> Change:
@@ -50,8 +57,12 @@ def change(runs: list[Pairs], statistic: Statistic, **options: float) -> Change:
 def test_a_weighted_statistic_is_that_of_the_repeated_values(data: st.DataObject, q: float) -> None:
     values = data.draw(arrays.arrays(np.float64, st.integers(1, 30), elements=st.floats(-1e3, 1e3)))
     weights = data.draw(arrays.arrays(np.int32, (3, len(values)), elements=st.integers(0, 3)))
-    owners = data.draw(arrays.arrays(np.intp, len(values), elements=st.integers(0, len(values) - 1)))
-    ranked = Ranked.of(Values(values, owners), len(values), data.draw(st.sampled_from([None, 1, 2, 7])))
+    owners = data.draw(
+        arrays.arrays(np.intp, len(values), elements=st.integers(0, len(values) - 1))
+    )
+    ranked = Ranked.of(
+        Values(values, owners), len(values), data.draw(st.sampled_from([None, 1, 2, 7]))
+    )
     found = ranked.statistics(weights, [MEAN, Statistic(q)])
     for draw, own in enumerate(weights):
         repeated = np.repeat(values, own[owners])
@@ -61,8 +72,12 @@ def test_a_weighted_statistic_is_that_of_the_repeated_values(data: st.DataObject
 
 @examples(quick=30, full=300)
 @given(requests=st.integers(1, 60), length=st.integers(1, 80), seed=st.integers(0, 9))
-def test_blocks_cover_a_run_once_on_average_and_lose_no_request(requests: int, length: int, seed: int) -> None:
-    weights = np.concatenate(list(BlockDraws(length, requests, 40, seed)._weights(requests, np.random.default_rng(seed))))
+def test_blocks_cover_a_run_once_on_average_and_lose_no_request(
+    requests: int, length: int, seed: int
+) -> None:
+    weights = np.concatenate(
+        list(BlockDraws(length, requests, 40, seed)._weights(requests, np.random.default_rng(seed)))
+    )
     own = min(length, requests)
     assert weights.shape == (40, requests)
     assert (weights >= 0).all()
@@ -87,10 +102,15 @@ def test_a_against_itself_shows_no_difference(seeds: int) -> None:
         pytest.param(10, 0.9, marks=pytest.mark.slow("resamples ten runs 200 times")),
     ],
 )
-def test_differences_of_mere_luck_are_found_about_as_often_as_stated(seeds: int, memory: float) -> None:
+def test_differences_of_mere_luck_are_found_about_as_often_as_stated(
+    seeds: int, memory: float
+) -> None:
     """95 % intervals leave out zero in 5 % of cases; those of one short run with a long memory, in some 9 %."""
     rng, trials = np.random.default_rng(seeds), 2_000 if FULL else 200
-    found = [change([busy_run(rng, memory=memory) for _ in range(seeds)], MEAN).measurable for _ in range(trials)]
+    found = [
+        change([busy_run(rng, memory=memory) for _ in range(seeds)], MEAN).measurable
+        for _ in range(trials)
+    ]
     at_most = 0.10 if seeds == 1 and memory else 0.06
     assert np.mean(found) <= at_most + 3 * math.sqrt(at_most * (1 - at_most) / trials)
     assert np.mean(found) >= 0.04 - 3 * math.sqrt(0.04 * 0.96 / trials)
@@ -107,7 +127,9 @@ def test_a_known_shift_is_found_and_lies_in_its_interval(seeds: int, statistic: 
 
 @examples(quick=15, full=200)
 @given(seed=st.integers(0, 2**32), seeds=st.sampled_from([1, 2, 6]), shift=st.floats(-0.5, 0.5))
-def test_exchanging_the_policies_turns_the_change_around(seed: int, seeds: int, shift: float) -> None:
+def test_exchanging_the_policies_turns_the_change_around(
+    seed: int, seeds: int, shift: float
+) -> None:
     rng = np.random.default_rng(seed)
     runs = [busy_run(rng, count=80, shift=shift) for _ in range(seeds)]
     there, back = change(runs, MEAN), change([run.reversed() for run in runs], MEAN)
@@ -129,21 +151,36 @@ def gaps(rng: np.random.Generator, counts: list[int], shift: float = 0.0) -> lis
 def test_a_pool_of_one_value_a_request_is_treated_as_that_metric() -> None:
     one = busy_run(np.random.default_rng(8))
     pool = Pairs.pooled(one.a.numbers[:, None], one.b.numbers[:, None])
-    assert changes([pool], STATISTICS, draws_for([one])) == changes([one], STATISTICS, draws_for([one]))
-    assert all(block_length([pool], statistic) == block_length([one], statistic) for statistic in STATISTICS)
+    assert changes([pool], STATISTICS, draws_for([one])) == changes(
+        [one], STATISTICS, draws_for([one])
+    )
+    assert all(
+        block_length([pool], statistic) == block_length([one], statistic)
+        for statistic in STATISTICS
+    )
 
 
 def test_values_of_one_request_are_drawn_together() -> None:
     """Fifty alike gaps of a request tell no more than one of them."""
     rng = np.random.default_rng(9)
     a, b = gaps(rng, [1] * 80), gaps(rng, [1] * 80)
-    once, often = Pairs.pooled(a, b), Pairs.pooled([np.repeat(one, 50) for one in a], [np.repeat(one, 50) for one in b])
-    narrow, wide = (changes([pairs], [MEAN, P50], BlockDraws(4, 80, 200, 0)) for pairs in (often, once))
-    assert [(one.low, one.high) for one in narrow] == [pytest.approx((one.low, one.high), rel=0.05) for one in wide]
+    once, often = (
+        Pairs.pooled(a, b),
+        Pairs.pooled([np.repeat(one, 50) for one in a], [np.repeat(one, 50) for one in b]),
+    )
+    narrow, wide = (
+        changes([pairs], [MEAN, P50], BlockDraws(4, 80, 200, 0)) for pairs in (often, once)
+    )
+    assert [(one.low, one.high) for one in narrow] == [
+        pytest.approx((one.low, one.high), rel=0.05) for one in wide
+    ]
 
 
 def test_requests_without_values_under_one_policy_have_none_in_the_pool() -> None:
-    a, b = gaps(np.random.default_rng(10), [3, 0, 2, 4]), gaps(np.random.default_rng(11), [3, 5, 0, 4])
+    a, b = (
+        gaps(np.random.default_rng(10), [3, 0, 2, 4]),
+        gaps(np.random.default_rng(11), [3, 5, 0, 4]),
+    )
     pairs = Pairs.pooled(a, b)
     assert pairs.present.tolist() == [0, 3]
     assert pairs.a.numbers.tolist() == [*a[0], *a[3]]
@@ -154,7 +191,9 @@ def test_pairs_with_a_missing_side_count_for_neither() -> None:
     whole = busy_run(np.random.default_rng(4), count=50)
     a, b = np.insert(whole.a.numbers, 10, 1e9), np.insert(whole.b.numbers, 10, math.nan)
     mended = changes([Pairs.of(a, b)], [MEAN], SeedDraws(1, 100, 0))[0]
-    assert mended.relative == pytest.approx(changes([whole], [MEAN], SeedDraws(1, 100, 0))[0].relative)
+    assert mended.relative == pytest.approx(
+        changes([whole], [MEAN], SeedDraws(1, 100, 0))[0].relative
+    )
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0]])

@@ -16,7 +16,16 @@ from dovetail_lab.report.engine import Engine
 from dovetail_lab.report.style import MARKERS, PAPER
 from dovetail_lab.report.sweep_page import sweep_page
 from dovetail_lab.slo import parse_slo
-from dovetail_lab.sweep import RATE, GridPoint, GridResult, averaged, figures, grid, parse_axis, table_of
+from dovetail_lab.sweep import (
+    RATE,
+    GridPoint,
+    GridResult,
+    averaged,
+    figures,
+    grid,
+    parse_axis,
+    table_of,
+)
 from tests.lab.commands import lab, write_engine
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 from tests.lab.test_report import assert_complete
@@ -33,15 +42,22 @@ def engine(tmp_path: Path) -> Path:
     ("text", "values"),
     [
         ("max_num_seqs=1,2", ("1", "2")),
-        ("kv_cache={name: prefix, reuse: true},{name: prefix, reuse: false}", ("{name: prefix, reuse: true}", "{name: prefix, reuse: false}")),
+        (
+            "kv_cache={name: prefix, reuse: true},{name: prefix, reuse: false}",
+            ("{name: prefix, reuse: true}", "{name: prefix, reuse: false}"),
+        ),
         ('scheduler="a,b",c', ('"a,b"', "c")),
     ],
 )
-def test_values_are_parted_at_commas_outside_brackets_and_quotes(text: str, values: tuple[str, ...]) -> None:
+def test_values_are_parted_at_commas_outside_brackets_and_quotes(
+    text: str, values: tuple[str, ...]
+) -> None:
     assert parse_axis(text).values == values
 
 
-@pytest.mark.parametrize("text", ["max_num_seqs", "=1,2", "max_num_seqs=", "max_num_seqs=1,,2", "max_num_seqs=1,1"])
+@pytest.mark.parametrize(
+    "text", ["max_num_seqs", "=1,2", "max_num_seqs=", "max_num_seqs=1,,2", "max_num_seqs=1,1"]
+)
 def test_a_malformed_axis_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         parse_axis(text)
@@ -67,8 +83,14 @@ def test_a_row_without_completed_requests_is_empty_and_misses() -> None:
 
 
 def test_averages_are_over_seeds_only() -> None:
-    runs = [(value, run_of_ttfts([ttft], seed=seed)) for value, seed, ttft in (("1", 0, 1.0), ("1", 1, 3.0), ("2", 0, 5.0))]
-    rows = [GridResult(GridPoint({"a": value}, one.seed), figures(one), Engine.of("a", [one])) for value, one in runs]
+    runs = [
+        (value, run_of_ttfts([ttft], seed=seed))
+        for value, seed, ttft in (("1", 0, 1.0), ("1", 1, 3.0), ("2", 0, 5.0))
+    ]
+    rows = [
+        GridResult(GridPoint({"a": value}, one.seed), figures(one), Engine.of("a", [one]))
+        for value, one in runs
+    ]
     assert [row.figures["ttft_mean"] for row in averaged(rows)] == pytest.approx([2.0, 5.0])
 
 
@@ -87,7 +109,12 @@ def test_processes_change_no_byte_of_the_table_or_the_page(engine: Path, tmp_pat
     page = one["report.html"].decode()
     assert_complete(page)
     assert page.count("<svg") == 2
-    for text in ("scheduler.aging_s=5", "requests/s that arrive", "scale_<wbr>rate", "TTFT within 0.1 s"):
+    for text in (
+        "scheduler.aging_s=5",
+        "requests/s that arrive",
+        "scale_<wbr>rate",
+        "TTFT within 0.1 s",
+    ):
         assert text in page
 
 
@@ -108,30 +135,63 @@ def test_the_table_and_the_page_have_every_combination(engine: Path, tmp_path: P
     assert "4 combinations of scheduler.aging_s, scale_rate" in page
 
 
-def rows(axis: str, values: Sequence[str], others: Sequence[str], slo: str = "ttft_p99<1") -> list[GridResult]:
+def rows(
+    axis: str, values: Sequence[str], others: Sequence[str], slo: str = "ttft_p99<1"
+) -> list[GridResult]:
     """A grid of runs made by hand: the larger the axis' value, the more requests a second, and the longer their wait."""
     made = []
     for other in others:
         for index, value in enumerate(values, start=1):
             one = run(record(i, 0.3 * index, arrival_s=i / index) for i in range(10))
-            made.append(GridResult(GridPoint({axis: value, "scheduler": other}, 0), figures(one, parse_slo(slo)), Engine.of("e", [one])))
+            made.append(
+                GridResult(
+                    GridPoint({axis: value, "scheduler": other}, 0),
+                    figures(one, parse_slo(slo)),
+                    Engine.of("e", [one]),
+                )
+            )
     return made
 
 
 def page_of(grid_rows: list[GridResult], slo: str = "ttft_p99<1") -> Curves:
-    return sweep_page("e", "made", grid_rows, parse_slo(slo), 1, Table(["scheduler"], [["fcfs"]]), "dovetail lab sweep", {})
+    return sweep_page(
+        "e",
+        "made",
+        grid_rows,
+        parse_slo(slo),
+        1,
+        Table(["scheduler"], [["fcfs"]]),
+        "dovetail lab sweep",
+        {},
+    )
 
 
 def test_curves_are_drawn_over_the_rate_at_which_requests_arrive() -> None:
     page = page_of(rows(RATE, ["1", "2", "4"], ["fcfs", "vtc"]))
     assert [drawing.name for drawing in page.drawings] == ["rates", "objectives"]
-    panels = {axes.get_title(loc="left"): axes for axes in page.drawings[0].figure.axes if axes.get_visible()}
-    assert set(panels) == {"p99 TTFT, s", "p99 TPOT, s", "p99 ITL, s", "mean E2E, s", "output tokens/s"}
+    panels = {
+        axes.get_title(loc="left"): axes
+        for axes in page.drawings[0].figure.axes
+        if axes.get_visible()
+    }
+    assert set(panels) == {
+        "p99 TTFT, s",
+        "p99 TPOT, s",
+        "p99 ITL, s",
+        "mean E2E, s",
+        "output tokens/s",
+    }
     curve = panels["p99 TTFT, s"].lines[0]
     assert curve.get_xdata() == pytest.approx([10 / 9 * 0.9, 2, 3])
     assert curve.get_ydata() == pytest.approx([0.3, 0.6, 0.9])
-    assert any(list(line.get_ydata()) == [1.0, 1.0] and line.get_linestyle() == "--" for line in panels["p99 TTFT, s"].lines)  # the limit
-    assert [text.get_text() for text in page.drawings[0].figure.legends[0].get_texts()] == ["scheduler=fcfs", "scheduler=vtc"]
+    assert any(
+        list(line.get_ydata()) == [1.0, 1.0] and line.get_linestyle() == "--"
+        for line in panels["p99 TTFT, s"].lines
+    )  # the limit
+    assert [text.get_text() for text in page.drawings[0].figure.legends[0].get_texts()] == [
+        "scheduler=fcfs",
+        "scheduler=vtc",
+    ]
 
 
 def test_without_rates_the_first_setting_that_is_a_number_is_the_axis() -> None:
@@ -147,14 +207,26 @@ def test_a_share_is_judged_for_objectives_on_percentiles_alone() -> None:
     within = page_of(grid_rows, "ttft_p50<0.5,e2e_mean<9").drawings[1].figure.axes
     assert [axes.get_title(loc="left") for axes in within] == ["TTFT within 0.5 s"]
     assert within[0].lines[0].get_ydata() == pytest.approx([1, 0, 0])
-    filled = [line.get_markerfacecolor() != PAPER for line in within[0].lines if line.get_marker() == MARKERS[0]]
+    filled = [
+        line.get_markerfacecolor() != PAPER
+        for line in within[0].lines
+        if line.get_marker() == MARKERS[0]
+    ]
     assert filled == [True, False, False]
 
 
 def test_what_was_never_served_is_an_arrow_not_a_point() -> None:
-    runs = [run([*(record(i, 0.2) for i in range(9)), *map(rejected, range(9, 9 + lost))]) for lost in (0, 5)]
+    runs = [
+        run([*(record(i, 0.2) for i in range(9)), *map(rejected, range(9, 9 + lost))])
+        for lost in (0, 5)
+    ]
     grid_rows = [
-        GridResult(GridPoint({RATE: str(i)}, 0), figures(one, parse_slo("ttft_p99<1")), Engine.of("e", [one])) for i, one in enumerate(runs, start=1)
+        GridResult(
+            GridPoint({RATE: str(i)}, 0),
+            figures(one, parse_slo("ttft_p99<1")),
+            Engine.of("e", [one]),
+        )
+        for i, one in enumerate(runs, start=1)
     ]
     drawing = page_of(grid_rows).drawings[0]
     assert "An arrow at the top" in drawing.caption
@@ -164,21 +236,32 @@ def test_what_was_never_served_is_an_arrow_not_a_point() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--set", "scheduler.agin_s=1,2"], "scheduler.agin_s: unknown option, did you mean aging_s?"),
+        (
+            ["--set", "scheduler.agin_s=1,2"],
+            "scheduler.agin_s: unknown option, did you mean aging_s?",
+        ),
         (["--set", "max_num_seq=1,2"], "max_num_seq: unknown key, did you mean max_num_seqs?"),
         (["--set", "max_num_seqs=1,zwei"], "max_num_seqs"),
         (["--rates", "0,1"], "--rates: expected numbers above 0, got '0'"),
         (["--rates", "1,fast"], "got 'fast'"),
         (["--rates", "1,2,1"], "--rates: 1 is given twice"),
         (["--rates", "1", "--step-time", "h9000"], "step times 'h9000': neither a .json file"),
-        (["--set", "executor.step_time={kind: linear, base_s: 1},{kind: linear, base_s: 1, bas_s: 1}"], "bas_s: unknown key; there are kind, base_s"),
+        (
+            [
+                "--set",
+                "executor.step_time={kind: linear, base_s: 1},{kind: linear, base_s: 1, bas_s: 1}",
+            ],
+            "bas_s: unknown key; there are kind, base_s",
+        ),
         (["--rates", "1", "--scale-rate", "0"], "must be a finite number > 0"),
         ([], "nothing to sweep"),
         (["--rates", "1", "--seeds", "0"], "--seeds: expected 1 or more"),
         (["--rates", "1", "--jobs", "0"], "--jobs: expected 1 or more"),
     ],
 )
-def test_a_wrong_grid_is_refused_before_anything_runs(engine: Path, options: list[str], says: str) -> None:
+def test_a_wrong_grid_is_refused_before_anything_runs(
+    engine: Path, options: list[str], says: str
+) -> None:
     assert says in lab("sweep", engine, "--trace", WORKLOAD, *options, fails=True)
 
 

@@ -38,24 +38,39 @@ def test_ids_fill_the_vocabulary_but_for_the_one_that_stops() -> None:
 
 @examples(quick=100, full=2000)
 @given(
-    spans=st.lists(st.builds(Span, st.integers(0, 3), st.integers(0, 5), st.integers(0, 9)), max_size=4),
+    spans=st.lists(
+        st.builds(Span, st.integers(0, 3), st.integers(0, 5), st.integers(0, 9)), max_size=4
+    ),
     prompt=st.integers(1, 20),
     output=st.integers(1, 9),
 )
-def test_a_text_is_its_spans_one_after_the_other_and_then_its_own(spans: list[Span], prompt: int, output: int) -> None:
+def test_a_text_is_its_spans_one_after_the_other_and_then_its_own(
+    spans: list[Span], prompt: int, output: int
+) -> None:
     request = TraceRequest("a", 0.0, prompt, output, spans=tuple(spans))
-    streams = {stream: text_of(TraceRequest("x", 0.0, 20, 1, spans=(Span(stream, 0, 20),)))[:20] for stream in range(4)}
-    shared = [id for span in spans for id in streams[span.stream][span.start : span.start + span.tokens]]
+    streams = {
+        stream: text_of(TraceRequest("x", 0.0, 20, 1, spans=(Span(stream, 0, 20),)))[:20]
+        for stream in range(4)
+    }
+    shared = [
+        id for span in spans for id in streams[span.stream][span.start : span.start + span.tokens]
+    ]
     own = text_of(TraceRequest("a", 0.0, 40, 1))
     assert text_of(request) == [*shared, *own][: prompt + output]
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 512])
 def test_the_prefix_cache_finds_what_requests_share(block_size: int) -> None:
-    kv = PrefixCache(PrefixOptions(), KVContext(KVLayout((CacheGroup((0,), block_size),), 1, "none"), 4096 // block_size))
+    kv = PrefixCache(
+        PrefixOptions(),
+        KVContext(KVLayout((CacheGroup((0,), block_size),), 1, "none"), 4096 // block_size),
+    )
     first = TraceRequest("a", 0.0, 1100, 1, spans=(Span(7, 0, 512), Span(8, 0, 512)))
     second = TraceRequest("b", 0.0, 1100, 1, spans=(Span(7, 0, 512), Span(8, 0, 512)))
-    requests = [Request(r.id, prompt_ids(r, 32_000).tolist(), SamplingParams(), max_tokens=1) for r in (first, second)]
+    requests = [
+        Request(r.id, prompt_ids(r, 32_000).tolist(), SamplingParams(), max_tokens=1)
+        for r in (first, second)
+    ]
     kv.allocate(requests[0], 1100)
     kv.commit(requests[0], 1100)
     assert kv.lookup(requests[1]) == 1024

@@ -26,7 +26,9 @@ def read(tmp_path: Path) -> Read:
 
 
 def rows(trace: Trace) -> list[tuple[float, int, int]]:
-    return [(request.arrival_time, request.prompt_tokens, request.output_tokens) for request in trace]
+    return [
+        (request.arrival_time, request.prompt_tokens, request.output_tokens) for request in trace
+    ]
 
 
 def test_every_format_has_a_file_here() -> None:
@@ -83,8 +85,12 @@ def test_what_vllm_measured_is_put_on_the_clock_of_arrivals(read: Read) -> None:
     """The offset makes the shortest wait for the queue, which is the first request's, zero."""
     first, second = read(trace_files.VLLM_REQUESTS).requests
     assert (first.id, first.arrival_time, second.arrival_time) == ("bench-0", 0.0, 1.0)
-    assert first.measured == Measured(first_token_time=1.0, last_token_time=3.0, scheduled_time=0.25)
-    assert second.measured == Measured(first_token_time=2.0, last_token_time=4.0, scheduled_time=1.5)
+    assert first.measured == Measured(
+        first_token_time=1.0, last_token_time=3.0, scheduled_time=0.25
+    )
+    assert second.measured == Measured(
+        first_token_time=2.0, last_token_time=4.0, scheduled_time=1.5
+    )
 
 
 def test_the_artifact_s_measurements_lack_who_was_aborted(read: Read) -> None:
@@ -108,7 +114,10 @@ def test_bench_serve_with_and_without_start_times(read: Read) -> None:
 
 def test_each_answer_of_a_chat_is_a_request_whose_prompt_is_all_before(read: Read) -> None:
     trace = read(trace_files.SHAREGPT)
-    assert [(request.id, request.prompt_tokens, request.output_tokens) for request in trace] == [("chat/0", 4, 2), ("chat/1", 7, 4)]
+    assert [(request.id, request.prompt_tokens, request.output_tokens) for request in trace] == [
+        ("chat/0", 4, 2),
+        ("chat/1", 7, 4),
+    ]
     assert trace.notes[0] == "lengths are counted in words, since no tokenizer was given"
     first, second = (prompt_ids(request, 1000).tolist() for request in trace)
     assert second[:4] == first
@@ -130,9 +139,26 @@ def test_any_csv_is_read_by_a_column_map(read: Read) -> None:
     columns = "arrival=when:ms,prompt=in,output=out,client=who,max_tokens=most,deadline=due:ms,priority=rank,predicted=guess"
     columns += ",ttft_deadline=first:ms,tbt=gap:ms"
     first, second = read(text, columns=parse_columns(columns)).requests
-    assert (first.client, first.limit, first.deadline, first.priority, first.predicted_tokens) == ("ann", 64, 3.0, 2, 18)
-    assert (first.ttft_deadline, first.tbt_s, second.ttft_deadline, second.tbt_s) == (1.0, 0.04, None, None)
-    assert (second.arrival_time, second.client, second.limit, second.deadline, second.predicted_tokens) == (1.0, None, 21, None, None)
+    assert (first.client, first.limit, first.deadline, first.priority, first.predicted_tokens) == (
+        "ann",
+        64,
+        3.0,
+        2,
+        18,
+    )
+    assert (first.ttft_deadline, first.tbt_s, second.ttft_deadline, second.tbt_s) == (
+        1.0,
+        0.04,
+        None,
+        None,
+    )
+    assert (
+        second.arrival_time,
+        second.client,
+        second.limit,
+        second.deadline,
+        second.predicted_tokens,
+    ) == (1.0, None, 21, None, None)
 
 
 def test_rows_out_of_order_are_sorted_and_it_is_said(read: Read) -> None:
@@ -144,5 +170,10 @@ def test_rows_out_of_order_are_sorted_and_it_is_said(read: Read) -> None:
 
 def test_reading_needs_neither_torch_nor_pandas(tmp_path: Path) -> None:
     code = "import sys; from dovetail_lab.workloads import load_workload; load_workload(sys.argv[1]); print({'torch', 'pandas'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code, str(written(tmp_path, trace_files.AZURE))], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(written(tmp_path, trace_files.AZURE))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "set()\n"

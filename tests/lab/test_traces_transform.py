@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from dovetail_lab.traces import Measured, Trace, TraceError, TraceRequest, scale_rate, set_max_tokens, slice_trace
+from dovetail_lab.traces import (
+    Measured,
+    Trace,
+    TraceError,
+    TraceRequest,
+    scale_rate,
+    set_max_tokens,
+    slice_trace,
+)
 from dovetail_lab.traces.transform import set_window
 from dovetail_lab.workloads import WorkloadOptions, load_workload
 from tests.lab import trace_files
@@ -17,7 +25,13 @@ TRACE = Trace(
     "here",
     tuple(
         TraceRequest(
-            str(i), i * 10.0, 5, 3 * (i + 1), deadline=i * 10.0 + 4, ttft_deadline=i * 10.0 + 2, measured=Measured(i * 10 + 1.0, i * 10 + 2.0)
+            str(i),
+            i * 10.0,
+            5,
+            3 * (i + 1),
+            deadline=i * 10.0 + 4,
+            ttft_deadline=i * 10.0 + 2,
+            measured=Measured(i * 10 + 1.0, i * 10 + 2.0),
         )
         for i in range(6)
     ),
@@ -41,7 +55,9 @@ def ids(trace: Trace) -> str:
         ("45.5s:", "5", 45.5),
     ],
 )
-def test_a_slice_is_by_place_or_by_time_and_its_clock_begins_with_it(text: str, kept: str, start: float) -> None:
+def test_a_slice_is_by_place_or_by_time_and_its_clock_begins_with_it(
+    text: str, kept: str, start: float
+) -> None:
     part = slice_trace(TRACE, text)
     assert ids(part) == kept
     first, whole = part.requests[0], TRACE.requests[int(kept[0])]
@@ -54,14 +70,18 @@ def test_a_slice_is_by_place_or_by_time_and_its_clock_begins_with_it(text: str, 
     assert part.notes == (f"slice {text}: {len(kept)} of 6 requests",)
 
 
-@pytest.mark.parametrize("text", ["", "3", "a:b", "1:2:3", "1s:3", "1:3s", "2.5:4", "s:s", "nans:nans"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "a:b", "1:2:3", "1s:3", "1:3s", "2.5:4", "s:s", "nans:nans"]
+)
 def test_a_slice_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(TraceError, match=r"slice"):
         slice_trace(TRACE, text)
 
 
 def test_a_slice_with_nothing_in_it_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"the slice 51s:52s of t is empty: it has 6 requests in 50 s"):
+    with pytest.raises(
+        TraceError, match=r"the slice 51s:52s of t is empty: it has 6 requests in 50 s"
+    ):
         slice_trace(TRACE, "51s:52s")
 
 
@@ -70,7 +90,9 @@ def test_twice_the_rate_is_half_the_gaps_and_deadlines_keep_their_distance() -> 
     assert [request.arrival_time for request in fast] == [0, 5, 10, 15, 20, 25]
     assert {(request.deadline or 0) - request.arrival_time for request in fast} == {4.0}
     assert {(request.ttft_deadline or 0) - request.arrival_time for request in fast} == {2.0}
-    assert {request.measured for request in fast} == {None}, "what was measured belongs to the old arrivals"
+    assert {request.measured for request in fast} == {None}, (
+        "what was measured belongs to the old arrivals"
+    )
     assert fast.notes == ("arrival rate scaled by 2",)
 
 
@@ -95,7 +117,14 @@ def test_a_limit_is_trace_or_a_number(value: str) -> None:
 
 
 def test_all_that_was_done_is_told_in_order(tmp_path: Path) -> None:
-    options = WorkloadOptions(arrivals="constant(2)", slice="1:", scale_rate=0.5, max_tokens="100", predictor="oracle", seed=3)
+    options = WorkloadOptions(
+        arrivals="constant(2)",
+        slice="1:",
+        scale_rate=0.5,
+        max_tokens="100",
+        predictor="oracle",
+        seed=3,
+    )
     trace = load_workload(str(written(tmp_path, trace_files.VTC_ARENA)), options)
     assert [request.arrival_time for request in trace] == [0.0]
     assert trace.notes == (
@@ -112,8 +141,12 @@ def test_a_negative_seed_is_refused() -> None:
         load_workload("x.csv", WorkloadOptions(seed=-1))
 
 
-@pytest.mark.parametrize(("text", "window"), [("10s:30s", (10.0, 30.0)), ("10s:", (10.0, 50.0)), (":2.5s", (0.0, 2.5))])
-def test_a_window_measures_a_part_of_a_run_of_all_requests(text: str, window: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("text", "window"), [("10s:30s", (10.0, 30.0)), ("10s:", (10.0, 50.0)), (":2.5s", (0.0, 2.5))]
+)
+def test_a_window_measures_a_part_of_a_run_of_all_requests(
+    text: str, window: tuple[float, float]
+) -> None:
     trace = set_window(TRACE, text)
     assert trace.window == window
     assert trace.requests == TRACE.requests
@@ -129,4 +162,11 @@ def test_a_window_that_is_none_or_in_which_nothing_arrives_is_refused(text: str)
 def test_the_same_requests_are_in_the_window_at_another_rate() -> None:
     trace = scale_rate(set_window(TRACE, "10s:30s"), 3)
     assert trace.window is not None
-    assert "".join(request.id for request in trace if trace.window[0] <= request.arrival_time < trace.window[1]) == "12"
+    assert (
+        "".join(
+            request.id
+            for request in trace
+            if trace.window[0] <= request.arrival_time < trace.window[1]
+        )
+        == "12"
+    )

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from dovetail_lab.token_ids import output_ids, prompt_ids
 from dovetail_lab.traces import Trace, TraceError, load_trace
 from dovetail_lab.workloads import WorkloadOptions, load_workload, parse_spec
-from dovetail_lab.workloads.arrivals import ARRIVALS, Arrivals, Constant, Gamma, OnOff, Poisson, Ramp
+from dovetail_lab.workloads.arrivals import (
+    ARRIVALS,
+    Arrivals,
+    Constant,
+    Gamma,
+    OnOff,
+    Poisson,
+    Ramp,
+)
 from tests.lab import trace_files
 from tests.lab.trace_files import written
 from tests.support import examples
@@ -41,18 +49,37 @@ def test_the_same_text_and_seed_give_the_same_trace_and_another_seed_another() -
 
 def test_these_very_numbers_come_on_any_machine() -> None:
     trace = drawn("arrivals=poisson(2) requests=3 prompt=lognormal(100, 1) output=uniform(1, 9)")
-    assert [(r.arrival_time, r.prompt_tokens, r.output_tokens) for r in trace] == [(0.077162, 329, 5), (0.851016, 70, 1), (0.938698, 77, 6)]
+    assert [(r.arrival_time, r.prompt_tokens, r.output_tokens) for r in trace] == [
+        (0.077162, 329, 5),
+        (0.851016, 70, 1),
+        (0.938698, 77, 6),
+    ]
 
 
 def test_another_rate_leaves_the_lengths_as_they_are() -> None:
-    slow, fast = (drawn(f"arrivals=poisson({rate}) requests=40 prompt=lognormal(100, 1) output=uniform(1, 99)") for rate in (1, 10))
-    assert [(r.prompt_tokens, r.output_tokens) for r in slow] == [(r.prompt_tokens, r.output_tokens) for r in fast]
+    slow, fast = (
+        drawn(
+            f"arrivals=poisson({rate}) requests=40 prompt=lognormal(100, 1) output=uniform(1, 99)"
+        )
+        for rate in (1, 10)
+    )
+    assert [(r.prompt_tokens, r.output_tokens) for r in slow] == [
+        (r.prompt_tokens, r.output_tokens) for r in fast
+    ]
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "cv"), [(Poisson(rate=4), 1.0), (Gamma(rate=4, cv=3), 3.0), (Gamma(rate=4, cv=0.5), 0.5), (Constant(rate=4), 0.0)]
+    ("arrivals", "cv"),
+    [
+        (Poisson(rate=4), 1.0),
+        (Gamma(rate=4, cv=3), 3.0),
+        (Gamma(rate=4, cv=0.5), 0.5),
+        (Constant(rate=4), 0.0),
+    ],
 )
-def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(arrivals: Arrivals, cv: float) -> None:
+def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(
+    arrivals: Arrivals, cv: float
+) -> None:
     gaps = np.diff(times(arrivals))
     assert gaps.mean() == pytest.approx(0.25, rel=0.06)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.06, abs=1e-4)
@@ -75,7 +102,9 @@ def test_a_ramp_has_at_each_moment_the_rate_of_its_line(start: float, end: float
         assert 1 / np.diff(after).mean() == pytest.approx(end, rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["poisson(3)", "gamma(3, 2)", "constant(3)", "onoff(3, 5, 5)", "ramp(1, 5, 20)"])
+@pytest.mark.parametrize(
+    "kind", ["poisson(3)", "gamma(3, 2)", "constant(3)", "onoff(3, 5, 5)", "ramp(1, 5, 20)"]
+)
 def test_a_duration_ends_arrivals_which_are_those_of_the_longer_run(kind: str) -> None:
     short, long = (drawn(f"arrivals={kind} duration={seconds} {SHORT}") for seconds in (50, 3000))
     assert short.requests == long.requests[: len(short)]
@@ -83,8 +112,15 @@ def test_a_duration_ends_arrivals_which_are_those_of_the_longer_run(kind: str) -
 
 
 @examples(quick=50, full=1000)
-@given(kind=st.sampled_from(sorted(ARRIVALS)), rate=st.floats(0.01, 100), other=st.floats(0.1, 10), count=st.integers(1, 300))
-def test_arrivals_are_as_many_as_asked_and_in_order(kind: str, rate: float, other: float, count: int) -> None:
+@given(
+    kind=st.sampled_from(sorted(ARRIVALS)),
+    rate=st.floats(0.01, 100),
+    other=st.floats(0.1, 10),
+    count=st.integers(1, 300),
+)
+def test_arrivals_are_as_many_as_asked_and_in_order(
+    kind: str, rate: float, other: float, count: int
+) -> None:
     arguments = [rate, other, other][: len(ARRIVALS[kind].model_fields)]
     trace = drawn(f"arrivals={kind}({', '.join(map(repr, arguments))}) requests={count} {SHORT}")
     at = [request.arrival_time for request in trace]
@@ -94,7 +130,9 @@ def test_arrivals_are_as_many_as_asked_and_in_order(kind: str, rate: float, othe
 
 
 def test_lengths_are_of_their_distribution() -> None:
-    trace = drawn("arrivals=poisson(9) requests=20000 prompt=lognormal(500, 1.2, most=4000) output=uniform(16, 32)")
+    trace = drawn(
+        "arrivals=poisson(9) requests=20000 prompt=lognormal(500, 1.2, most=4000) output=uniform(16, 32)"
+    )
     prompts = np.array([request.prompt_tokens for request in trace])
     assert np.median(prompts) == pytest.approx(500, rel=0.05)
     assert np.log(prompts[prompts < 500] / 500).std() > 0
@@ -106,7 +144,9 @@ def test_lengths_may_be_those_of_a_trace_in_pairs_or_apart(tmp_path: Path) -> No
     path = written(tmp_path, trace_files.SARATHI, "lengths.csv")
     pairs = drawn(f"arrivals=poisson(9) requests=200 lengths={path}")
     assert {(r.prompt_tokens, r.output_tokens) for r in pairs} == {(74, 918), (290, 905)}
-    apart = drawn(f"arrivals=poisson(9) requests=200 prompt=trace({path}, prompt) output=trace({path}, output)")
+    apart = drawn(
+        f"arrivals=poisson(9) requests=200 prompt=trace({path}, prompt) output=trace({path}, output)"
+    )
     assert len({(r.prompt_tokens, r.output_tokens) for r in apart}) == 4
 
 
@@ -117,9 +157,19 @@ def test_streams_stand_side_by_side_and_name_their_clients() -> None:
     assert clients["chat"] == 20
     assert clients["batch-0"] + clients["batch-1"] == 5
     assert {request.priority for request in trace if request.client == "chat"} == {-1}
-    assert {(request.deadline, request.ttft_deadline, request.tbt_s) for request in trace if request.client != "chat"} == {(60.0, 2.0, 0.1)}
-    assert {(request.deadline, request.ttft_deadline, request.tbt_s) for request in trace if request.client == "chat"} == {(None, None, None)}
-    assert [request.arrival_time for request in trace] == sorted(request.arrival_time for request in trace)
+    assert {
+        (request.deadline, request.ttft_deadline, request.tbt_s)
+        for request in trace
+        if request.client != "chat"
+    } == {(60.0, 2.0, 0.1)}
+    assert {
+        (request.deadline, request.ttft_deadline, request.tbt_s)
+        for request in trace
+        if request.client == "chat"
+    } == {(None, None, None)}
+    assert [request.arrival_time for request in trace] == sorted(
+        request.arrival_time for request in trace
+    )
 
 
 def test_no_two_requests_have_one_id() -> None:
@@ -136,15 +186,23 @@ def test_a_client_s_stream_is_the_same_next_to_any_other() -> None:
 
 
 def test_zipf_gives_the_first_client_the_most() -> None:
-    clients = Counter(r.client for r in drawn(f"arrivals=poisson(9) requests=6000 {SHORT} clients=zipf(3, 1)"))
-    assert [clients[f"client-{i}"] / 6000 for i in range(3)] == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.03)
+    clients = Counter(
+        r.client for r in drawn(f"arrivals=poisson(9) requests=6000 {SHORT} clients=zipf(3, 1)")
+    )
+    assert [clients[f"client-{i}"] / 6000 for i in range(3)] == pytest.approx(
+        [6 / 11, 3 / 11, 2 / 11], abs=0.03
+    )
 
 
 def test_each_turn_of_a_chat_begins_with_all_that_was_said_before() -> None:
-    trace = drawn("arrivals=poisson(1) requests=3 prompt=uniform(5, 9) output=uniform(2, 6) turns=3 think=20 system=7")
+    trace = drawn(
+        "arrivals=poisson(1) requests=3 prompt=uniform(5, 9) output=uniform(2, 6) turns=3 think=20 system=7"
+    )
     for chat in "012":
         turns = [request for request in trace if request.id.startswith(f"{chat}/")]
-        assert [b.arrival_time - a.arrival_time for a, b in pairwise(turns)] == pytest.approx([20, 20])
+        assert [b.arrival_time - a.arrival_time for a, b in pairwise(turns)] == pytest.approx(
+            [20, 20]
+        )
         said: list[int] = []
         for turn in turns:
             prompt = prompt_ids(turn, 1000).tolist()
@@ -157,8 +215,15 @@ def test_each_turn_of_a_chat_begins_with_all_that_was_said_before() -> None:
 
 
 def test_yaml_says_the_same(tmp_path: Path) -> None:
-    path = written(tmp_path, "arrivals: poisson(4)\nrequests: 9\nprompt: lognormal(90, 1)\noutput: 7\n", "load.yaml")
-    assert drawn(str(path)).requests == drawn("arrivals=poisson(4) requests=9 prompt=lognormal(90, 1) output=7").requests
+    path = written(
+        tmp_path,
+        "arrivals: poisson(4)\nrequests: 9\nprompt: lognormal(90, 1)\noutput: 7\n",
+        "load.yaml",
+    )
+    assert (
+        drawn(str(path)).requests
+        == drawn("arrivals=poisson(4) requests=9 prompt=lognormal(90, 1) output=7").requests
+    )
     path = written(
         tmp_path,
         "a: {arrivals: constant(4), requests: 9, prompt: 9, output: 7}\nb: {arrivals: at_once, requests: 1, prompt: 1, output: 1}\n",
@@ -170,33 +235,75 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"arrivals=poison(3) requests=1 {SHORT}", "arrivals: unknown 'poison', did you mean poisson?"),
-        (f"arrivals=poisson(-3) requests=1 {SHORT}", "rate: Input should be greater than 0; it is poisson(rate)"),
+        (
+            f"arrivals=poison(3) requests=1 {SHORT}",
+            "arrivals: unknown 'poison', did you mean poisson?",
+        ),
+        (
+            f"arrivals=poisson(-3) requests=1 {SHORT}",
+            "rate: Input should be greater than 0; it is poisson(rate)",
+        ),
         (f"arrivals=poisson(nan) requests=1 {SHORT}", "rate: Input should be a finite number"),
         (f"arrivals=poisson(1, 2) requests=1 {SHORT}", "expected at most 1 arguments (rate)"),
         (f"arrivals=poisson(1, rate=2) requests=1 {SHORT}", "rate is given twice"),
         (f"arrivals=poisson() requests=1 {SHORT}", "rate: Field required"),
         (f"arrivals=poisson(,) requests=1 {SHORT}", "an argument is empty"),
         (f"arrivals=ramp(1, 0, 5) duration=1 {SHORT}", "end must be above 0"),
-        (f"arrivals=poisson(3) {SHORT}", "the number of arrivals is missing: requests=1000, or duration=600"),
-        (f"arrivals=at_once duration=5 {SHORT}", "the number of arrivals is missing: requests=1000"),
+        (
+            f"arrivals=poisson(3) {SHORT}",
+            "the number of arrivals is missing: requests=1000, or duration=600",
+        ),
+        (
+            f"arrivals=at_once duration=5 {SHORT}",
+            "the number of arrivals is missing: requests=1000",
+        ),
         ("arrivals=poisson(3) requests=1 prompt=5", "lengths are missing"),
         (f"arrivals=poisson(3) requests=1 lengths=x.csv {SHORT}", "lengths are missing"),
         (f"requests=1 {SHORT}", "arrivals: Field required"),
         (f"arrivals=poisson(3) requests=0 {SHORT}", "requests: Input should be greater than 0"),
         (f"arrivals=poisson(3) requests=1e15 {SHORT}", "requests: Input should be a valid integer"),
-        (f"arrivals=poisson(3) requests=999999999999 {SHORT}", "requests: Input should be less than or equal to 10000000"),
-        (f"arrivals=poisson(1e9) duration=1e9 {SHORT}", "more than 10,000,000 would arrive in 1e+09 s"),
+        (
+            f"arrivals=poisson(3) requests=999999999999 {SHORT}",
+            "requests: Input should be less than or equal to 10000000",
+        ),
+        (
+            f"arrivals=poisson(1e9) duration=1e9 {SHORT}",
+            "more than 10,000,000 would arrive in 1e+09 s",
+        ),
         (f"arrivals=poisson(3) requests=1 {SHORT} turns=1e9", "more than 10,000,000 turns"),
-        ("arrivals=poisson(3) requests=1 prompt=1e12 output=1", "prompt: 1,000,000,000,000 tokens were drawn; the limit is 16,777,216"),
-        ("arrivals=poisson(3) requests=1 prompt=-3 output=1", "value: Input should be greater than or equal to 0"),
-        (f"arrivals=poisson(3) request=1 {SHORT}", "request: unknown key; there are arrivals, requests"),
-        ("arrivals=poisson(3) requests=1 prompt=uniform(5, 2) output=1", "high must be at least low (5)"),
-        ("arrivals=poisson(3) requests=1 prompt=long output=1", "prompt: distribution: unknown 'long'"),
+        (
+            "arrivals=poisson(3) requests=1 prompt=1e12 output=1",
+            "prompt: 1,000,000,000,000 tokens were drawn; the limit is 16,777,216",
+        ),
+        (
+            "arrivals=poisson(3) requests=1 prompt=-3 output=1",
+            "value: Input should be greater than or equal to 0",
+        ),
+        (
+            f"arrivals=poisson(3) request=1 {SHORT}",
+            "request: unknown key; there are arrivals, requests",
+        ),
+        (
+            "arrivals=poisson(3) requests=1 prompt=uniform(5, 2) output=1",
+            "high must be at least low (5)",
+        ),
+        (
+            "arrivals=poisson(3) requests=1 prompt=long output=1",
+            "prompt: distribution: unknown 'long'",
+        ),
         ("arrivals=poisson(3) requests=1 requests=2", "requests is given twice"),
-        ("arrivals=poisson(3 requests=1", "expected key=value, such as arrivals=poisson(4), at 'arrivals=poisson(3 requests=1'"),
-        (f"arrivals=poisson(3) requests=1 {SHORT}; arrivals=poisson(3) requests=1 {SHORT}", "two streams have no name"),
-        (f"arrivals=poisson(0.001) duration=1 {SHORT}", "expected at least one request, but none arrives in that time"),
+        (
+            "arrivals=poisson(3 requests=1",
+            "expected key=value, such as arrivals=poisson(4), at 'arrivals=poisson(3 requests=1'",
+        ),
+        (
+            f"arrivals=poisson(3) requests=1 {SHORT}; arrivals=poisson(3) requests=1 {SHORT}",
+            "two streams have no name",
+        ),
+        (
+            f"arrivals=poisson(0.001) duration=1 {SHORT}",
+            "expected at least one request, but none arrives in that time",
+        ),
         ("nothing.csv", "nothing.csv: can't be read"),
         ("nothing.yaml", "nothing.yaml: can't be read"),
     ],
@@ -247,11 +354,16 @@ def test_new_arrivals_leave_deadlines_as_far_away() -> None:
     for before, after in zip(old, new, strict=True):
         assert before.deadline is not None
         assert after.deadline is not None
-        assert after.deadline - after.arrival_time == pytest.approx(before.deadline - before.arrival_time)
+        assert after.deadline - after.arrival_time == pytest.approx(
+            before.deadline - before.arrival_time
+        )
 
 
 def test_a_spec_may_be_longer_than_the_name_of_a_file() -> None:
-    spec = "; ".join(f"client-{index}: arrivals=poisson(1) requests=2 prompt=uniform(10, 90) output=20" for index in range(100))
+    spec = "; ".join(
+        f"client-{index}: arrivals=poisson(1) requests=2 prompt=uniform(10, 90) output=20"
+        for index in range(100)
+    )
     assert len(load_workload(spec)) == 200
 
 

@@ -13,10 +13,14 @@ from dovetail_lab.writing import make_folder, write_whole
 def test_what_was_there_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     write_whole(tmp_path / "a.csv", "old\n")
     write_whole(tmp_path / "a.csv", "néw\n")
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.csv", "néw\n".encode())]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
+        ("a.csv", "néw\n".encode())
+    ]
 
 
-def test_an_interruption_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_whole(tmp_path / "a.csv", "old")
 
     def interrupted(self: Path, data: bytes) -> int:
@@ -37,10 +41,14 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_folder_that_cannot_be_written_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
-    with pytest.raises(ConfigError, match=r"--out: .*: can't be created or written to: Permission denied"):
+    with pytest.raises(
+        ConfigError, match=r"--out: .*: can't be created or written to: Permission denied"
+    ):
         make_folder(tmp_path / "new")

@@ -62,15 +62,48 @@ VTC_MEASURED = json.dumps(
         "result": {
             "num_abort": 1,
             "responses": [
-                {"adapter_dir": "a", "prompt_len": 13, "output_len": 9, "request_latency": 4.0, "first_token_latency": 1.0, "req_time": 2.0},
-                {"adapter_dir": "b", "prompt_len": 13, "output_len": 9, "request_latency": -1, "first_token_latency": -1, "req_time": 2.5},
-                {"adapter_dir": "a", "prompt_len": 14, "output_len": 8, "request_latency": 5.0, "first_token_latency": 1.5, "req_time": 3.0},
+                {
+                    "adapter_dir": "a",
+                    "prompt_len": 13,
+                    "output_len": 9,
+                    "request_latency": 4.0,
+                    "first_token_latency": 1.0,
+                    "req_time": 2.0,
+                },
+                {
+                    "adapter_dir": "b",
+                    "prompt_len": 13,
+                    "output_len": 9,
+                    "request_latency": -1,
+                    "first_token_latency": -1,
+                    "req_time": 2.5,
+                },
+                {
+                    "adapter_dir": "a",
+                    "prompt_len": 14,
+                    "output_len": 8,
+                    "request_latency": 5.0,
+                    "first_token_latency": 1.5,
+                    "req_time": 3.0,
+                },
             ],
         },
     }
 )
-_SERVE = {"total_input_tokens": 33, "input_lens": [11, 12, 10], "output_lens": [3, 0, 2], "errors": ["", "boom", ""]}
-BENCH_SERVE = json.dumps({**_SERVE, "start_times": [100.0, 100.5, 101.0], "ttfts": [0.5, 0.0, 0.25], "itls": [[0.1, 0.1], [], [0.2]]})
+_SERVE = {
+    "total_input_tokens": 33,
+    "input_lens": [11, 12, 10],
+    "output_lens": [3, 0, 2],
+    "errors": ["", "boom", ""],
+}
+BENCH_SERVE = json.dumps(
+    {
+        **_SERVE,
+        "start_times": [100.0, 100.5, 101.0],
+        "ttfts": [0.5, 0.0, 0.25],
+        "itls": [[0.1, 0.1], [], [0.2]],
+    }
+)
 BENCH_SERVE_WITHOUT_TIMES = json.dumps(_SERVE)
 SHAREGPT = json.dumps(
     [
@@ -86,7 +119,16 @@ SHAREGPT = json.dumps(
         {"id": "empty", "conversations": []},
     ]
 )
-OPENAI = json.dumps([{"messages": [{"role": "user", "content": "say something"}, {"role": "assistant", "content": "something"}]}])
+OPENAI = json.dumps(
+    [
+        {
+            "messages": [
+                {"role": "user", "content": "say something"},
+                {"role": "assistant", "content": "something"},
+            ]
+        }
+    ]
+)
 
 EVERY = {
     "azure": AZURE,

@@ -32,7 +32,11 @@ GEMMA_3_27B: dict[str, Any] = {
         "sliding_window": 1024,
         "query_pre_attn_scalar": 168,
     },
-    "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 27},
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "num_hidden_layers": 27,
+    },
 }
 GEMMA_2_9B: dict[str, Any] = {
     "model_type": "gemma2",
@@ -67,4 +71,10 @@ QWEN2_7B: dict[str, Any] = {
     "max_window_layers": 28,
     "use_sliding_window": False,
 }
-WINDOWED = {"gpt-oss-20b": GPT_OSS_20B, "Gemma-3-27b": GEMMA_3_27B, "Gemma-2-9b": GEMMA_2_9B, "Mistral-7B-v0.1": MISTRAL_7B, "Qwen2-7B": QWEN2_7B}
+WINDOWED = {
+    "gpt-oss-20b": GPT_OSS_20B,
+    "Gemma-3-27b": GEMMA_3_27B,
+    "Gemma-2-9b": GEMMA_2_9B,
+    "Mistral-7B-v0.1": MISTRAL_7B,
+    "Qwen2-7B": QWEN2_7B,
+}

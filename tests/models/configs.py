@@ -33,7 +33,9 @@ _factors = st.sampled_from([1.0, 1.5, 4.0, 32.0])
 def ropes() -> st.SearchStrategy[dict[str, Any]]:
     """All rope types that are implemented."""
     default = st.fixed_dictionaries({"rope_type": st.just("default"), "rope_theta": _thetas})
-    linear = st.fixed_dictionaries({"rope_type": st.just("linear"), "rope_theta": _thetas, "factor": _factors})
+    linear = st.fixed_dictionaries(
+        {"rope_type": st.just("linear"), "rope_theta": _thetas, "factor": _factors}
+    )
     llama3 = st.fixed_dictionaries(
         {
             "rope_type": st.just("llama3"),
@@ -137,7 +139,13 @@ def latent_configs(draw: st.DrawFn) -> Any:
     if fields["q_lora_rank"] is not None:
         fields["attention_bias"] = draw(st.booleans())
     if kind is Glm4MoeLiteConfig:
-        fields["mlp_layer_types"] = draw(st.lists(st.sampled_from(["dense", "sparse"]), min_size=fields["num_hidden_layers"], max_size=3))
+        fields["mlp_layer_types"] = draw(
+            st.lists(
+                st.sampled_from(["dense", "sparse"]),
+                min_size=fields["num_hidden_layers"],
+                max_size=3,
+            )
+        )
         fields["mlp_layer_types"] = fields["mlp_layer_types"][: fields["num_hidden_layers"]]
     else:
         fields["first_k_dense_replace"] = draw(st.integers(0, 2))
@@ -152,7 +160,11 @@ def latent_configs(draw: st.DrawFn) -> Any:
 def glm4_moe_configs(draw: st.DrawFn) -> Glm4MoeConfig:
     fields = draw(_common(own_head_size=True)) | {"head_dim": draw(st.sampled_from([4, 8]))}
     groups, kept, size = draw(st.sampled_from([(1, 1, 4), (2, 1, 2), (3, 2, 2)]))
-    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0]))}
+    fields["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0])),
+    }
     return Glm4MoeConfig(
         **fields,
         attention_bias=draw(st.booleans()),
@@ -189,7 +201,11 @@ def mistral_configs(draw: st.DrawFn) -> MistralConfig:
 @st.composite
 def ministral_configs(draw: st.DrawFn) -> MinistralConfig:
     fields = draw(_common(own_head_size=True))
-    return MinistralConfig(**fields, sliding_window=draw(st.sampled_from([1, 3, 8])), layer_types=draw(_layer_types(fields)))
+    return MinistralConfig(
+        **fields,
+        sliding_window=draw(st.sampled_from([1, 3, 8])),
+        layer_types=draw(_layer_types(fields)),
+    )
 
 
 @st.composite
@@ -206,7 +222,10 @@ def gemma_configs(draw: st.DrawFn) -> Any:
     }
     if draw(st.booleans()):
         return Gemma2Config(**fields, attn_logit_softcapping=draw(caps))
-    fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": draw(ropes())}
+    fields["rope_parameters"] = {
+        "full_attention": fields["rope_parameters"],
+        "sliding_attention": draw(ropes()),
+    }
     return Gemma3TextConfig(**fields)
 
 
@@ -214,23 +233,37 @@ def gemma_configs(draw: st.DrawFn) -> Any:
 def gemma4_configs(draw: st.DrawFn) -> Any:
     """Gemma 4, text: with layers that share K and V, and without; with embeddings for each layer, and without."""
     fields = draw(_common(own_head_size=True))
-    kinds = draw(st.sampled_from([["full_attention"], ["sliding_attention", "full_attention"]])) * draw(st.integers(1, 2))
-    partial = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": draw(st.sampled_from([0.25, 0.5, 1.0]))}
+    kinds = draw(
+        st.sampled_from([["full_attention"], ["sliding_attention", "full_attention"]])
+    ) * draw(st.integers(1, 2))
+    partial = {
+        "rope_type": "proportional",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": draw(st.sampled_from([0.25, 0.5, 1.0])),
+    }
     fields |= {
         "num_hidden_layers": len(kinds),
         "layer_types": kinds,
-        "num_kv_shared_layers": draw(st.integers(0, len(kinds) // 2)) if len(kinds) != 2 or len(set(kinds)) == 1 else 0,
+        "num_kv_shared_layers": draw(st.integers(0, len(kinds) // 2))
+        if len(kinds) != 2 or len(set(kinds)) == 1
+        else 0,
         "use_double_wide_mlp": draw(st.booleans()),
         "sliding_window": draw(st.sampled_from([1, 3, 8])),
         "global_head_dim": draw(st.sampled_from([4, 8])),
         "attention_k_eq_v": draw(st.booleans()),
         "num_global_key_value_heads": draw(st.sampled_from([None, 1])),
-        "rope_parameters": {"full_attention": partial, "sliding_attention": fields["rope_parameters"]},
+        "rope_parameters": {
+            "full_attention": partial,
+            "sliding_attention": fields["rope_parameters"],
+        },
         "final_logit_softcapping": draw(st.sampled_from([None, 3.0])),
     }
     if draw(st.booleans()):
         return Gemma4UnifiedTextConfig(**fields)
-    inputs = {"hidden_size_per_layer_input": draw(st.sampled_from([0, 4])), "vocab_size_per_layer_input": fields["vocab_size"] + 3}
+    inputs = {
+        "hidden_size_per_layer_input": draw(st.sampled_from([0, 4])),
+        "vocab_size_per_layer_input": fields["vocab_size"] + 3,
+    }
     return Gemma4TextConfig(**fields, **inputs)
 
 
@@ -239,8 +272,20 @@ def hybrid_configs(draw: st.DrawFn) -> Any:
     """Models with recurrent layers: all sizes that relate to each other, biases, multipliers, and mixtures."""
     kind = draw(st.sampled_from(list(FAMILIES)))
     eps = "layer_norm_epsilon" if kind == "nemotron_h" else "rms_norm_eps"
-    layers = draw(st.permutations(["linear_attention", "full_attention", draw(st.sampled_from(["linear_attention", "full_attention"]))]))
-    fields: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": layers, "attention_bias": draw(st.booleans())}
+    layers = draw(
+        st.permutations(
+            [
+                "linear_attention",
+                "full_attention",
+                draw(st.sampled_from(["linear_attention", "full_attention"])),
+            ]
+        )
+    )
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "layer_types": layers,
+        "attention_bias": draw(st.booleans()),
+    }
     fields[eps] = 1e-2  # the gated norm of a few small numbers multiplies their rounding otherwise
     if "granite" not in kind and "nemotron" not in kind:
         keys = draw(st.integers(1, 3))
@@ -257,7 +302,9 @@ def hybrid_configs(draw: st.DrawFn) -> Any:
     if kind == "nemotron_h":
         del fields["attention_bias"], fields["layer_types"], fields["num_hidden_layers"]
         fields |= {
-            "layers_block_type": draw(st.permutations(["linear_attention", "full_attention", "mlp", "moe"])),
+            "layers_block_type": draw(
+                st.permutations(["linear_attention", "full_attention", "mlp", "moe"])
+            ),
             "mamba_num_heads": heads,
             "n_groups": groups,
             "mamba_head_dim": draw(st.sampled_from([3, 8])),
@@ -286,19 +333,42 @@ def hybrid_configs(draw: st.DrawFn) -> Any:
 @st.composite
 def _layer_types(draw: st.DrawFn, fields: dict[str, Any]) -> list[str]:
     count = fields["num_hidden_layers"]
-    return draw(st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=count, max_size=count))
+    return draw(
+        st.lists(
+            st.sampled_from(["full_attention", "sliding_attention"]), min_size=count, max_size=count
+        )
+    )
 
 
 def _some_windows() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
-        {"use_sliding_window": st.booleans(), "sliding_window": st.sampled_from([1, 3, 8]), "max_window_layers": st.integers(0, 3)}
+        {
+            "use_sliding_window": st.booleans(),
+            "sliding_window": st.sampled_from([1, 3, 8]),
+            "max_window_layers": st.integers(0, 3),
+        }
     )
 
 
 def _whole_window() -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({"use_sliding_window": st.booleans(), "sliding_window": st.sampled_from([1, 3, 8])})
+    return st.fixed_dictionaries(
+        {"use_sliding_window": st.booleans(), "sliding_window": st.sampled_from([1, 3, 8])}
+    )
 
 
 def configs() -> st.SearchStrategy[Any]:
-    one_window = (qwen3_moe_configs(), glm4_moe_configs(), latent_configs(), llama_configs(), mistral_configs())
-    return st.one_of(*one_window, qwen2_configs(), qwen3_configs(), ministral_configs(), gemma_configs(), gemma4_configs())
+    one_window = (
+        qwen3_moe_configs(),
+        glm4_moe_configs(),
+        latent_configs(),
+        llama_configs(),
+        mistral_configs(),
+    )
+    return st.one_of(
+        *one_window,
+        qwen2_configs(),
+        qwen3_configs(),
+        ministral_configs(),
+        gemma_configs(),
+        gemma4_configs(),
+    )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GraniteMoeHybridConfig, NemotronHConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    NemotronHConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 MAX_LEN = 256
 SHAPE: dict[str, Any] = {
@@ -25,19 +31,41 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 ALIKE = {"shared_expert_intermediate_size": 24}  # so that it is computed with the other experts
-MULTIPLIERS = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 0.5}
+MULTIPLIERS = {
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 PATTERN = ["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe"]
 
 
 def qwen3_next(**fields: Any) -> Any:
-    return Qwen3NextConfig(**{**SHAPE, **DELTA, **EXPERTS, **ALIKE, "intermediate_size": 40, "mlp_only_layers": [1], **fields})
+    return Qwen3NextConfig(
+        **{
+            **SHAPE,
+            **DELTA,
+            **EXPERTS,
+            **ALIKE,
+            "intermediate_size": 40,
+            "mlp_only_layers": [1],
+            **fields,
+        }
+    )
 
 
 def qwen3_5(**fields: Any) -> Any:
-    return Qwen3_5TextConfig(**{**SHAPE, **DELTA, "intermediate_size": 40, "tie_word_embeddings": True, **fields})
+    return Qwen3_5TextConfig(
+        **{**SHAPE, **DELTA, "intermediate_size": 40, "tie_word_embeddings": True, **fields}
+    )
 
 
 def qwen3_5_moe(**fields: Any) -> Any:
@@ -45,19 +73,51 @@ def qwen3_5_moe(**fields: Any) -> Any:
 
 
 def nemotron_h(**fields: Any) -> Any:
-    sizes = {"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 2, "head_dim": 8, "intermediate_size": 40}
-    experts = {"n_routed_experts": 6, "n_group": 2, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
-    return NemotronHConfig(**{**SHAPE, **sizes, **experts, "routed_scaling_factor": 2.5, "layers_block_type": PATTERN, **fields})
+    sizes = {
+        "ssm_state_size": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+    }
+    experts = {
+        "n_routed_experts": 6,
+        "n_group": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 20,
+    }
+    return NemotronHConfig(
+        **{
+            **SHAPE,
+            **sizes,
+            **experts,
+            "routed_scaling_factor": 2.5,
+            "layers_block_type": PATTERN,
+            **fields,
+        }
+    )
 
 
 def granite(**fields: Any) -> Any:
     kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-    sizes = {"num_hidden_layers": 4, "intermediate_size": 24, "shared_intermediate_size": 20, "num_local_experts": 4, "layer_types": kinds}
+    sizes = {
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+        "shared_intermediate_size": 20,
+        "num_local_experts": 4,
+        "layer_types": kinds,
+    }
     return GraniteMoeHybridConfig(**{**SHAPE, **sizes, **MAMBA, **MULTIPLIERS, **fields})
 
 
 def granite_dense(**fields: Any) -> Any:
-    dense = {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True, "mamba_n_groups": 2}
+    dense = {
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+        "mamba_n_groups": 2,
+    }
     return granite(**{**dense, **fields})
 
 

@@ -32,8 +32,17 @@ from tests.models.tiny_configs import PLACEHOLDER, random_model, tiny, tiny_whol
 PAGE = Path(__file__).parents[2] / "docs" / "model-types.md"
 MOST_PARAMETERS = 30_000_000
 TOKENS = 8
-PROMPTS = ([5, 6, 7], list(range(3, 43)), [*range(3, 91), *range(40)], [9])  # the third is 8 windows long
-SETTINGS: Mapping[str, Any] = {"dtype": "float32", "max_model_len": 160, "executor": {"name": "local", "num_blocks": 1200}}
+PROMPTS = (
+    [5, 6, 7],
+    list(range(3, 43)),
+    [*range(3, 91), *range(40)],
+    [9],
+)  # the third is 8 windows long
+SETTINGS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 160,
+    "executor": {"name": "local", "num_blocks": 1200},
+}
 PUBLISHED = {  # by type: names of classes in published checkpoints that transformers spells otherwise
     "exaone_moe": "ExaoneMoEForCausalLM",
     "mpt": "MPTForCausalLM",
@@ -71,7 +80,9 @@ def greedy_tokens(model: Any) -> torch.Tensor:
 def greedy(model: torch.nn.Module, prompt: list[int]) -> list[tuple[int, float]]:
     ids, found = list(prompt), list[tuple[int, float]]()
     for _ in range(TOKENS):
-        logprobs = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+        logprobs = (
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+        )
         token = int(logprobs[:PLACEHOLDER].argmax())
         ids.append(token)
         found.append((token, float(logprobs[token])))
@@ -82,11 +93,24 @@ def served_tokens(directory: Path) -> torch.Tensor:
     """Return the same, computed in steps of 16 tokens."""
     with LLM(str(directory), **SETTINGS, max_num_batched_tokens=16) as llm:
         params = SamplingParams(
-            temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0, allowed_token_ids=list(range(PLACEHOLDER))
+            temperature=0,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            allowed_token_ids=list(range(PLACEHOLDER)),
         )
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False
+        )
     samples = [output.outputs[0] for output in outputs]
-    found = [[(token, by_id[token].logprob) for token, by_id in zip(one.token_ids, one.logprobs, strict=True)] for one in samples]
+    found = [
+        [
+            (token, by_id[token].logprob)
+            for token, by_id in zip(one.token_ids, one.logprobs, strict=True)
+        ]
+        for one in samples
+    ]
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -102,16 +126,36 @@ def served_embeddings(directory: Path) -> torch.Tensor:
     return torch.tensor([output.outputs.embedding for output in outputs])
 
 
-VISION = Family(known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, AutoModelForImageTextToText, tiny_whole, greedy_tokens, served_tokens)
+VISION = Family(
+    known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    AutoModelForImageTextToText,
+    tiny_whole,
+    greedy_tokens,
+    served_tokens,
+)
 ENCODERS = Family(
-    {name: known.MODEL_MAPPING_NAMES[name] for name in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES if name in known.MODEL_MAPPING_NAMES},
+    {
+        name: known.MODEL_MAPPING_NAMES[name]
+        for name in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        if name in known.MODEL_MAPPING_NAMES
+    },
     AutoModel,
     tiny,
     mean_states,
     served_embeddings,
 )
-CAUSAL = Family(known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM, tiny, greedy_tokens, served_tokens)
-FAMILIES = {"Causal language models": CAUSAL, "Vision-language models": VISION, "Encoders": ENCODERS}
+CAUSAL = Family(
+    known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    AutoModelForCausalLM,
+    tiny,
+    greedy_tokens,
+    served_tokens,
+)
+FAMILIES = {
+    "Causal language models": CAUSAL,
+    "Vision-language models": VISION,
+    "Encoders": ENCODERS,
+}
 
 
 def family_of(model_type: str) -> Family:
@@ -125,9 +169,14 @@ def published_as(model_type: str) -> str:
     if model_type in PUBLISHED:
         return PUBLISHED[model_type]
     name: str = family_of(model_type).classes[model_type]
-    whose, config = getattr(transformers, name).config_class, transformers.CONFIG_MAPPING[model_type]
+    whose, config = (
+        getattr(transformers, name).config_class,
+        transformers.CONFIG_MAPPING[model_type],
+    )
     stem, of_class = (one.__name__.removesuffix("Config") for one in (config, whose))
-    is_own = whose is config or not name.startswith(of_class) or config.model_type == whose.model_type
+    is_own = (
+        whose is config or not name.startswith(of_class) or config.model_type == whose.model_type
+    )
     return name if is_own else stem + name.removeprefix(of_class)
 
 
@@ -137,12 +186,18 @@ def save_as_published(reference: Any, model_type: str, directory: Path) -> None:
     name, file = published_as(model_type), directory / "config.json"
     if model_type in MISNAMED:
         tensors = load_file(directory / "model.safetensors")
-        save_file({key.replace(*MISNAMED[model_type]): one for key, one in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+        save_file(
+            {key.replace(*MISNAMED[model_type]): one for key, one in tensors.items()},
+            directory / "model.safetensors",
+            {"format": "pt"},
+        )
     fields = json.loads(file.read_text(encoding="utf-8"))
     if fields["architectures"] != [name]:
         fields["architectures"] = [name]
         fields["auto_map"] = {"AutoModelForCausalLM": f"modeling_{model_type}.{name}"}
-    fields["is_encoder_decoder"] = transformers.CONFIG_MAPPING[model_type]().is_encoder_decoder  # which a decoder by itself leaves out
+    fields["is_encoder_decoder"] = transformers.CONFIG_MAPPING[
+        model_type
+    ]().is_encoder_decoder  # which a decoder by itself leaves out
     file.write_text(json.dumps(fields), encoding="utf-8")
 
 
@@ -153,7 +208,9 @@ def verdict(model_type: str) -> str:
     try:
         config = family.config(model_type)
         with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in family.auto.from_config(config).parameters())
+            size = sum(
+                parameter.numel() for parameter in family.auto.from_config(config).parameters()
+            )
         if size > MOST_PARAMETERS:
             return NOT_TRIED
         reference = with_scaled_logits(random_model(config, auto=family.auto))
@@ -163,7 +220,10 @@ def verdict(model_type: str) -> str:
         expected = family.expected(reference)
     except Exception:
         expected = None  # it may be refused for a reason nevertheless
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/cache"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/cache"),
+    ):
         directory = Path(folder) / "model"
         save_as_published(reference, model_type, directory)
         try:
@@ -190,7 +250,14 @@ def with_scaled_logits(model: Any) -> Any:
 def native_name(directory: Path) -> str | None:
     """Return the name of the native component that serves a checkpoint; None if transformers' code does."""
     serving = type(find_architecture(directory, MODELS).arch)
-    return next((target.name.partition(":")[2] for target in MODELS if target.load() is serving and target.architectures != ("*",)), None)
+    return next(
+        (
+            target.name.partition(":")[2]
+            for target in MODELS
+            if target.load() is serving and target.architectures != ("*",)
+        ),
+        None,
+    )
 
 
 def reason_of(message: str, directory: str) -> str:
@@ -200,7 +267,9 @@ def reason_of(message: str, directory: str) -> str:
 
 
 def page(verdicts: Mapping[str, str]) -> str:
-    native, exact = (sum(one.startswith(kind) for one in verdicts.values()) for kind in ("native", EXACT))
+    native, exact = (
+        sum(one.startswith(kind) for one in verdicts.values()) for kind in ("native", EXACT)
+    )
     return f"""# Model types
 
 Generated by `python -m tests.models.model_types` with transformers {transformers.__version__}: {len(verdicts)} types,
@@ -219,7 +288,11 @@ Of vision-language models the text is served, see [Models](models.md#text-of-vis
 
 
 def section(title: str, family: Family, verdicts: Mapping[str, str]) -> str:
-    rows = "\n".join(f"| `{name}` | {one} |" for name, one in sorted(verdicts.items()) if family_of(name) is family)
+    rows = "\n".join(
+        f"| `{name}` | {one} |"
+        for name, one in sorted(verdicts.items())
+        if family_of(name) is family
+    )
     return f"""
 ## {title}
 
@@ -237,7 +310,9 @@ def rows_of(text: str) -> dict[str, str]:
 def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    names = sys.argv[1:] or sorted({name for family in FAMILIES.values() for name in family.classes})
+    names = sys.argv[1:] or sorted(
+        {name for family in FAMILIES.values() for name in family.classes}
+    )
     verdicts = rows_of(PAGE.read_text(encoding="utf-8")) if sys.argv[1:] else {}
     for name in names:
         verdicts[name] = verdict(name)

@@ -19,7 +19,10 @@ from dovetail_models import dovetail_components
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-MODELS = tuple(ComponentRef("model", f"dovetail:{spec.name}", spec.target, architectures=spec.architectures) for spec in dovetail_components())
+MODELS = tuple(
+    ComponentRef("model", f"dovetail:{spec.name}", spec.target, architectures=spec.architectures)
+    for spec in dovetail_components()
+)
 BY_TYPE = {target.name.partition(":")[2]: target for target in MODELS}
 
 
@@ -28,7 +31,10 @@ class DenseAttention(AttentionLayer):
 
     def __init__(self, spec: LayerSpec, of: DenseAttention | None = None) -> None:
         self.spec, self._of = spec, of
-        self.keys, self.values = torch.zeros(0, spec.kv_heads, spec.head_size), torch.zeros(0, spec.kv_heads, spec.out_size)
+        self.keys, self.values = (
+            torch.zeros(0, spec.kv_heads, spec.head_size),
+            torch.zeros(0, spec.kv_heads, spec.out_size),
+        )
 
     def bind(self, cache: LayerCache) -> None:
         raise NotImplementedError("K and V are kept here")
@@ -43,11 +49,15 @@ class DenseAttention(AttentionLayer):
         return plain(q, kept.keys, kept.values, rules, q.dtype).to(q.dtype)
 
 
-def context(parallel: ParallelGroup = SINGLE, make_attention: Any = None, **fields: Any) -> BuildContext:
+def context(
+    parallel: ParallelGroup = SINGLE, make_attention: Any = None, **fields: Any
+) -> BuildContext:
     layers: dict[int, DenseAttention] = {}
 
     def make(spec: LayerSpec) -> DenseAttention:
-        layers[spec.index] = DenseAttention(spec, None if spec.shares is None else layers[spec.shares])
+        layers[spec.index] = DenseAttention(
+            spec, None if spec.shares is None else layers[spec.shares]
+        )
         return layers[spec.index]
 
     return BuildContext(parallel, torch.float32, CPU, make_attention or make, **fields)
@@ -66,7 +76,9 @@ def reference(config: Any, seed: int = 0) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
@@ -80,7 +92,9 @@ def checkpoint_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint of transformers' `model` holds."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    held = revert_weight_conversion(model, model.state_dict())  # a mixture's experts have tensors of their own
+    held = revert_weight_conversion(
+        model, model.state_dict()
+    )  # a mixture's experts have tensors of their own
     tensors = {name: value.detach().clone() for name, value in held.items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
@@ -95,10 +109,15 @@ def fill(model: Any, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def run(model: Any, token_ids: torch.Tensor, chunks: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    model: Any, token_ids: torch.Tensor, chunks: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states and logits of one sequence, computed whole or in chunks of these lengths (which add up)."""
     positions = torch.arange(len(token_ids))
-    steps = zip(*(torch.split(x, list(chunks or (len(token_ids),))) for x in (token_ids, positions)), strict=True)
+    steps = zip(
+        *(torch.split(x, list(chunks or (len(token_ids),))) for x in (token_ids, positions)),
+        strict=True,
+    )
     hidden = torch.cat([model(ids, at) for ids, at in steps])
     return hidden, model.logits(hidden)
 

@@ -36,12 +36,16 @@ def save(directory: Path, kind: str, *, seed: int = 0, **fields: Any) -> Any:
     model = getattr(transformers, kind)(config_class(**{**SIZES, **fields})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name.lower() and "bias" not in name else 0.0, std=0.15)
+            parameter.normal_(
+                mean=1.0 if "norm" in name.lower() and "bias" not in name else 0.0, std=0.15
+            )
     model.save_pretrained(directory)
     return model
 
 
-def sentence_transformer(directory: Path, *modules: str, pooling: dict[str, Any] | None = None, **files: dict[str, Any]) -> None:
+def sentence_transformer(
+    directory: Path, *modules: str, pooling: dict[str, Any] | None = None, **files: dict[str, Any]
+) -> None:
     """Add sentence-transformers' files: `modules` after the transformer, with the config of Pooling, and others by their names."""
     kinds = ("Transformer", *modules)
     paths = ["" if index == 0 else f"{index}_{kind}" for index, kind in enumerate(kinds)]
@@ -53,19 +57,39 @@ def sentence_transformer(directory: Path, *modules: str, pooling: dict[str, Any]
     for kind, path in zip(kinds, paths, strict=True):
         if kind == "Pooling":
             (directory / path).mkdir()
-            (directory / path / "config.json").write_text(json.dumps(pooling or {"word_embedding_dimension": 48, "pooling_mode_lasttoken": True}))
+            (directory / path / "config.json").write_text(
+                json.dumps(
+                    pooling or {"word_embedding_dimension": 48, "pooling_mode_lasttoken": True}
+                )
+            )
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
 
 
-def dense(directory: Path, inner: int, outer: int, activation: str = "Tanh", *, bias: bool = True, **fields: Any) -> torch.nn.Linear:
+def dense(
+    directory: Path,
+    inner: int,
+    outer: int,
+    activation: str = "Tanh",
+    *,
+    bias: bool = True,
+    **fields: Any,
+) -> torch.nn.Linear:
     """Save a layer as sentence-transformers does, and return it."""
     torch.manual_seed(outer)
     layer = torch.nn.Linear(inner, outer, bias=bias)
     directory.mkdir()
-    config = {"in_features": inner, "out_features": outer, "bias": bias, "activation_function": f"torch.nn.modules.activation.{activation}"}
+    config = {
+        "in_features": inner,
+        "out_features": outer,
+        "bias": bias,
+        "activation_function": f"torch.nn.modules.activation.{activation}",
+    }
     (directory / "config.json").write_text(json.dumps({**config, **fields}))
-    save_file({f"linear.{name}": tensor for name, tensor in layer.state_dict().items()}, directory / "model.safetensors")
+    save_file(
+        {f"linear.{name}": tensor for name, tensor in layer.state_dict().items()},
+        directory / "model.safetensors",
+    )
     return layer
 
 

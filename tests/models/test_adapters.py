@@ -52,11 +52,23 @@ SHARED = {
     "layer_types": ["full_attention", "full_attention"],
 }
 FAMILIES = {
-    "DeepseekV3ForCausalLM": (LATENT, ("kv_b_proj", "kv_a_proj_with_mqa", "q_proj", "o_proj", "shared_experts.up_proj")),
+    "DeepseekV3ForCausalLM": (
+        LATENT,
+        ("kv_b_proj", "kv_a_proj_with_mqa", "q_proj", "o_proj", "shared_experts.up_proj"),
+    ),
     "DeepseekV2ForCausalLM": ({**LATENT, "q_lora_rank": 12}, ("kv_b_proj", "q_b_proj")),
-    "LlamaForCausalLM": ({"num_key_value_heads": 2, "tie_word_embeddings": False}, ("lm_head", "q_proj")),
-    "Qwen3ForCausalLM": ({"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}, ("lm_head",)),
-    "Qwen3NextForCausalLM": (SHARED, ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")),
+    "LlamaForCausalLM": (
+        {"num_key_value_heads": 2, "tie_word_embeddings": False},
+        ("lm_head", "q_proj"),
+    ),
+    "Qwen3ForCausalLM": (
+        {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+        ("lm_head",),
+    ),
+    "Qwen3NextForCausalLM": (
+        SHARED,
+        ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"),
+    ),
 }
 
 
@@ -71,19 +83,44 @@ def test_an_adapter_changes_answers_as_merged_weights_do(family: str, tmp_path: 
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.15)
     model.save_pretrained(tmp_path / "model")
-    linear = {name: one for name, one in model.named_modules() if name.endswith(targets) and isinstance(one, torch.nn.Linear)}
-    assert {target for target in targets if any(name.endswith(target) for name in linear)} == set(targets)
-    weights = {name: 0.3 * array for name, array in weights_of({name: (one.in_features, one.out_features) for name, one in linear.items()}).items()}
+    linear = {
+        name: one
+        for name, one in model.named_modules()
+        if name.endswith(targets) and isinstance(one, torch.nn.Linear)
+    }
+    assert {target for target in targets if any(name.endswith(target) for name in linear)} == set(
+        targets
+    )
+    weights = {
+        name: 0.3 * array
+        for name, array in weights_of(
+            {name: (one.in_features, one.out_features) for name, one in linear.items()}
+        ).items()
+    }
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    folder = write_adapter(tmp_path / "adapter", config_of(target_modules=ends), weights)  # of rank 4 and alpha 8
-    params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0, logprobs=0, detokenize=False)
-    with LLM(str(tmp_path / "model"), dtype="float32", enable_lora=True, max_model_len=32, num_kvcache_blocks=20) as llm:
+    folder = write_adapter(
+        tmp_path / "adapter", config_of(target_modules=ends), weights
+    )  # of rank 4 and alpha 8
+    params = SamplingParams(
+        temperature=0, max_tokens=5, prompt_logprobs=0, logprobs=0, detokenize=False
+    )
+    with LLM(
+        str(tmp_path / "model"),
+        dtype="float32",
+        enable_lora=True,
+        max_model_len=32,
+        num_kvcache_blocks=20,
+    ) as llm:
         adapter = LoRARequest("x", 1, str(folder))
         found = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[adapter, None])
         plain = llm.generate(PROMPTS, params, use_tqdm=False)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # it may be the embedding's
+    model.lm_head.weight = torch.nn.Parameter(
+        model.lm_head.weight.clone()
+    )  # it may be the embedding's
     for name, module in linear.items():
-        a, b = (torch.tensor(weights[f"base_model.model.{name}.lora_{side}.weight"]) for side in "AB")
+        a, b = (
+            torch.tensor(weights[f"base_model.model.{name}.lora_{side}.weight"]) for side in "AB"
+        )
         module.weight.data += 2 * b @ a
     expected = logprobs(model, PROMPTS[0], list(found[0].outputs[0].token_ids))
     np.testing.assert_allclose(told(found[0]), expected, atol=1e-3)

@@ -24,7 +24,9 @@ def reasons(**fields: Any) -> list[str]:
 
 
 def test_each_field_that_all_configs_have_is_in_the_table() -> None:
-    names = {field.name for field in dataclasses.fields(PretrainedConfig)} | vars(PretrainedConfig()).keys()
+    names = {field.name for field in dataclasses.fields(PretrainedConfig)} | vars(
+        PretrainedConfig()
+    ).keys()
     assert not [name for name in names if KEYS.rule(name) is None]
 
 
@@ -34,7 +36,11 @@ def test_each_field_of_a_native_models_class_is_handled_or_refused(model_type: s
     arch, common = NATIVE[model_type], vars(LlamaConfig())
     handled = arch.handled | {arch.activation_field} | common.keys()
     fields = vars(CONFIG_MAPPING[model_type]())
-    assert not {name: value for name, value in fields.items() if value and name not in handled and KEYS.rule(name) is None}
+    assert not {
+        name: value
+        for name, value in fields.items()
+        if value and name not in handled and KEYS.rule(name) is None
+    }
 
 
 def test_fields_of_single_layers_are_refused() -> None:
@@ -42,11 +48,20 @@ def test_fields_of_single_layers_are_refused() -> None:
     assert "_heterogeneity_spec" in reason
 
 
-@pytest.mark.parametrize("field", [{"clip_qkv": 8.0}, {"_scale": 2.0}, {"is_encoder_decoder": True}])
+@pytest.mark.parametrize(
+    "field", [{"clip_qkv": 8.0}, {"_scale": 2.0}, {"is_encoder_decoder": True}]
+)
 def test_a_field_that_no_code_reads_is_refused_by_name(field: dict[str, Any]) -> None:
     [reason] = reasons(**field)
     assert reason.startswith(f"{next(iter(field))} = ")
 
 
 def test_a_field_that_is_off_or_without_effect_is_accepted() -> None:
-    assert not reasons(clip_qkv=None, use_mrope=False, temperature=0.3, initializer_range=0.5, unsloth_fixed=True, attention_dropout=0.5)
+    assert not reasons(
+        clip_qkv=None,
+        use_mrope=False,
+        temperature=0.3,
+        initializer_range=0.5,
+        unsloth_fixed=True,
+        attention_dropout=0.5,
+    )

@@ -21,11 +21,15 @@ def a_pair(config: Any, seed: int) -> tuple[Any, Any]:
 
 
 def some_tokens(config: Any, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, theirs.abs().max().item()), rtol=1e-4)
+    torch.testing.assert_close(
+        ours, theirs, atol=1e-4 * max(1.0, theirs.abs().max().item()), rtol=1e-4
+    )
 
 
 @given(config=configs(), length=st.integers(1, MAX_LEN), seed=st.integers(0, 99))

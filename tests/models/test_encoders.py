@@ -23,10 +23,19 @@ from tests.models.test_pooling import PROMPTS, agree, pooled, started
 from tests.rounding import assert_rounded
 from tests.runtime.demo import DEMO, context
 
-WINDOWED: dict[str, Any] = {"local_attention": 6, "num_hidden_layers": 4, **dict.fromkeys(("cls_token_id", "sep_token_id"), 2)}
+WINDOWED: dict[str, Any] = {
+    "local_attention": 6,
+    "num_hidden_layers": 4,
+    **dict.fromkeys(("cls_token_id", "sep_token_id"), 2),
+}
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
 ROBERTA: dict[str, Any] = {"pad_token_id": 1, "max_position_embeddings": 66}
-ENCODERS: dict[str, dict[str, Any]] = {"Bert": {}, "Roberta": ROBERTA, "XLMRoberta": ROBERTA, "ModernBert": WINDOWED}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": {},
+    "Roberta": ROBERTA,
+    "XLMRoberta": ROBERTA,
+    "ModernBert": WINDOWED,
+}
 
 
 def saved(directory: Path, family: str, head: str = "Model", **fields: Any) -> Any:
@@ -39,18 +48,34 @@ def test_an_encoder_embeds_by_the_mean_of_its_states(family: str, tmp_path: Path
     with started(tmp_path) as bench:
         can = bench.capacity.pooling
         assert can is not None
-        assert (can.tasks, can.method, can.generates, can.indivisible) == (("embed", "token_embed"), "mean", False, True)
+        assert (can.tasks, can.method, can.generates, can.indivisible) == (
+            ("embed", "token_embed"),
+            "mean",
+            False,
+            True,
+        )
         assert all(can.needs_all_states(task) for task in can.tasks)
-        agree(pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(states(model, tokens).mean(0), dim=-1))
-        agree(pooled(bench, RowPooling("token_embed", activate=False)), lambda tokens: states(model, tokens))
+        agree(
+            pooled(bench, RowPooling("embed")),
+            lambda tokens: F.normalize(states(model, tokens).mean(0), dim=-1),
+        )
+        agree(
+            pooled(bench, RowPooling("token_embed", activate=False)),
+            lambda tokens: states(model, tokens),
+        )
     with started(tmp_path, pooling={"method": "cls"}) as bench:
-        agree(pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(states(model, tokens)[0], dim=-1))
+        agree(
+            pooled(bench, RowPooling("embed")),
+            lambda tokens: F.normalize(states(model, tokens)[0], dim=-1),
+        )
 
 
 @pytest.mark.parametrize("family", ENCODERS)
 @pytest.mark.parametrize("labels", [1, 3])
 def test_a_classifier_scores_as_transformers_does(family: str, labels: int, tmp_path: Path) -> None:
-    fields = {"classifier_pooling": "mean" if labels == 1 else "cls"} if family == "ModernBert" else {}
+    fields = (
+        {"classifier_pooling": "mean" if labels == 1 else "cls"} if family == "ModernBert" else {}
+    )
     model = saved(tmp_path, family, "ForSequenceClassification", num_labels=labels, **fields)
 
     @torch.no_grad()
@@ -58,30 +83,57 @@ def test_a_classifier_scores_as_transformers_does(family: str, labels: int, tmp_
         found: torch.Tensor = model(torch.tensor([tokens])).logits[0]
         return found
 
-    activation: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid if labels == 1 else lambda x: x.softmax(-1)
+    activation: Callable[[torch.Tensor], torch.Tensor] = (
+        torch.sigmoid if labels == 1 else lambda x: x.softmax(-1)
+    )
     with started(tmp_path) as bench:
         agree(pooled(bench, RowPooling("classify", activate=False)), logits)
         agree(pooled(bench, RowPooling("classify")), lambda tokens: activation(logits(tokens)))
 
 
-@pytest.mark.parametrize(("family", "head"), [("Bert", "Model"), ("XLMRoberta", "ForSequenceClassification"), ("ModernBert", "Model")])
-def test_an_adapter_changes_an_encoder_as_merged_weights_do(family: str, head: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("Bert", "Model"), ("XLMRoberta", "ForSequenceClassification"), ("ModernBert", "Model")],
+)
+def test_an_adapter_changes_an_encoder_as_merged_weights_do(
+    family: str, head: str, tmp_path: Path
+) -> None:
     model = saved(tmp_path, family, head)
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layer" in name}
-    weights = {name: 0.2 * array for name, array in weights_of({name: (one.in_features, one.out_features) for name, one in linear.items()}).items()}
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "layer" in name
+    }
+    weights = {
+        name: 0.2 * array
+        for name, array in weights_of(
+            {name: (one.in_features, one.out_features) for name, one in linear.items()}
+        ).items()
+    }
     targets = sorted({name.rpartition(".")[2] for name in linear})
-    folder = write_adapter(tmp_path / "adapter", config_of(target_modules=targets), weights)  # of rank 4 and alpha 8
+    folder = write_adapter(
+        tmp_path / "adapter", config_of(target_modules=targets), weights
+    )  # of rank 4 and alpha 8
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     with LLM(tmp_path, dtype="float32", enable_lora=True, max_model_len=60) as llm:
         adapters = [LoRARequest("x", 1, str(folder)), *[None] * (len(PROMPTS) - 1)]
-        found = [output.outputs.data for output in llm.encode(prompts, use_tqdm=False, lora_request=adapters)]
+        found = [
+            output.outputs.data
+            for output in llm.encode(prompts, use_tqdm=False, lora_request=adapters)
+        ]
         base = [output.outputs.data for output in llm.encode(prompts, use_tqdm=False)]
     for name, module in linear.items():
-        a, b = (torch.tensor(weights[f"base_model.model.{name}.lora_{side}.weight"]) for side in "AB")
+        a, b = (
+            torch.tensor(weights[f"base_model.model.{name}.lora_{side}.weight"]) for side in "AB"
+        )
         module.weight.data += 2 * b @ a
     with torch.no_grad():
         ids = torch.tensor([PROMPTS[0]])
-        wanted = F.normalize(states(model, PROMPTS[0]).mean(0), dim=-1) if head == "Model" else model(ids).logits[0].softmax(-1)
+        wanted = (
+            F.normalize(states(model, PROMPTS[0]).mean(0), dim=-1)
+            if head == "Model"
+            else model(ids).logits[0].softmax(-1)
+        )
     assert_rounded(found[0], wanted.numpy(), ROUNDINGS)
     assert np.abs(found[0] - base[0]).max() > 0.01
     for one, other in zip(found[1:], base[1:], strict=True):
@@ -94,13 +146,24 @@ def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> Non
     seconds = (4, None, 2)
     with started(tmp_path) as bench, torch.no_grad():
         for index, (prompt, second) in enumerate(zip(PROMPTS, seconds, strict=True)):
-            bench.add(str(index), prompt, pooling=RowPooling("classify", activate=False, second=second))
+            bench.add(
+                str(index), prompt, pooling=RowPooling("classify", activate=False, second=second)
+            )
         found = bench.run({str(index): len(prompt) for index, prompt in enumerate(PROMPTS)}).pooled
         for index, (prompt, second) in enumerate(zip(PROMPTS, seconds, strict=True)):
-            types = torch.tensor([[int(second is not None and at >= second) for at in range(len(prompt))]])
-            assert_rounded(found[index], model(torch.tensor([prompt]), token_type_ids=types).logits[0].numpy(), ROUNDINGS)
+            types = torch.tensor(
+                [[int(second is not None and at >= second) for at in range(len(prompt))]]
+            )
+            assert_rounded(
+                found[index],
+                model(torch.tensor([prompt]), token_type_ids=types).logits[0].numpy(),
+                ROUNDINGS,
+            )
         bench.remove(*(str(index) for index in range(len(PROMPTS))))
-        agree(pooled(bench, RowPooling("classify", activate=False)), lambda tokens: model(torch.tensor([tokens])).logits[0])
+        agree(
+            pooled(bench, RowPooling("classify", activate=False)),
+            lambda tokens: model(torch.tensor([tokens])).logits[0],
+        )
 
 
 def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
@@ -118,7 +181,9 @@ def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "ModernBert"])
-def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(family: str, tmp_path: Path) -> None:
+def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(
+    family: str, tmp_path: Path
+) -> None:
     model = saved(tmp_path, family)
     prompt = [3 + index % 90 for index in range(64)]
     with started(tmp_path, max_model_len=None) as bench:
@@ -132,7 +197,13 @@ def test_a_request_holds_one_page_of_no_bytes_as_its_seat(tmp_path: Path) -> Non
     with started(tmp_path, max_model_len=None) as bench:
         layout = bench.capacity.layout
         (group,) = layout.groups
-        assert (layout.page_bytes, group.block_tokens, group.window, layout.pages(1), layout.pages(64)) == (0, 64, None, 1, 1)
+        assert (
+            layout.page_bytes,
+            group.block_tokens,
+            group.window,
+            layout.pages(1),
+            layout.pages(64),
+        ) == (0, 64, None, 1, 1)
         assert bench.capacity.details["attention"] == "dovetail:packed"
 
 
@@ -149,14 +220,22 @@ REFUSED = [
     ("Bert", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),  # jina v2
     ("Bert", {"is_decoder": True}, "is_decoder"),
     ("Bert", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
-    ("XLMRoberta", {"position_embedding_type": "rotary"}, "position_embedding_type = 'rotary'"),  # jina v3
+    (
+        "XLMRoberta",
+        {"position_embedding_type": "rotary"},
+        "position_embedding_type = 'rotary'",
+    ),  # jina v3
     ("XLMRoberta", {"auto_map": {"AutoModel": "modeling_lora.XLMRobertaLoRA"}}, "auto_map"),
     ("ModernBert", {"classifier_activation": "silu"}, "classifier_activation = 'silu'"),
 ]
 
 
-@pytest.mark.parametrize(("family", "fields", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
-def test_an_encoder_of_another_kind_is_refused_by_the_field(family: str, fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "fields", "words"), REFUSED, ids=[words for _, _, words in REFUSED]
+)
+def test_an_encoder_of_another_kind_is_refused_by_the_field(
+    family: str, fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     saved(tmp_path, family, **fields)
     with pytest.raises(UnsupportedError, match=words), started(tmp_path):
         pass
@@ -164,11 +243,16 @@ def test_an_encoder_of_another_kind_is_refused_by_the_field(family: str, fields:
 
 def test_a_head_for_masked_tokens_is_refused_as_such(tmp_path: Path) -> None:
     saved(tmp_path, "Bert", "ForMaskedLM")
-    with pytest.raises(UnsupportedError, match="BertForMaskedLM predicts masked tokens"), started(tmp_path):
+    with (
+        pytest.raises(UnsupportedError, match="BertForMaskedLM predicts masked tokens"),
+        started(tmp_path),
+    ):
         pass
 
 
-def test_a_backend_for_the_other_kind_of_layers_is_refused_with_the_right_one(tmp_path: Path) -> None:
+def test_a_backend_for_the_other_kind_of_layers_is_refused_with_the_right_one(
+    tmp_path: Path,
+) -> None:
     backends = {backend.name.partition(":")[2]: backend for backend in context().attention}
     saved(tmp_path, "Bert")
     with (
@@ -176,7 +260,10 @@ def test_a_backend_for_the_other_kind_of_layers_is_refused_with_the_right_one(tm
         started(tmp_path, attention=(backends["torch"],)),
     ):
         pass
-    with pytest.raises(UnsupportedError, match="packed: causal attention isn't supported"), started(DEMO, attention=(backends["packed"],)):
+    with (
+        pytest.raises(UnsupportedError, match="packed: causal attention isn't supported"),
+        started(DEMO, attention=(backends["packed"],)),
+    ):
         pass
 
 

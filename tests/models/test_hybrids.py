@@ -57,9 +57,20 @@ class TestLogitsAreThoseOfTransformers:
     @pytest.mark.parametrize("name", FAMILIES)
     def test_of_three_prompts_in_steps_that_share_their_order_never(self, name: str) -> None:
         config, theirs = reference(name)
-        ours, prompts = bench(name), {key: some_tokens(config, length, length) for key, length in (("a", 90), ("b", 71), ("c", 8))}
+        ours, prompts = (
+            bench(name),
+            {
+                key: some_tokens(config, length, length)
+                for key, length in (("a", 90), ("b", 71), ("c", 8))
+            },
+        )
         got: dict[str, list[torch.Tensor]] = {key: [] for key in prompts}
-        for order, lengths in (("abc", (70, 1, 7)), ("cab", (1, 7, 64)), ("ba", (5, 12)), ("ab", (1, 1))):
+        for order, lengths in (
+            ("abc", (70, 1, 7)),
+            ("cab", (1, 7, 64)),
+            ("ba", (5, 12)),
+            ("ab", (1, 1)),
+        ):
             parts = []
             for key, length in zip(order, lengths, strict=True):
                 start = sum(map(len, got[key]))
@@ -86,9 +97,15 @@ class TestLogitsAreThoseOfTransformers:
             assert_close(logits, theirs.run(tokens)[1])
 
 
-@given(config=hybrid_configs(), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), seed=st.integers(0, 99))
+@given(
+    config=hybrid_configs(),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
 @examples(quick=10, full=150)
-def test_all_sizes_compute_what_transformers_does(config: Any, lengths: list[int], seed: int) -> None:
+def test_all_sizes_compute_what_transformers_does(
+    config: Any, lengths: list[int], seed: int
+) -> None:
     assert arch_of(config).reasons_against(config) == []
     theirs, tokens = Reference(config, seed), some_tokens(config, sum(lengths), seed)
     ours = Bench(arch_of(config), config, theirs.tensors(), before=torch.nan)
@@ -119,7 +136,9 @@ def test_the_suite_finds_the_states_of_any_steps_equal() -> None:
     Suite().test_states()
 
 
-def saved(name: str, directory: Path, change: Callable[[Tensors], Any] = lambda tensors: None) -> Any:
+def saved(
+    name: str, directory: Path, change: Callable[[Tensors], Any] = lambda tensors: None
+) -> Any:
     """A checkpoint as transformers writes it, but for a change; its config."""
     config, theirs = reference(name)
     theirs.model.save_pretrained(directory)
@@ -137,8 +156,14 @@ def loaded(config: Any, directory: Path) -> Bench:
 
 class TestLoading:
     @pytest.mark.parametrize("name", FAMILIES)
-    def test_every_tensor_is_used_and_further_layers_are_skipped(self, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        config = saved(name, tmp_path, lambda tensors: tensors.update({"mtp.layers.0.fc.weight": torch.zeros(2, 2)}))
+    def test_every_tensor_is_used_and_further_layers_are_skipped(
+        self, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        config = saved(
+            name,
+            tmp_path,
+            lambda tensors: tensors.update({"mtp.layers.0.fc.weight": torch.zeros(2, 2)}),
+        )
         tokens = some_tokens(config, 20, 0)
         with caplog.at_level(logging.INFO, "dovetail"):
             assert_close(loaded(config, tmp_path).run(tokens), reference(name)[1].run(tokens)[1])
@@ -149,7 +174,10 @@ class TestLoading:
         gone: list[str] = []
 
         def change(tensors: Tensors) -> None:
-            gone[:] = [next(key for key in tensors if key.endswith(end)) for end in ("conv1d.weight", "dt_bias", "out_proj.weight")]
+            gone[:] = [
+                next(key for key in tensors if key.endswith(end))
+                for end in ("conv1d.weight", "dt_bias", "out_proj.weight")
+            ]
             for key in gone:
                 del tensors[key]
             tensors["model.layers.0.mixer.beta"] = torch.zeros(1)
@@ -165,15 +193,27 @@ class TestLoading:
         def stack(tensors: Tensors, missing: str = "") -> None:
             for layer in range(4):
                 at = f"model.layers.{layer}.mlp.experts."
-                one = [{kind: tensors.pop(f"{at}{index}.{kind}_proj.weight") for kind in ("gate", "up", "down")} for index in range(5)]
-                tensors[f"{at}gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in one])
+                one = [
+                    {
+                        kind: tensors.pop(f"{at}{index}.{kind}_proj.weight")
+                        for kind in ("gate", "up", "down")
+                    }
+                    for index in range(5)
+                ]
+                tensors[f"{at}gate_up_proj"] = torch.stack(
+                    [torch.cat((each["gate"], each["up"])) for each in one]
+                )
                 tensors[f"{at}down_proj"] = torch.stack([each["down"] for each in one])
             tensors.pop(missing, None)
 
         config = saved("qwen3_5_moe", tmp_path, stack)
         tokens = some_tokens(config, 20, 0)
-        assert_close(loaded(config, tmp_path).run(tokens), reference("qwen3_5_moe")[1].run(tokens)[1])
-        saved("qwen3_5_moe", tmp_path, partial(stack, missing="model.layers.2.mlp.experts.down_proj"))
+        assert_close(
+            loaded(config, tmp_path).run(tokens), reference("qwen3_5_moe")[1].run(tokens)[1]
+        )
+        saved(
+            "qwen3_5_moe", tmp_path, partial(stack, missing="model.layers.2.mlp.experts.down_proj")
+        )
         with pytest.raises(ModelLoadError, match=r"model\.layers\.2\.mlp\.experts\..*down_proj"):
             loaded(config, tmp_path)
 
@@ -194,28 +234,45 @@ class TestFormats:
         plain = products(bench(name))
         for key, weight in products(ours).items():
             if "ba_proj" in key:
-                assert torch.equal(weight, plain[key.replace("ba_proj", "in_proj")][-len(weight) :]), key
+                assert torch.equal(
+                    weight, plain[key.replace("ba_proj", "in_proj")][-len(weight) :]
+                ), key
             elif key in plain:
                 assert weight.dtype == torch.float8_e4m3fn, key
                 expected = plain[key][: len(weight)]
-                assert (weight.format.dequantized(weight) - expected).abs().max() <= expected.abs().max() / 16, key
+                assert (
+                    weight.format.dequantized(weight) - expected
+                ).abs().max() <= expected.abs().max() / 16, key
         assert ours.run(some_tokens(config, 20, 0)).isfinite().all()
 
-    @pytest.mark.parametrize(("block", "left_out"), [(8, []), (6, []), (8, [f"model.layers.{index}.mlp.shared_expert" for index in range(4)])])
-    def test_a_checkpoint_in_blocks_of_float8_is_taken_apart(self, block: int, left_out: list[str], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("block", "left_out"),
+        [(8, []), (6, []), (8, [f"model.layers.{index}.mlp.shared_expert" for index in range(4)])],
+    )
+    def test_a_checkpoint_in_blocks_of_float8_is_taken_apart(
+        self, block: int, left_out: list[str], tmp_path: Path
+    ) -> None:
         """Blocks of 6 outputs begin and end within heads; and a shared expert may be stored otherwise than the experts that it is computed with."""
         config, theirs = reference("qwen3_next")
         tensors, exact = theirs.tensors(), dict[str, torch.Tensor]()
         for key, tensor in theirs.tensors().items():
-            if (key.endswith("_proj.weight") or "in_proj" in key) and not (left_out and "shared_expert" in key):
+            if (key.endswith("_proj.weight") or "in_proj" in key) and not (
+                left_out and "shared_expert" in key
+            ):
                 rows, columns = (-(-size // block) for size in tensor.shape)
                 scales = torch.rand(rows, columns) + 0.5
-                spread = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[: tensor.shape[0], : tensor.shape[1]]
+                spread = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[
+                    : tensor.shape[0], : tensor.shape[1]
+                ]
                 tensors[key] = (tensor / spread).to(torch.float8_e4m3fn)
                 tensors[f"{key}_scale_inv"] = scales
                 exact[key] = tensors[key].float() * spread
         save_file(tensors, tmp_path / "model.safetensors")
-        said = {"quant_method": "fp8", "weight_block_size": [block, block], "modules_to_not_convert": left_out}
+        said = {
+            "quant_method": "fp8",
+            "weight_block_size": [block, block],
+            "modules_to_not_convert": left_out,
+        }
         ours = Bench(arch_of(config), config, None, quantization=Fp8(said))
         load_weights(ours.model, tmp_path)
         plain = Bench(arch_of(config), config, {**theirs.tensors(), **exact})
@@ -230,23 +287,72 @@ class TestFormats:
 
 def products(ours: Bench) -> dict[str, Any]:
     """The weights of linear layers and experts, by name."""
-    layers = [(name, layer) for name, layer in ours.model.named_modules() if isinstance(layer, LinearLayer | Experts)]
-    return {f"{name}.{own}": weight for name, layer in layers for own, weight in layer.named_parameters() if "bias" not in own}
+    layers = [
+        (name, layer)
+        for name, layer in ours.model.named_modules()
+        if isinstance(layer, LinearLayer | Experts)
+    ]
+    return {
+        f"{name}.{own}": weight
+        for name, layer in layers
+        for own, weight in layer.named_parameters()
+        if "bias" not in own
+    }
 
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (hybrids.qwen3_next, {"layer_types": ["linear_attention"] * 4}, "layer_types: a model without attention layers"),
-    (hybrids.qwen3_next, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types has 2 entries, num_hidden_layers is 4"),
-    (hybrids.qwen3_next, {"layer_types": ["sliding_attention", *["full_attention"] * 3]}, "layer_types: 'sliding_attention' is not implemented"),
+    (
+        hybrids.qwen3_next,
+        {"layer_types": ["linear_attention"] * 4},
+        "layer_types: a model without attention layers",
+    ),
+    (
+        hybrids.qwen3_next,
+        {"layer_types": ["full_attention", "linear_attention"]},
+        "layer_types has 2 entries, num_hidden_layers is 4",
+    ),
+    (
+        hybrids.qwen3_next,
+        {"layer_types": ["sliding_attention", *["full_attention"] * 3]},
+        "layer_types: 'sliding_attention' is not implemented",
+    ),
     (hybrids.qwen3_next, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     (hybrids.qwen3_next, {"linear_key_head_dim": 12}, "linear_key_head_dim = 12"),
     (hybrids.qwen3_next, {"linear_num_value_heads": 5}, "linear_num_value_heads = 5"),
     (hybrids.qwen3_next, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1"),
-    (hybrids.qwen3_next, {"num_experts_per_tok": 6}, "num_experts_per_tok (6) is more than num_experts (5)"),
-    (hybrids.qwen3_next, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+    (
+        hybrids.qwen3_next,
+        {"num_experts_per_tok": 6},
+        "num_experts_per_tok (6) is more than num_experts (5)",
+    ),
+    (
+        hybrids.qwen3_next,
+        {"shared_expert_intermediate_size": 0},
+        "shared_expert_intermediate_size = 0",
+    ),
     (hybrids.qwen3_next, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
-    (hybrids.qwen3_next, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
-    (hybrids.qwen3_next, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}, "mrope_section"),
+    (
+        hybrids.qwen3_next,
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.2,
+            }
+        },
+        "partial_rotary_factor",
+    ),
+    (
+        hybrids.qwen3_next,
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 0],
+            }
+        },
+        "mrope_section",
+    ),
     (hybrids.qwen3_5, {"attn_output_gate": False}, "attn_output_gate = False"),
     (hybrids.qwen3_5, {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'"),
     (hybrids.qwen3_5_moe, {"norm_topk_prob": False}, "norm_topk_prob = False"),
@@ -260,24 +366,54 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (hybrids.nemotron_h, {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
     (hybrids.nemotron_h, {"n_group": 4}, "n_group = 4"),
     (hybrids.granite, {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
-    (hybrids.granite, {"residual_multiplier": 0.0}, "residual_multiplier = 0.0 must be more than 0"),
+    (
+        hybrids.granite,
+        {"residual_multiplier": 0.0},
+        "residual_multiplier = 0.0 must be more than 0",
+    ),
     (hybrids.granite, {"mamba_d_state": 24}, "mamba_d_state = 24"),
-    (hybrids.granite, {"num_experts_per_tok": 5}, "num_experts_per_tok (5) is more than num_local_experts (4)"),
-    (hybrids.granite_dense, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
+    (
+        hybrids.granite,
+        {"num_experts_per_tok": 5},
+        "num_experts_per_tok (5) is more than num_local_experts (4)",
+    ),
+    (
+        hybrids.granite_dense,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type 'dynamic'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("make", "fields", "said"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_not_computed_is_refused_by_name(make: Callable[..., Any], fields: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "fields", "said"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_is_not_computed_is_refused_by_name(
+    make: Callable[..., Any], fields: dict[str, Any], said: str
+) -> None:
     config = make()
     for name, value in fields.items():
         setattr(config, name, value)
-    assert any(said in reason for reason in arch_of(config).reasons_against(config)), arch_of(config).reasons_against(config)
+    assert any(said in reason for reason in arch_of(config).reasons_against(config)), arch_of(
+        config
+    ).reasons_against(config)
 
 
-PUBLISHED: dict[str, Any] = {  # fields of published checkpoints that transformers' classes don't have
-    "qwen3_5": {"full_attention_interval": 4, "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
-    "qwen3_5_moe": {"full_attention_interval": 4, "output_gate_type": "swish", "mlp_only_layers": [], "mtp_use_dedicated_embeddings": False},
+PUBLISHED: dict[
+    str, Any
+] = {  # fields of published checkpoints that transformers' classes don't have
+    "qwen3_5": {
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+    },
+    "qwen3_5_moe": {
+        "full_attention_interval": 4,
+        "output_gate_type": "swish",
+        "mlp_only_layers": [],
+        "mtp_use_dedicated_embeddings": False,
+    },
     "qwen3_next": {"full_attention_interval": 4},
     "granite": {"position_embedding_type": "nope"},
 }

@@ -36,7 +36,9 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     }
     with checkpoint(FAMILIES[name]()) as (directory, model):
         for circumstance, (prompts, settings) in circumstances.items():
-            outputs = run(directory, prompts, [greedy(NEW)] * len(prompts), block_size=8, **settings)
+            outputs = run(
+                directory, prompts, [greedy(NEW)] * len(prompts), block_size=8, **settings
+            )
             for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
                 assert_greedy(model, prompt, tokens, circumstance)
             assert bool(outputs[-1].num_cached_tokens) == (circumstance == "after a prefix hit")
@@ -49,7 +51,9 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 def test_single_tokens_are_a_chunk_too(name: str) -> None:
     [prompt] = random_prompts([17], SHAPE["vocab_size"], seed=3)
     with checkpoint(FAMILIES[name]()) as (directory, model):
-        [tokens] = tokens_of(run(directory, [prompt], [greedy(NEW)], max_num_batched_tokens=1, max_num_seqs=1))
+        [tokens] = tokens_of(
+            run(directory, [prompt], [greedy(NEW)], max_num_batched_tokens=1, max_num_seqs=1)
+        )
         assert_greedy(model, prompt, tokens)
 
 
@@ -58,12 +62,19 @@ def test_preempted_requests_write_the_same_tokens(name: str) -> None:
     prompts, new = random_prompts([3, 9, 1, 5, 12], SHAPE["vocab_size"], seed=2), 30
     with checkpoint(FAMILIES[name]()) as (directory, model):
         got: dict[str, list[int]] = {}
-        settings = {**SETTINGS, "max_num_batched_tokens": 16, "max_model_len": 64, "executor": scarce(directory, requests=3)}
+        settings = {
+            **SETTINGS,
+            "max_num_batched_tokens": 16,
+            "max_model_len": 64,
+            "executor": scarce(directory, requests=3),
+        }
         with LLMEngine.from_config({"model": str(directory), **settings}) as engine:
             for index, prompt in enumerate(prompts):
                 engine.add_request(str(index), prompt, greedy(new))
             while engine.has_unfinished_requests():
-                got |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+                got |= {
+                    output.request_id: list(output.outputs[0].token_ids) for output in engine.step()
+                }
             assert engine.stats().preemptions > 0
         for index, prompt in enumerate(prompts):
             compare_greedy(model, prompt, got[str(index)], Comparison())
@@ -71,9 +82,15 @@ def test_preempted_requests_write_the_same_tokens(name: str) -> None:
 
 def scarce(directory: Any, requests: int) -> dict[str, Any]:
     """An executor with pages for the states of this many requests, and for the K and V of a request of 64 tokens."""
-    with LLMEngine.from_config({"model": str(directory), **SETTINGS, "executor": {"name": "local", "num_blocks": 500}}) as engine:
+    with LLMEngine.from_config(
+        {"model": str(directory), **SETTINGS, "executor": {"name": "local", "num_blocks": 500}}
+    ) as engine:
         layout = engine.core.kv.context.layout
-    return {"name": "local", "num_blocks": requests * layout.state_pages + layout.groups[0].blocks(64) * layout.groups[0].pages_per_block}
+    return {
+        "name": "local",
+        "num_blocks": requests * layout.state_pages
+        + layout.groups[0].blocks(64) * layout.groups[0].pages_per_block,
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"] if FULL else ["nemotron_h"])
@@ -82,7 +99,14 @@ def test_two_ranks_write_the_same_tokens(name: str) -> None:
     prompts = random_prompts([70, 33, 1], SHAPE["vocab_size"], seed=1)
     ranks = {"name": "tensor", "size": 2, "device": "cpu"}
     with checkpoint(FAMILIES[name]()) as (directory, model):
-        outputs = run(directory, prompts, [greedy(NEW)] * 3, block_size=8, max_num_batched_tokens=40, executor=ranks)
+        outputs = run(
+            directory,
+            prompts,
+            [greedy(NEW)] * 3,
+            block_size=8,
+            max_num_batched_tokens=40,
+            executor=ranks,
+        )
         for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
             assert_greedy(model, prompt, tokens)
 
@@ -92,7 +116,16 @@ def test_weights_in_float8_do_not_depend_on_the_steps(name: str) -> None:
     prompts = random_prompts([70, 33, 1], SHAPE["vocab_size"], seed=1)
     with checkpoint(FAMILIES[name]()) as (directory, _):
         alone, together = (
-            tokens_of(run(directory, prompts, [greedy(NEW)] * 3, block_size=8, quantization="fp8", **settings))
+            tokens_of(
+                run(
+                    directory,
+                    prompts,
+                    [greedy(NEW)] * 3,
+                    block_size=8,
+                    quantization="fp8",
+                    **settings,
+                )
+            )
             for settings in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 20})
         )
     assert alone == together
@@ -103,4 +136,8 @@ def test_a_model_without_recurrent_layers_is_one_of_attention() -> None:
     [prompt] = random_prompts([70], SHAPE["vocab_size"], seed=1)
     config = hybrids.granite_dense(layer_types=["full_attention"] * 4)
     with checkpoint(config) as (directory, model):
-        assert_greedy(model, prompt, tokens_of(run(directory, [prompt], [greedy(NEW)], max_num_batched_tokens=20))[0])
+        assert_greedy(
+            model,
+            prompt,
+            tokens_of(run(directory, [prompt], [greedy(NEW)], max_num_batched_tokens=20))[0],
+        )

@@ -26,14 +26,26 @@ from dovetail_models.deepseek import DeepseekV3
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
 from tests.e2e.test_equal_to_transformers import random_prompts
 from tests.models.configs import latent_configs
-from tests.models.oracle import CPU, FakeGroup, arch_of, build, checkpoint_tensors, reference, run_reference
+from tests.models.oracle import (
+    CPU,
+    FakeGroup,
+    arch_of,
+    build,
+    checkpoint_tensors,
+    reference,
+    run_reference,
+)
 from tests.models.oracle import run as forward
 from tests.models.test_decoders import a_pair, assert_close, some_tokens
 from tests.support import examples
 
 
 def small(**fields: Any) -> DeepseekV3Config:
-    values = {name: value for name, value in (TINY | OF_LATENTS).items() if name in vars(DeepseekV3Config()) and name not in fields}
+    values = {
+        name: value
+        for name, value in (TINY | OF_LATENTS).items()
+        if name in vars(DeepseekV3Config()) and name not in fields
+    }
     config = DeepseekV3Config(**values, **fields)
     config.architectures = ["DeepseekV3ForCausalLM"]
     return config
@@ -50,8 +62,14 @@ def test_hidden_states_and_logits_equal_transformers(config: Any, length: int, s
 
 def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers() -> None:
     prompts = random_prompts([1, 120, 33, 7], 61, 0)
-    with checkpoint(small(max_position_embeddings=256, n_group=2, topk_group=1, num_experts_per_tok=2), 0) as (directory, model):
-        for prompt, tokens in zip(prompts, tokens_of(run(directory, prompts, [greedy(12)] * 4, max_num_batched_tokens=90)), strict=True):
+    with checkpoint(
+        small(max_position_embeddings=256, n_group=2, topk_group=1, num_experts_per_tok=2), 0
+    ) as (directory, model):
+        for prompt, tokens in zip(
+            prompts,
+            tokens_of(run(directory, prompts, [greedy(12)] * 4, max_num_batched_tokens=90)),
+            strict=True,
+        ):
             compare_greedy(model, prompt, tokens, Comparison())
 
 
@@ -66,7 +84,9 @@ class TestShards:
 
     def test_latents_are_not_split(self) -> None:
         config = small()
-        [whole, *_], [half, *_] = (arch_of(config).layer_specs(config, group) for group in (SINGLE, FakeGroup(1, 2)))
+        [whole, *_], [half, *_] = (
+            arch_of(config).layer_specs(config, group) for group in (SINGLE, FakeGroup(1, 2))
+        )
         assert (whole.heads, half.heads, whole.kv_heads, half.kv_heads) == (4, 2, 1, 1)
         assert whole.head_size == half.head_size
 
@@ -75,19 +95,33 @@ class TestShards:
     ("config", "bytes_per_token", "times"),
     [(DeepseekV3Config(), 70_272, 85), (Glm4MoeLiteConfig(), 54_144, 17)],  # in bfloat16
 )
-def test_a_token_takes_a_fraction_of_what_k_and_v_of_all_heads_would(config: Any, bytes_per_token: int, times: int) -> None:
+def test_a_token_takes_a_fraction_of_what_k_and_v_of_all_heads_would(
+    config: Any, bytes_per_token: int, times: int
+) -> None:
     backend = TorchAttention(NoOptions(), AttentionContext("cpu", "bfloat16", 16))
-    taken = sum(sum(backend.tensor_bytes(spec, 16)) for spec in arch_of(config).layer_specs(config, SINGLE)) // 16
-    size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)  # what V would be padded to
+    taken = (
+        sum(
+            sum(backend.tensor_bytes(spec, 16))
+            for spec in arch_of(config).layer_specs(config, SINGLE)
+        )
+        // 16
+    )
+    size = max(
+        config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    )  # what V would be padded to
     padded = 2 * 2 * config.num_hidden_layers * config.num_attention_heads * size
     assert (taken, padded // taken) == (bytes_per_token, times)
 
 
 @pytest.mark.parametrize(("layer", "skipped"), [(2, True), (3, False)])
-def test_only_layers_that_predict_further_tokens_are_skipped(layer: int, skipped: bool, tmp_path: Path) -> None:
+def test_only_layers_that_predict_further_tokens_are_skipped(
+    layer: int, skipped: bool, tmp_path: Path
+) -> None:
     config = small(num_nextn_predict_layers=1)
     save_file(checkpoint_tensors(reference(config)), tmp_path / "model.safetensors")
-    extra = load_file(tmp_path / "model.safetensors") | {f"model.layers.{layer}.eh_proj.weight": torch.zeros(2, 2)}
+    extra = load_file(tmp_path / "model.safetensors") | {
+        f"model.layers.{layer}.eh_proj.weight": torch.zeros(2, 2)
+    }
     save_file(extra, tmp_path / "model.safetensors")
     if skipped:
         load_weights(build(config), tmp_path)
@@ -120,14 +154,25 @@ def test_what_it_does_not_compute_is_rejected_by_name(fields: dict[str, Any], na
 
 
 @pytest.mark.parametrize(("dense", "refused"), [(1, False), (0, True), (2, True)])
-def test_two_fields_that_disagree_on_the_layers_with_experts_are_refused(dense: int, refused: bool) -> None:
+def test_two_fields_that_disagree_on_the_layers_with_experts_are_refused(
+    dense: int, refused: bool
+) -> None:
     config = Glm4MoeLiteConfig(first_k_dense_replace=dense)
-    assert any("first_k_dense_replace" in reason for reason in arch_of(config).reasons_against(config)) == refused
+    assert (
+        any("first_k_dense_replace" in reason for reason in arch_of(config).reasons_against(config))
+        == refused
+    )
 
 
 def test_a_checkpoint_must_store_the_weight_that_is_multiplied_from_both_sides_plain() -> None:
     said: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.kv_b_proj must be stored in 16 bits"):
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.0\.self_attn\.kv_b_proj must be stored in 16 bits"
+    ):
         place_weights(build(small(), weights_later=True), Fp8(said), CPU)
-    place_weights(build(small(), weights_later=True), Fp8({**said, "modules_to_not_convert": ["kv_b_proj"]}), CPU)
+    place_weights(
+        build(small(), weights_later=True),
+        Fp8({**said, "modules_to_not_convert": ["kv_b_proj"]}),
+        CPU,
+    )
     place_weights(build(small(), weights_later=True), Fp8(None), CPU)

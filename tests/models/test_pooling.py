@@ -32,14 +32,20 @@ TASKS = ("embed", "token_embed")
 def started(directory: Path | str, ranks: int = 1, **changes: Any) -> Iterator[Bench]:
     own = context(model=str(directory), **changes)
     options: dict[str, Any] = {"device": "cpu", "num_blocks": 30}
-    executor: Executor = LocalExecutor(LocalOptions(**options), own) if ranks == 1 else TensorExecutor(TensorOptions(size=ranks, **options), own)
+    executor: Executor = (
+        LocalExecutor(LocalOptions(**options), own)
+        if ranks == 1
+        else TensorExecutor(TensorOptions(size=ranks, **options), own)
+    )
     try:
         yield Bench(executor, executor.start())
     finally:
         executor.stop()
 
 
-def pooled(bench: Bench, pooling: RowPooling, chunk: int | None = None) -> list[NDArray[np.float32]]:
+def pooled(
+    bench: Bench, pooling: RowPooling, chunk: int | None = None
+) -> list[NDArray[np.float32]]:
     """The results of all prompts in one batch, or in chunks."""
     found: dict[str, NDArray[np.float32]] = {}
     for index, prompt in enumerate(PROMPTS):
@@ -48,7 +54,11 @@ def pooled(bench: Bench, pooling: RowPooling, chunk: int | None = None) -> list[
     while left:
         counts = {name: min(count, chunk or count) for name, count in left.items()}
         result = bench.run(counts)
-        found |= {name: result.pooled[index] for index, name in enumerate(counts) if index in result.pooled}
+        found |= {
+            name: result.pooled[index]
+            for index, name in enumerate(counts)
+            if index in result.pooled
+        }
         left = {name: count - counts[name] for name, count in left.items() if count > counts[name]}
     bench.remove(*found)
     return [found[str(index)] for index in range(len(PROMPTS))]
@@ -61,25 +71,62 @@ def agree(found: list[NDArray[np.float32]], expected: Callable[[list[int]], torc
         assert_rounded(result, wanted, ROUNDINGS)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Model", "LlamaModel", "MistralModel", "Gemma2Model", "Gemma3TextModel", "Qwen3ForCausalLM", "Olmo2Model"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Qwen3Model",
+        "LlamaModel",
+        "MistralModel",
+        "Gemma2Model",
+        "Gemma3TextModel",
+        "Qwen3ForCausalLM",
+        "Olmo2Model",
+    ],
+)
 def test_a_decoder_embeds_by_its_last_token(kind: str, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4} if kind.startswith("Gemma") else {}
+    fields: dict[str, Any] = (
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+        if kind.startswith("Gemma")
+        else {}
+    )
     model = save(tmp_path, kind, **fields)
     with started(tmp_path) as bench:
         can = bench.capacity.pooling
         assert can is not None
-        assert (can.tasks, can.method, can.size, can.generates) == (TASKS, "last", 48, kind.endswith("LM"))
-        for chunk in (None, 3, 3):  # the second time in rows that others had before, in chunks as well
-            agree(pooled(bench, RowPooling("embed"), chunk), lambda tokens: F.normalize(states(model, tokens)[-1], dim=-1))
-            agree(pooled(bench, RowPooling("token_embed", activate=False), chunk), lambda tokens: states(model, tokens))
-        agree(pooled(bench, RowPooling("embed", dimensions=7)), lambda tokens: F.normalize(states(model, tokens)[-1, :7], dim=-1))
+        assert (can.tasks, can.method, can.size, can.generates) == (
+            TASKS,
+            "last",
+            48,
+            kind.endswith("LM"),
+        )
+        for chunk in (
+            None,
+            3,
+            3,
+        ):  # the second time in rows that others had before, in chunks as well
+            agree(
+                pooled(bench, RowPooling("embed"), chunk),
+                lambda tokens: F.normalize(states(model, tokens)[-1], dim=-1),
+            )
+            agree(
+                pooled(bench, RowPooling("token_embed", activate=False), chunk),
+                lambda tokens: states(model, tokens),
+            )
+        agree(
+            pooled(bench, RowPooling("embed", dimensions=7)),
+            lambda tokens: F.normalize(states(model, tokens)[-1, :7], dim=-1),
+        )
         if not can.generates:
             bench.add("g", [1, 2, 3])
             with pytest.raises(DovetailError, match="generates nothing"):
                 bench.executor.submit(bench.build({"g": 3}))
 
 
-METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"last": lambda x: x[-1], "mean": lambda x: x.mean(0), "cls": lambda x: x[0]}
+METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "last": lambda x: x[-1],
+    "mean": lambda x: x.mean(0),
+    "cls": lambda x: x[0],
+}
 MODES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 
 
@@ -88,10 +135,19 @@ MODES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 def test_a_sentence_transformer_pools_as_its_files_say(method: str, tmp_path: Path) -> None:
     """By each method, with two layers behind, without normalization; and chunks change nothing."""
     model = save(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
-    config = {"word_embedding_dimension": 48, **{f"pooling_mode_{name}": key == method for key, name in MODES.items()}, "include_prompt": True}
+    config = {
+        "word_embedding_dimension": 48,
+        **{f"pooling_mode_{name}": key == method for key, name in MODES.items()},
+        "include_prompt": True,
+    }
     bert = {"max_seq_length": 40, "do_lower_case": False}
-    sentence_transformer(tmp_path, "Pooling", "Dense", "Dense", pooling=config, sentence_bert_config=bert)
-    layers = dense(tmp_path / "2_Dense", 48, 30, "GELU"), dense(tmp_path / "3_Dense", 30, 20, bias=False)
+    sentence_transformer(
+        tmp_path, "Pooling", "Dense", "Dense", pooling=config, sentence_bert_config=bert
+    )
+    layers = (
+        dense(tmp_path / "2_Dense", 48, 30, "GELU"),
+        dense(tmp_path / "3_Dense", 30, 20, bias=False),
+    )
 
     @torch.no_grad()
     def expected(tokens: list[int]) -> torch.Tensor:
@@ -100,11 +156,18 @@ def test_a_sentence_transformer_pools_as_its_files_say(method: str, tmp_path: Pa
     with started(tmp_path, max_model_len=None) as bench:
         can = bench.capacity.pooling
         assert can is not None
-        assert (can.method, can.size, can.generates, bench.capacity.max_model_len) == (method, 20, False, 40)
+        assert (can.method, can.size, can.generates, bench.capacity.max_model_len) == (
+            method,
+            20,
+            False,
+            40,
+        )
         for chunk in (None, 2, 2):
             agree(pooled(bench, RowPooling("embed"), chunk), expected)
     with started(tmp_path, pooling={"normalize": True}) as bench:
-        agree(pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(expected(tokens), dim=-1))
+        agree(
+            pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(expected(tokens), dim=-1)
+        )
     with started(tmp_path, load_format="dummy") as bench:
         assert [len(result) for result in pooled(bench, RowPooling("embed"))] == [20] * 3
 
@@ -114,17 +177,30 @@ def test_a_sentence_transformer_pools_as_its_files_say(method: str, tmp_path: Pa
     [
         ("Qwen3ForSequenceClassification", {"num_labels": 1}, torch.sigmoid),
         ("LlamaForSequenceClassification", {"num_labels": 3}, lambda x: x.softmax(-1)),
-        ("MistralForSequenceClassification", {"num_labels": 3, "problem_type": "multi_label_classification"}, torch.sigmoid),
-        ("LlamaForSequenceClassification", {"num_labels": 1, "problem_type": "regression"}, lambda x: x),
+        (
+            "MistralForSequenceClassification",
+            {"num_labels": 3, "problem_type": "multi_label_classification"},
+            torch.sigmoid,
+        ),
+        (
+            "LlamaForSequenceClassification",
+            {"num_labels": 1, "problem_type": "regression"},
+            lambda x: x,
+        ),
         (
             "Qwen3ForSequenceClassification",
-            {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            {
+                "num_labels": 1,
+                "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+            },
             lambda x: x,
         ),
         ("Olmo2ForSequenceClassification", {"num_labels": 2}, lambda x: x.softmax(-1)),
     ],
 )
-def test_a_classifier_scores_by_its_head(kind: str, fields: dict[str, Any], activation: Any, tmp_path: Path) -> None:
+def test_a_classifier_scores_by_its_head(
+    kind: str, fields: dict[str, Any], activation: Any, tmp_path: Path
+) -> None:
     model = save(tmp_path, kind, **fields)
 
     @torch.no_grad()
@@ -139,7 +215,10 @@ def test_a_classifier_scores_by_its_head(kind: str, fields: dict[str, Any], acti
         assert (can.tasks, can.generates) == (("classify", "token_classify"), False)
         agree(pooled(bench, RowPooling("classify", activate=False)), logits)
         agree(pooled(bench, RowPooling("classify"), 4), lambda tokens: activation(logits(tokens)))
-        agree(pooled(bench, RowPooling("token_classify", activate=False)), lambda tokens: F.linear(states(model, tokens), model.score.weight.data))
+        agree(
+            pooled(bench, RowPooling("token_classify", activate=False)),
+            lambda tokens: F.linear(states(model, tokens), model.score.weight.data),
+        )
 
 
 @pytest.mark.parametrize("by", ["setting", "files"])
@@ -150,9 +229,13 @@ def test_a_generator_scores_by_two_tokens(by: str, tied: bool, tmp_path: Path) -
     setting: Mapping[str, Any] = {"score_tokens": (11, 5)}
     if by == "files":
         setting = {}
-        sentence_transformer(tmp_path, "LogitScore", sentence_bert_config={"transformer_task": "text-generation"})
+        sentence_transformer(
+            tmp_path, "LogitScore", sentence_bert_config={"transformer_task": "text-generation"}
+        )
         (tmp_path / "1_LogitScore").mkdir()
-        (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 11, "false_token_id": 5}))
+        (tmp_path / "1_LogitScore" / "config.json").write_text(
+            json.dumps({"true_token_id": 11, "false_token_id": 5})
+        )
 
     @torch.no_grad()
     def expected(tokens: list[int]) -> torch.Tensor:
@@ -165,7 +248,10 @@ def test_a_generator_scores_by_two_tokens(by: str, tied: bool, tmp_path: Path) -
         assert (can.tasks, can.labels, can.generates) == (("classify", *TASKS), ("11",), True)
         agree(pooled(bench, RowPooling("classify", activate=False)), expected)
         agree(pooled(bench, RowPooling("classify"), 5), lambda tokens: expected(tokens).sigmoid())
-        agree(pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(states(model, tokens)[-1], dim=-1))
+        agree(
+            pooled(bench, RowPooling("embed")),
+            lambda tokens: F.normalize(states(model, tokens)[-1], dim=-1),
+        )
         assert len(bench.alone("a", PROMPTS[0], 2)) == 2
 
 
@@ -173,10 +259,14 @@ def test_a_generator_scores_by_two_tokens(by: str, tied: bool, tmp_path: Path) -
 def test_ranks_pool_together(tmp_path: Path) -> None:
     model = save(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
     with started(tmp_path, ranks=2, pooling={"method": "mean", "score_tokens": (11, 5)}) as bench:
-        agree(pooled(bench, RowPooling("embed"), 4), lambda tokens: F.normalize(states(model, tokens).mean(0), dim=-1))
+        agree(
+            pooled(bench, RowPooling("embed"), 4),
+            lambda tokens: F.normalize(states(model, tokens).mean(0), dim=-1),
+        )
         weight = model.lm_head.weight.data
         agree(
-            pooled(bench, RowPooling("classify", activate=False)), lambda tokens: F.linear(states(model, tokens).mean(0), weight[11:12] - weight[5:6])
+            pooled(bench, RowPooling("classify", activate=False)),
+            lambda tokens: F.linear(states(model, tokens).mean(0), weight[11:12] - weight[5:6]),
         )
 
 
@@ -184,14 +274,21 @@ def test_tokens_of_scores_are_given_as_texts(tmp_path: Path) -> None:
     with started(DEMO, pooling={"score_tokens": ["a", "b"]}) as bench:
         assert bench.capacity.pooling is not None
         assert bench.capacity.pooling.labels == ("a",)
-    with pytest.raises(ConfigError, match=r"score_tokens: 'a b c d' is \d+ tokens"), started(DEMO, pooling={"score_tokens": ["a b c d", "b"]}):
+    with (
+        pytest.raises(ConfigError, match=r"score_tokens: 'a b c d' is \d+ tokens"),
+        started(DEMO, pooling={"score_tokens": ["a b c d", "b"]}),
+    ):
         pass
 
 
 @pytest.mark.parametrize("marks", [{}, {"sentence_transformers": {"version": "4.1.0"}}])
-def test_one_label_of_a_regression_is_a_sigmoid_to_sentence_transformers(marks: dict[str, Any], tmp_path: Path) -> None:
+def test_one_label_of_a_regression_is_a_sigmoid_to_sentence_transformers(
+    marks: dict[str, Any], tmp_path: Path
+) -> None:
     """As its `CrossEncoder` scores pairs, whoever saved the checkpoint; transformers' pipeline leaves the logit as it is."""
-    model = save(tmp_path, "BertForSequenceClassification", num_labels=1, problem_type="regression", **marks)
+    model = save(
+        tmp_path, "BertForSequenceClassification", num_labels=1, problem_type="regression", **marks
+    )
 
     @torch.no_grad()
     def logits(tokens: list[int]) -> torch.Tensor:
@@ -199,14 +296,24 @@ def test_one_label_of_a_regression_is_a_sigmoid_to_sentence_transformers(marks: 
         return found
 
     with started(tmp_path) as bench:
-        agree(pooled(bench, RowPooling("classify", of_pair=True)), lambda tokens: logits(tokens).sigmoid())
-        agree(pooled(bench, RowPooling("classify")), lambda tokens: logits(tokens).sigmoid() if marks else logits(tokens))
+        agree(
+            pooled(bench, RowPooling("classify", of_pair=True)),
+            lambda tokens: logits(tokens).sigmoid(),
+        )
+        agree(
+            pooled(bench, RowPooling("classify")),
+            lambda tokens: logits(tokens).sigmoid() if marks else logits(tokens),
+        )
 
 
 def test_a_stored_activation_is_that_of_pairs_and_of_labels(tmp_path: Path) -> None:
     model = save(tmp_path, "BertForSequenceClassification", num_labels=1)
     path = tmp_path / "config_sentence_transformers.json"
-    path.write_text(json.dumps({"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Tanh"}))
+    path.write_text(
+        json.dumps(
+            {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Tanh"}
+        )
+    )
 
     @torch.no_grad()
     def expected(tokens: list[int]) -> torch.Tensor:
@@ -218,7 +325,9 @@ def test_a_stored_activation_is_that_of_pairs_and_of_labels(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_stored_size_cuts_embeddings_after_normalization(normalized: bool, tmp_path: Path) -> None:
+def test_a_stored_size_cuts_embeddings_after_normalization(
+    normalized: bool, tmp_path: Path
+) -> None:
     model = save(tmp_path, "Qwen3Model", matryoshka_dimensions=[8, 32])
     modules = ("Pooling", "Normalize") if normalized else ("Pooling",)
     sentence_transformer(tmp_path, *modules, config_sentence_transformers={"truncate_dim": 16})
@@ -243,15 +352,29 @@ def test_a_stored_size_cuts_embeddings_after_normalization(normalized: bool, tmp
     ("files", "length"),
     [
         ({"tokenizer_config": {"model_max_length": 40}}, 40),
-        ({"tokenizer_config": {"model_max_length": 40}, "sentence_bert_config": {"max_seq_length": 50}}, 50),
-        ({"tokenizer_config": {"model_max_length": 40}, "sentence_bert_config": {"max_seq_length": None}}, 40),
+        (
+            {
+                "tokenizer_config": {"model_max_length": 40},
+                "sentence_bert_config": {"max_seq_length": 50},
+            },
+            50,
+        ),
+        (
+            {
+                "tokenizer_config": {"model_max_length": 40},
+                "sentence_bert_config": {"max_seq_length": None},
+            },
+            40,
+        ),
         ({"tokenizer_config": {"model_max_length": 1000}}, 64),
         ({"tokenizer_config": {"model_max_length": 1e30}}, 64),
         ({}, 64),
     ],
     ids=str,
 )
-def test_the_longest_text_is_sentence_transformers(files: dict[str, Any], length: int, tmp_path: Path) -> None:
+def test_the_longest_text_is_sentence_transformers(
+    files: dict[str, Any], length: int, tmp_path: Path
+) -> None:
     save(tmp_path, "Qwen3Model")
     sentence_transformer(tmp_path, "Pooling", **files)
     with started(tmp_path, max_model_len=None) as bench:
@@ -275,42 +398,108 @@ def with_dense(directory: Path, **config: Any) -> None:
 
 
 WRONG: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda path: with_pooling(path, pooling_mode_max_tokens=True), r"1_Pooling/config.json: pooling by \['max'\]"),
-    (lambda path: with_pooling(path, pooling_mode=["cls", "mean"]), r"pooling by \['cls', 'mean'\]"),
+    (
+        lambda path: with_pooling(path, pooling_mode_max_tokens=True),
+        r"1_Pooling/config.json: pooling by \['max'\]",
+    ),
+    (
+        lambda path: with_pooling(path, pooling_mode=["cls", "mean"]),
+        r"pooling by \['cls', 'mean'\]",
+    ),
     (lambda path: with_pooling(path, include_prompt=False), "include_prompt = False"),
-    (lambda path: with_pooling(path, pooling_mode_new=True), "1_Pooling/config.json: pooling_mode_new: not implemented"),
+    (
+        lambda path: with_pooling(path, pooling_mode_new=True),
+        "1_Pooling/config.json: pooling_mode_new: not implemented",
+    ),
     (lambda path: with_dense(path, use_residual=True), "2_Dense/config.json: use_residual = True"),
-    (lambda path: with_dense(path, module_input_name="token_embeddings"), "module_input_name = 'token_embeddings'"),
+    (
+        lambda path: with_dense(path, module_input_name="token_embeddings"),
+        "module_input_name = 'token_embeddings'",
+    ),
     (lambda path: with_dense(path, activation="Softplus"), "Softplus' isn't served"),
     (lambda path: with_dense(path, out_features=9), r"expected numbers of shape \[9"),
-    (lambda path: sentence_transformer(path, "Pooling", "LSTM"), "module sentence_transformers.models.LSTM isn't served"),
-    (lambda path: sentence_transformer(path, "Normalize", "Pooling"), "served are modules in the order"),
-    (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"do_lower_case": 1}), "do_lower_case must be true or false"),
-    (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"modality_config": {"message": {}}}), "texts in a chat template"),
     (
-        lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"processing_kwargs": {"text": {"padding": 8}}}),
+        lambda path: sentence_transformer(path, "Pooling", "LSTM"),
+        "module sentence_transformers.models.LSTM isn't served",
+    ),
+    (
+        lambda path: sentence_transformer(path, "Normalize", "Pooling"),
+        "served are modules in the order",
+    ),
+    (
+        lambda path: sentence_transformer(
+            path, "Pooling", sentence_bert_config={"do_lower_case": 1}
+        ),
+        "do_lower_case must be true or false",
+    ),
+    (
+        lambda path: sentence_transformer(
+            path, "Pooling", sentence_bert_config={"modality_config": {"message": {}}}
+        ),
+        "texts in a chat template",
+    ),
+    (
+        lambda path: sentence_transformer(
+            path, "Pooling", sentence_bert_config={"processing_kwargs": {"text": {"padding": 8}}}
+        ),
         "processing_kwargs = .* is not implemented",
     ),
     (
-        lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"modality_config": {"text": {"method": "get_text_features"}}}),
+        lambda path: sentence_transformer(
+            path,
+            "Pooling",
+            sentence_bert_config={"modality_config": {"text": {"method": "get_text_features"}}},
+        ),
         "modality_config: text = .*get_text_features",
     ),
     (
-        lambda path: sentence_transformer(path, "Pooling", sentence_roberta_config={"query_length": 8}),
+        lambda path: sentence_transformer(
+            path, "Pooling", sentence_roberta_config={"query_length": 8}
+        ),
         "sentence_roberta_config.json: query_length",
     ),
-    (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"similarity_fn_name": "maxsim"}), "'maxsim' isn't served"),
-    (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"truncate_dim": 0}), "truncate_dim: expected a size, got 0"),
-    (lambda path: sentence_transformer(path, "Pooling", tokenizer_config={"model_max_length": 0.5}), "model_max_length: expected a number"),
-    (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"model_type": "SparseEncoder"}), "SparseEncoder isn't served"),
-    (lambda path: (path / "modules.json").write_text('[{"type": "own.Pooling", "path": ""}]'), "module own.Pooling isn't served"),
-    (lambda path: (path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "../x"}]'), "expected modules"),
+    (
+        lambda path: sentence_transformer(
+            path, "Pooling", config_sentence_transformers={"similarity_fn_name": "maxsim"}
+        ),
+        "'maxsim' isn't served",
+    ),
+    (
+        lambda path: sentence_transformer(
+            path, "Pooling", config_sentence_transformers={"truncate_dim": 0}
+        ),
+        "truncate_dim: expected a size, got 0",
+    ),
+    (
+        lambda path: sentence_transformer(
+            path, "Pooling", tokenizer_config={"model_max_length": 0.5}
+        ),
+        "model_max_length: expected a number",
+    ),
+    (
+        lambda path: sentence_transformer(
+            path, "Pooling", config_sentence_transformers={"model_type": "SparseEncoder"}
+        ),
+        "SparseEncoder isn't served",
+    ),
+    (
+        lambda path: (path / "modules.json").write_text('[{"type": "own.Pooling", "path": ""}]'),
+        "module own.Pooling isn't served",
+    ),
+    (
+        lambda path: (path / "modules.json").write_text(
+            '[{"type": "sentence_transformers.models.Dense", "path": "../x"}]'
+        ),
+        "expected modules",
+    ),
     (lambda path: (path / "modules.json").write_text("{}"), "modules.json: expected a list"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "words"), WRONG, ids=[words for _, words in WRONG])
-def test_what_is_not_served_is_refused_by_name(wrong: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_by_name(
+    wrong: Callable[[Path], Any], words: str, tmp_path: Path
+) -> None:
     save(tmp_path, "Qwen3Model")
     wrong(tmp_path)
     with pytest.raises((UnsupportedError, ModelLoadError), match=words), started(tmp_path):
@@ -340,7 +529,9 @@ def test_wrong_settings_are_refused(setting: dict[str, Any], words: str, tmp_pat
         ("LlamaForTokenClassification", {}, "LlamaForTokenClassification"),
     ],
 )
-def test_a_checkpoint_whose_numbers_would_differ_is_refused(kind: str, fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_checkpoint_whose_numbers_would_differ_is_refused(
+    kind: str, fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     save(tmp_path, kind, **fields)
     with pytest.raises(UnsupportedError, match=words), started(tmp_path):
         pass

@@ -17,9 +17,24 @@ from transformers.utils import quantization_config
 
 from dovetail import LLM, SamplingParams
 from dovetail.api.executor import QuantizationRef
-from dovetail.errors import ConfigError, DovetailError, ModelLoadError, PluginError, UnsupportedError
+from dovetail.errors import (
+    ConfigError,
+    DovetailError,
+    ModelLoadError,
+    PluginError,
+    UnsupportedError,
+)
 from dovetail.file_keys import FileKeys, NoEffect, Refused
-from dovetail.nn.format import DENSE, Quantization, WeightFormat, awq, compressed_tensors, fp8, gptq, mxfp4
+from dovetail.nn.format import (
+    DENSE,
+    Quantization,
+    WeightFormat,
+    awq,
+    compressed_tensors,
+    fp8,
+    gptq,
+    mxfp4,
+)
 from dovetail.nn.format.int4 import Unpacked
 from dovetail.runtime.model_files import find_architecture, stored_as
 from dovetail.runtime.quantization import choose_quantization, place_weights
@@ -31,13 +46,29 @@ SMALL = Path(__file__).parent / "quantized"
 QWEN3_8B_FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
-    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"],
+    "modules_to_not_convert": [
+        "lm_head",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.post_attention_layernorm",
+    ],
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
-DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+DEEPSEEK_V3 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm", "zero_point": True}
+AWQ = {
+    "bits": 4,
+    "group_size": 128,
+    "modules_to_not_convert": None,
+    "quant_method": "awq",
+    "version": "gemm",
+    "zero_point": True,
+}
 GPTQ = {
     "batch_size": 1,
     "bits": 4,
@@ -65,7 +96,14 @@ GPTQ = {
 def of_group(**group: Any) -> dict[str, Any]:
     """compressed-tensors with one group."""
     return {
-        "config_groups": {"group_0": {"input_activations": None, "output_activations": None, "targets": ["Linear"], **group}},
+        "config_groups": {
+            "group_0": {
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                **group,
+            }
+        },
         "format": "float-quantized",
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
@@ -74,11 +112,27 @@ def of_group(**group: Any) -> dict[str, Any]:
     }
 
 
-FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False, "observer": "minmax"}
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "actorder": None}
+FLOAT8 = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "channel",
+    "symmetric": True,
+    "dynamic": False,
+    "observer": "minmax",
+}
+INT4 = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 128,
+    "symmetric": True,
+    "actorder": None,
+}
 
 
-def choose(said: Any, asked: str | None = None, installed: tuple[QuantizationRef, ...] = QUANTIZATIONS) -> Any:
+def choose(
+    said: Any, asked: str | None = None, installed: tuple[QuantizationRef, ...] = QUANTIZATIONS
+) -> Any:
     return choose_quantization(asked, said, installed, "somewhere")
 
 
@@ -88,8 +142,16 @@ def choose(said: Any, asked: str | None = None, installed: tuple[QuantizationRef
         (QWEN3_8B_FP8, "fp8 (a scale per 128 x 128)"),
         (DEEPSEEK_V3, "fp8 (a scale per 128 x 128)"),
         (AUTO_FP8, "fp8 (a scale per tensor)"),
-        (of_group(weights=FLOAT8, input_activations={**FLOAT8, "strategy": "token", "dynamic": True}), "fp8 (a scale per output)"),
-        (of_group(weights={**FLOAT8, "strategy": "block", "block_structure": [128, 128]}), "fp8 (a scale per 128 x 128)"),
+        (
+            of_group(
+                weights=FLOAT8, input_activations={**FLOAT8, "strategy": "token", "dynamic": True}
+            ),
+            "fp8 (a scale per output)",
+        ),
+        (
+            of_group(weights={**FLOAT8, "strategy": "block", "block_structure": [128, 128]}),
+            "fp8 (a scale per 128 x 128)",
+        ),
         (of_group(weights=INT4, format="pack-quantized"), "int4 (groups of 128, symmetric)"),
         (GPTQ, "int4 (groups of 128, symmetric)"),
         (GPTQ | {"group_size": -1, "sym": False}, "int4 (one scale per output, asymmetric)"),
@@ -104,49 +166,109 @@ def test_published_configs_are_read(said: dict[str, Any], told: str) -> None:
 
 def test_what_is_left_out_stays_plain() -> None:
     left_out = choose({**QWEN3_8B_FP8, "modules_to_not_convert": ["model.layers.0.mlp", "o_proj"]})
-    for name, plain in (("layers.0.mlp.up_proj", True), ("layers.10.mlp.up_proj", False), ("layers.3.self_attn.o_proj", True)):
+    for name, plain in (
+        ("layers.0.mlp.up_proj", True),
+        ("layers.10.mlp.up_proj", False),
+        ("layers.3.self_attn.o_proj", True),
+    ):
         assert (left_out.of_module(f"model.{name}") == DENSE) == plain
-    ignored = choose(of_group(weights=FLOAT8) | {"ignore": ["lm_head", "re:.*self_attn.*", "model.layers.0.mlp.up_proj"]})
-    for name, plain in (("layers.1.self_attn.q_proj", True), ("layers.0.mlp.up_proj", True), ("layers.0.mlp.down_proj", False)):
+    ignored = choose(
+        of_group(weights=FLOAT8)
+        | {"ignore": ["lm_head", "re:.*self_attn.*", "model.layers.0.mlp.up_proj"]}
+    )
+    for name, plain in (
+        ("layers.1.self_attn.q_proj", True),
+        ("layers.0.mlp.up_proj", True),
+        ("layers.0.mlp.down_proj", False),
+    ):
         assert (ignored.of_module(f"model.{name}") == DENSE) == plain
     named = choose(of_group(weights=FLOAT8, targets=["re:.*mlp.*"]))
-    assert [named.of_module(f"model.layers.0.{name}") == DENSE for name in ("mlp.up_proj", "self_attn.q_proj")] == [False, True]
-    listed = choose(GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.down_proj"]]})
-    assert [listed.of_module(f"model.layers.0.{name}") == DENSE for name in ("mlp.up_proj", "mlp.down_proj")] == [True, False]
-    assert choose(AWQ | {"modules_to_not_convert": ["visual"]}).of_module("visual.blocks.0.attn.proj") == DENSE
+    assert [
+        named.of_module(f"model.layers.0.{name}") == DENSE
+        for name in ("mlp.up_proj", "self_attn.q_proj")
+    ] == [False, True]
+    listed = choose(
+        GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.down_proj"]]}
+    )
+    assert [
+        listed.of_module(f"model.layers.0.{name}") == DENSE
+        for name in ("mlp.up_proj", "mlp.down_proj")
+    ] == [True, False]
+    assert (
+        choose(AWQ | {"modules_to_not_convert": ["visual"]}).of_module("visual.blocks.0.attn.proj")
+        == DENSE
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' is unknown; known are fp8, compressed-tensors, gptq, awq"),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"quant_method 'bitsandbytes' is unknown; known are fp8, compressed-tensors, gptq, awq",
+        ),
         (DEEPSEEK_V3 | {"fmt": "e5m2"}, "fmt = 'e5m2' is not implemented"),
-        (DEEPSEEK_V3 | {"activation_scheme": "token"}, "activation_scheme = 'token' is not implemented"),
+        (
+            DEEPSEEK_V3 | {"activation_scheme": "token"},
+            "activation_scheme = 'token' is not implemented",
+        ),
         (DEEPSEEK_V3 | {"dequantize": True}, "dequantize = True is not implemented"),
         ({"quant_method": "mxfp4", "dequantize": True}, "dequantize = True is not implemented"),
         (DEEPSEEK_V3 | {"hadamard": 64}, "'hadamard' = 64 is unknown and may change the numbers"),
-        (DEEPSEEK_V3 | {"is_checkpoint_fp8_serialized": False}, "remove it and set quantization: fp8"),
-        (GPTQ | {"desc_act": True}, r"desc_act = True is not implemented \(only False\): groups of inputs must be contiguous"),
+        (
+            DEEPSEEK_V3 | {"is_checkpoint_fp8_serialized": False},
+            "remove it and set quantization: fp8",
+        ),
+        (
+            GPTQ | {"desc_act": True},
+            r"desc_act = True is not implemented \(only False\): groups of inputs must be contiguous",
+        ),
         (GPTQ | {"bits": 8}, r"bits = 8 is not implemented \(only 4\)"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
         (GPTQ | {"format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
         (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic = .* settings of single modules"),
         (AWQ | {"format": "gemv", "version": None}, "version = 'gemv' is not implemented"),
         (DEEPSEEK_V3 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4' is not implemented"),
-        (of_group(weights={**FLOAT8, "symmetric": False}), "weights: symmetric = False is not implemented for 8 bits"),
-        (of_group(weights=FLOAT8) | {"quantization_status": "calibration"}, "quantization_status = 'calibration' is not implemented"),
-        (of_group(weights=FLOAT8, output_activations=FLOAT8), "output_activations = .* quantized outputs"),
+        (
+            of_group(weights={**FLOAT8, "symmetric": False}),
+            "weights: symmetric = False is not implemented for 8 bits",
+        ),
+        (
+            of_group(weights=FLOAT8) | {"quantization_status": "calibration"},
+            "quantization_status = 'calibration' is not implemented",
+        ),
+        (
+            of_group(weights=FLOAT8, output_activations=FLOAT8),
+            "output_activations = .* quantized outputs",
+        ),
         (AWQ | {"version": "gemv"}, "version = 'gemv' is not implemented"),
         (AWQ | {"zero_point": False}, "zero_point = False is not implemented"),
-        (of_group(weights=INT4, format="pack-quantized", input_activations=FLOAT8), "with input_activations, are not implemented"),
-        (of_group(weights={**INT4, "num_bits": 8}, format="int-quantized"), "of type 'int' and 8 bits, 'int-quantized', without"),
-        (of_group(weights={**INT4, "actorder": "group"}, format="pack-quantized"), "actorder = 'group' is not implemented"),
-        (of_group(weights={**FLOAT8, "strategy": "group"}), "strategy = 'group' is not implemented for 8 bits"),
-        (of_group(weights=FLOAT8) | {"transform_config": {"R1": {}}}, "transform_config = .* is not implemented"),
+        (
+            of_group(weights=INT4, format="pack-quantized", input_activations=FLOAT8),
+            "with input_activations, are not implemented",
+        ),
+        (
+            of_group(weights={**INT4, "num_bits": 8}, format="int-quantized"),
+            "of type 'int' and 8 bits, 'int-quantized', without",
+        ),
+        (
+            of_group(weights={**INT4, "actorder": "group"}, format="pack-quantized"),
+            "actorder = 'group' is not implemented",
+        ),
+        (
+            of_group(weights={**FLOAT8, "strategy": "group"}),
+            "strategy = 'group' is not implemented for 8 bits",
+        ),
+        (
+            of_group(weights=FLOAT8) | {"transform_config": {"R1": {}}},
+            "transform_config = .* is not implemented",
+        ),
     ],
 )
 def test_what_is_not_implemented_is_rejected_by_name(said: dict[str, Any], why: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"^somewhere/config.json: quantization_config: (.|\n)*{why}"):
+    with pytest.raises(
+        UnsupportedError, match=rf"^somewhere/config.json: quantization_config: (.|\n)*{why}"
+    ):
         choose(said)
 
 
@@ -154,15 +276,42 @@ def test_what_is_not_implemented_is_rejected_by_name(said: dict[str, Any], why: 
     ("said", "why"),
     [
         ({"bits": 4}, "expected quant_method, the name of a way of storing weights, got None"),
-        (DEEPSEEK_V3 | {"weight_block_size": [128]}, r"weight_block_size must be two numbers, of outputs and of inputs, got \[128\]"),
-        (DEEPSEEK_V3 | {"weight_block_size": [0, 128]}, r"weight_block_size must be two numbers, of outputs and of inputs, got \[0, 128\]"),
-        (GPTQ | {"modules_in_block_to_quantize": 5}, "a value in it can't be used by dovetail:gptq: TypeError"),
-        (of_group(weights={**INT4, "group_size": 0}, format="pack-quantized"), r"config_groups.group_0.weights: group_size must be .* got 0"),
-        (of_group(weights={**FLOAT8, "strategy": "block"}), "config_groups.group_0.weights: block_structure must be two numbers, .* got None"),
-        (of_group(weights=[1]), r"config_groups.group_0.weights: expected keys and values, got \[1\]"),
-        (of_group(weights=FLOAT8) | {"config_groups": {"a": None}}, "config_groups.a: expected keys and values, got None"),
-        (of_group(weights=FLOAT8) | {"ignore": ["re:("]}, r"^somewhere/config.json: quantization_config: 're:\(' is not a valid regular expression"),
-        (AWQ | {"group_size": "many"}, "group_size must be a number of inputs, or -1 for all, got 'many'"),
+        (
+            DEEPSEEK_V3 | {"weight_block_size": [128]},
+            r"weight_block_size must be two numbers, of outputs and of inputs, got \[128\]",
+        ),
+        (
+            DEEPSEEK_V3 | {"weight_block_size": [0, 128]},
+            r"weight_block_size must be two numbers, of outputs and of inputs, got \[0, 128\]",
+        ),
+        (
+            GPTQ | {"modules_in_block_to_quantize": 5},
+            "a value in it can't be used by dovetail:gptq: TypeError",
+        ),
+        (
+            of_group(weights={**INT4, "group_size": 0}, format="pack-quantized"),
+            r"config_groups.group_0.weights: group_size must be .* got 0",
+        ),
+        (
+            of_group(weights={**FLOAT8, "strategy": "block"}),
+            "config_groups.group_0.weights: block_structure must be two numbers, .* got None",
+        ),
+        (
+            of_group(weights=[1]),
+            r"config_groups.group_0.weights: expected keys and values, got \[1\]",
+        ),
+        (
+            of_group(weights=FLOAT8) | {"config_groups": {"a": None}},
+            "config_groups.a: expected keys and values, got None",
+        ),
+        (
+            of_group(weights=FLOAT8) | {"ignore": ["re:("]},
+            r"^somewhere/config.json: quantization_config: 're:\(' is not a valid regular expression",
+        ),
+        (
+            AWQ | {"group_size": "many"},
+            "group_size must be a number of inputs, or -1 for all, got 'many'",
+        ),
         (of_group(weights=FLOAT8) | {"ignore": "lm_head"}, "ignore must be a list of names"),
     ],
 )
@@ -177,17 +326,26 @@ def test_what_is_asked_for_must_be_what_the_checkpoint_has() -> None:
     assert str(choose(AWQ, "awq")) == str(choose(AWQ, "dovetail:awq")) == str(choose(AWQ))
     with pytest.raises(ConfigError, match="'fp8' is asked for, and the checkpoint is awq already"):
         choose(AWQ, "fp8")
-    with pytest.raises(ConfigError, match="the checkpoint's weights are plain; they can be quantized while they load to fp8"):
+    with pytest.raises(
+        ConfigError,
+        match="the checkpoint's weights are plain; they can be quantized while they load to fp8",
+    ):
         choose(None, "gptq")
     with pytest.raises(ConfigError, match="quantization: 'fp9' is unknown; known are fp8"):
         choose(None, "fp9")
 
 
 def test_a_method_that_several_plugins_know_is_the_built_ins_unless_another_is_named() -> None:
-    theirs, others = (QuantizationRef(f"{name}:awq", "awq", "tests.models.test_quantization_config:Theirs", False) for name in ("acme", "other"))
+    theirs, others = (
+        QuantizationRef(f"{name}:awq", "awq", "tests.models.test_quantization_config:Theirs", False)
+        for name in ("acme", "other")
+    )
     assert type(choose(AWQ, installed=(theirs, *QUANTIZATIONS))) is type(choose(AWQ))
     assert type(choose(AWQ, "acme:awq", installed=(*QUANTIZATIONS, theirs))) is Theirs
-    with pytest.raises(UnsupportedError, match=r"known to acme:awq and other:awq: write one of these names as `quantization` in engine.yaml"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"known to acme:awq and other:awq: write one of these names as `quantization` in engine.yaml",
+    ):
         choose(AWQ, installed=(theirs, others))
 
 
@@ -198,7 +356,13 @@ TABLES: dict[str, FileKeys] = {
     "Mxfp4Config": mxfp4.KEYS,
     "CompressedTensorsConfig": compressed_tensors.KEYS,
 }
-SETTINGS = {"gptq": GPTQ, "awq": AWQ, "fp8": DEEPSEEK_V3, "mxfp4": {"quant_method": "mxfp4"}, "compressed-tensors": of_group(weights=FLOAT8)}
+SETTINGS = {
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "fp8": DEEPSEEK_V3,
+    "mxfp4": {"quant_method": "mxfp4"},
+    "compressed-tensors": of_group(weights=FLOAT8),
+}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -212,7 +376,11 @@ def test_each_key_of_compressed_tensors_is_in_a_table() -> None:
     of_config = "config_groups quant_method kv_cache_scheme format quantization_status global_compression_ratio ignore moe_sparsity_config version"
     of_group = "targets weights input_activations output_activations format"
     of_numbers = "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer observer_kwargs"
-    tables = (compressed_tensors.KEYS, of_config), (compressed_tensors.GROUP_KEYS, of_group), (compressed_tensors.NUMBER_KEYS, of_numbers)
+    tables = (
+        (compressed_tensors.KEYS, of_config),
+        (compressed_tensors.GROUP_KEYS, of_group),
+        (compressed_tensors.NUMBER_KEYS, of_numbers),
+    )
     assert not [key for table, keys in tables for key in keys.split() if table.rule(key) is None]
 
 
@@ -223,7 +391,10 @@ def test_a_refused_key_is_refused_by_name_and_one_without_effect_is_not(table: F
         if isinstance(rule, Refused):
             for value in (None, *rule.unless):
                 choose(plain | {key: value})
-            with pytest.raises(UnsupportedError, match=rf"somewhere/config.json: quantization_config: {key} = 'other' is not implemented"):
+            with pytest.raises(
+                UnsupportedError,
+                match=rf"somewhere/config.json: quantization_config: {key} = 'other' is not implemented",
+            ):
                 choose(plain | {key: "other"})
         elif isinstance(rule, NoEffect):
             for value in (True, "other", 3, [1], {"a": 1}):
@@ -231,7 +402,9 @@ def test_a_refused_key_is_refused_by_name_and_one_without_effect_is_not(table: F
 
 
 @pytest.mark.parametrize("less_one", [True, False])
-def test_symmetric_zero_points_of_gptq_are_read_whatever_version_the_file_names(less_one: bool) -> None:
+def test_symmetric_zero_points_of_gptq_are_read_whatever_version_the_file_names(
+    less_one: bool,
+) -> None:
     form = gptq.GptqInt4(32, symmetric=True, less_one=less_one)
     tensors = {"qweight": torch.zeros(4, 8, dtype=torch.int32), "scales": torch.ones(1, 8)}
 
@@ -278,8 +451,16 @@ def made_nonsense(config: Any) -> int:
     ("target", "fault", "why"),
     [
         (f"{__name__}:Faulty", "init", "quantization acme:bits failed: RuntimeError: boom"),
-        (f"{__name__}:made_nonsense", "", "quantization acme:bits: expected a class of .*Quantization`, its target makes 5"),
-        ("nowhere.at_all:Bits", "", "quantization acme:bits: importing nowhere.at_all failed: ModuleNotFoundError"),
+        (
+            f"{__name__}:made_nonsense",
+            "",
+            "quantization acme:bits: expected a class of .*Quantization`, its target makes 5",
+        ),
+        (
+            "nowhere.at_all:Bits",
+            "",
+            "quantization acme:bits: importing nowhere.at_all failed: ModuleNotFoundError",
+        ),
         (f"{__name__}:Faulty", "of_module", "q_proj, .*: Faulty failed: RuntimeError: boom"),
         (f"{__name__}:Faulty", "", "q_proj, .*: Faulty: expected a .*WeightFormat`, got None"),
     ],
@@ -291,7 +472,10 @@ def test_an_error_in_a_third_party_quantization_names_it(
     monkeypatch.setattr(Faulty, "fault", fault)
     arch, config, _ = find_architecture(SMALL / "qwen3-fp8", MODELS)
     module = arch.build(config, context(weights_later=True))
-    said, installed = {"quant_method": "bits"} if asked is None else None, (QuantizationRef("acme:bits", "bits", target, True),)
+    said, installed = (
+        {"quant_method": "bits"} if asked is None else None,
+        (QuantizationRef("acme:bits", "bits", target, True),),
+    )
     with pytest.raises((UnsupportedError, PluginError), match=why):
         place_weights(module, choose(said, asked, installed), CPU)
 
@@ -300,16 +484,28 @@ def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:
     directory = copied("qwen3-fp8", tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": []}))
-    with pytest.raises(ModelLoadError, match=r"config.json: quantization_config: expected keys and values, got \[\]"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"config.json: quantization_config: expected keys and values, got \[\]",
+    ):
         find_architecture(directory, MODELS)
 
 
 def test_an_architecture_sees_nothing_of_how_weights_are_stored(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**Qwen3Config(architectures=["Qwen3ForCausalLM"]).to_dict(), "quantization_config": AWQ}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                **Qwen3Config(architectures=["Qwen3ForCausalLM"]).to_dict(),
+                "quantization_config": AWQ,
+            }
+        )
+    )
     found = find_architecture(tmp_path, MODELS)
     assert stored_as(tmp_path) == AWQ
     assert not hasattr(found.config, "quantization_config")
-    assert found.arch.reasons_against(Qwen3Config(quantization_config=AWQ))  # one that is asked all the same
+    assert found.arch.reasons_against(
+        Qwen3Config(quantization_config=AWQ)
+    )  # one that is asked all the same
     assert not context().weights_later
 
 
@@ -326,10 +522,30 @@ def copied(name: str, to: Path, **change: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "change", "error", "why"),
     [
-        ("qwen3-fp8", {"weight_block_size": [64, 64]}, ModelLoadError, r"weight_scale_inv: expected shape \[\d, 2\], found \[\d, 1\]"),
-        ("qwen3-fp8", {"modules_to_not_convert": ["k_proj"]}, UnsupportedError, "must have the same format .*q_proj: fp8 .*k_proj: plain"),
-        ("qwen3-fp8", {"modules_to_not_convert": ["model"]}, UnsupportedError, "has no linear layer that fp8 .* says is quantized"),
-        ("gptq", {"group_size": 96}, UnsupportedError, "groups of 96 inputs, of 128, are not implemented"),
+        (
+            "qwen3-fp8",
+            {"weight_block_size": [64, 64]},
+            ModelLoadError,
+            r"weight_scale_inv: expected shape \[\d, 2\], found \[\d, 1\]",
+        ),
+        (
+            "qwen3-fp8",
+            {"modules_to_not_convert": ["k_proj"]},
+            UnsupportedError,
+            "must have the same format .*q_proj: fp8 .*k_proj: plain",
+        ),
+        (
+            "qwen3-fp8",
+            {"modules_to_not_convert": ["model"]},
+            UnsupportedError,
+            "has no linear layer that fp8 .* says is quantized",
+        ),
+        (
+            "gptq",
+            {"group_size": 96},
+            UnsupportedError,
+            "groups of 96 inputs, of 128, are not implemented",
+        ),
         ("awq", {"group_size": 64}, ModelLoadError, r"expected shape \[\d, 16\], found"),
     ],
 )
@@ -341,15 +557,24 @@ def test_a_checkpoint_that_is_not_as_its_config_says_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "word", "why"), [("ct-w4a16", "weight_scale", "scales must be finite"), ("qwen3-fp8", "weight_scale_inv", "scales must be finite")]
+    ("name", "word", "why"),
+    [
+        ("ct-w4a16", "weight_scale", "scales must be finite"),
+        ("qwen3-fp8", "weight_scale_inv", "scales must be finite"),
+    ],
 )
-def test_a_wrong_tensor_is_reported_with_those_that_are_stored_with_it(tmp_path: Path, name: str, word: str, why: str) -> None:
+def test_a_wrong_tensor_is_reported_with_those_that_are_stored_with_it(
+    tmp_path: Path, name: str, word: str, why: str
+) -> None:
     directory = copied(name, tmp_path)
     [path] = directory.glob("*.safetensors")
     tensors = load_file(path)
     next(tensor for key, tensor in tensors.items() if key.endswith(f".{word}")).fill_(float("inf"))
     save_file(tensors, path)
-    with pytest.raises(ModelLoadError, match=rf"tensor model\.layers\.\d+\.\S+: (with \S*{word}\b.* of the same module: )?.*{why}") as caught:
+    with pytest.raises(
+        ModelLoadError,
+        match=rf"tensor model\.layers\.\d+\.\S+: (with \S*{word}\b.* of the same module: )?.*{why}",
+    ) as caught:
         loaded(directory)
     assert word in str(caught.value)
 
@@ -360,6 +585,13 @@ def test_two_ranks_write_what_a_quantized_checkpoint_writes_and_tell_its_format(
     expected = json.loads((directory / "expected.json").read_text())["greedy"]
     prompts = [{"prompt_token_ids": each["prompt"]} for each in expected]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
-    with LLM(str(directory), executor={"name": "tensor", "size": 2, "device": "cpu"}, kv_cache_memory="1MiB", max_num_seqs=2) as llm:
-        assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)] == [each["tokens"] for each in expected]
+    with LLM(
+        str(directory),
+        executor={"name": "tensor", "size": 2, "device": "cpu"},
+        kv_cache_memory="1MiB",
+        max_num_seqs=2,
+    ) as llm:
+        assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)] == [
+            each["tokens"] for each in expected
+        ]
         assert llm.engine.capacity.details["quantization"] == "fp8 (a scale per output)"

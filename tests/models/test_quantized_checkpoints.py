@@ -20,13 +20,18 @@ from dovetail.runtime.parallel import SINGLE
 from dovetail_models import dovetail_quantizations
 from tests.models.oracle import CPU, MODELS, DenseAttention, executor_config
 
-QUANTIZATIONS = tuple(QuantizationRef(f"dovetail:{spec.name}", spec.name, spec.target, spec.quantizes) for spec in dovetail_quantizations())
+QUANTIZATIONS = tuple(
+    QuantizationRef(f"dovetail:{spec.name}", spec.name, spec.target, spec.quantizes)
+    for spec in dovetail_quantizations()
+)
 ALL = sorted(path.parent for path in (Path(__file__).parent / "quantized").glob("*/config.json"))
 
 
 def loaded(directory: Path, group: Any = SINGLE, **settings: Any) -> Any:
     config = executor_config(directory, dtype="float32", **settings)
-    return load_model(ModelPlan.of(config, MODELS, group, CPU, QUANTIZATIONS), config, DenseAttention, group, CPU)
+    return load_model(
+        ModelPlan.of(config, MODELS, group, CPU, QUANTIZATIONS), config, DenseAttention, group, CPU
+    )
 
 
 @torch.no_grad()
@@ -56,6 +61,14 @@ def test_weights_take_no_more_room_than_in_the_checkpoint(directory: Path) -> No
     model = loaded(directory)
     for name in ("q_proj", "k_proj", "v_proj"):
         assert any(f"{name}." in key for key in tensors)
-    stored = sum(tensor.nbytes for key, tensor in tensors.items() if "_proj.weight" in key or "_proj.qweight" in key)
-    ours = sum(parameter.nbytes for name, parameter in model.named_parameters() if name.endswith("proj.weight"))
+    stored = sum(
+        tensor.nbytes
+        for key, tensor in tensors.items()
+        if "_proj.weight" in key or "_proj.qweight" in key
+    )
+    ours = sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if name.endswith("proj.weight")
+    )
     assert ours <= stored

@@ -10,21 +10,90 @@ import pytest
 
 from dovetail.errors import UnsupportedError
 from dovetail.file_keys import FileKeys, Refused
-from dovetail.sentence_transformers_files import ALL, DENSE, LOGIT_SCORE, MODULES, NORMALIZE, OWN, POOLING, TRANSFORMER, read_checked
+from dovetail.sentence_transformers_files import (
+    ALL,
+    DENSE,
+    LOGIT_SCORE,
+    MODULES,
+    NORMALIZE,
+    OWN,
+    POOLING,
+    TRANSFORMER,
+    read_checked,
+)
 
-WRITTEN: list[tuple[FileKeys, set[str]]] = [  # by sentence-transformers 6.2.0, with the older names that it reads
-    (OWN, {"model_type", "__version__", "prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"}),
+WRITTEN: list[
+    tuple[FileKeys, set[str]]
+] = [  # by sentence-transformers 6.2.0, with the older names that it reads
+    (
+        OWN,
+        {
+            "model_type",
+            "__version__",
+            "prompts",
+            "default_prompt_name",
+            "similarity_fn_name",
+            "truncate_dim",
+        },
+    ),
     (OWN, {"activation_fn", "keep_in_fp32_modules"}),
     (MODULES, {"idx", "name", "path", "type", "kwargs"}),
-    (TRANSFORMER, {"transformer_task", "modality_config", "module_output_name", "processing_kwargs", "unpad_inputs"}),
-    (TRANSFORMER, {"query_length", "document_length", "query_expansion", "max_seq_length", "do_lower_case"}),
-    (TRANSFORMER, {"tokenizer_name_or_path", "model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs"}),
-    (POOLING, {"embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt"}),
+    (
+        TRANSFORMER,
+        {
+            "transformer_task",
+            "modality_config",
+            "module_output_name",
+            "processing_kwargs",
+            "unpad_inputs",
+        },
+    ),
+    (
+        TRANSFORMER,
+        {"query_length", "document_length", "query_expansion", "max_seq_length", "do_lower_case"},
+    ),
+    (
+        TRANSFORMER,
+        {
+            "tokenizer_name_or_path",
+            "model_args",
+            "model_kwargs",
+            "tokenizer_args",
+            "processor_kwargs",
+            "config_args",
+            "config_kwargs",
+        },
+    ),
     (
         POOLING,
-        {f"pooling_mode_{mode}" for mode in ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")},
+        {"embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt"},
     ),
-    (DENSE, {"in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name", "use_residual"}),
+    (
+        POOLING,
+        {
+            f"pooling_mode_{mode}"
+            for mode in (
+                "cls_token",
+                "max_tokens",
+                "mean_tokens",
+                "mean_sqrt_len_tokens",
+                "weightedmean_tokens",
+                "lasttoken",
+            )
+        },
+    ),
+    (
+        DENSE,
+        {
+            "in_features",
+            "out_features",
+            "bias",
+            "activation_function",
+            "module_input_name",
+            "module_output_name",
+            "use_residual",
+        },
+    ),
     (NORMALIZE, {"module_input_name", "module_output_name"}),
     (LOGIT_SCORE, {"true_token_id", "false_token_id", "module_input_name"}),
 ]
@@ -35,7 +104,12 @@ CLASSES = {
     "base.modules.normalize.Normalize": NORMALIZE,
     "cross_encoder.modules.logit_score.LogitScore": LOGIT_SCORE,
 }
-REFUSED = [(table, key, rule) for table in ALL for key, rule in table.keys.items() if isinstance(rule, Refused)]
+REFUSED = [
+    (table, key, rule)
+    for table in ALL
+    for key, rule in table.keys.items()
+    if isinstance(rule, Refused)
+]
 
 
 @pytest.mark.parametrize(("table", "keys"), WRITTEN)
@@ -51,8 +125,12 @@ def test_the_installed_version_writes_no_other_key(name: str) -> None:
     assert not [key for key in keys if CLASSES[name].rule(key) is None]
 
 
-@pytest.mark.parametrize(("table", "key", "rule"), REFUSED, ids=[f"{table.file}: {key}" for table, key, _ in REFUSED])
-def test_a_refused_key_is_refused_by_name_but_for_values_without_effect(table: FileKeys, key: str, rule: Refused, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "key", "rule"), REFUSED, ids=[f"{table.file}: {key}" for table, key, _ in REFUSED]
+)
+def test_a_refused_key_is_refused_by_name_but_for_values_without_effect(
+    table: FileKeys, key: str, rule: Refused, tmp_path: Path
+) -> None:
     path = tmp_path / "file.json"
     for value in (None, *rule.unless):
         path.write_text(json.dumps({key: value}))
@@ -63,11 +141,15 @@ def test_a_refused_key_is_refused_by_name_but_for_values_without_effect(table: F
             read_checked(path, table)
 
 
-@pytest.mark.parametrize("table", [table for table in ALL if table.unknown == "refused"], ids=lambda table: table.file)
+@pytest.mark.parametrize(
+    "table", [table for table in ALL if table.unknown == "refused"], ids=lambda table: table.file
+)
 def test_an_unknown_key_is_refused_unless_it_is_off(table: FileKeys, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(json.dumps({"new": False, "newer": None}))
     assert read_checked(path, table) == {"new": False, "newer": None}
     path.write_text(json.dumps({"new": 2}))
-    with pytest.raises(UnsupportedError, match=r"file.json: 'new' = 2 is unknown and may change the numbers"):
+    with pytest.raises(
+        UnsupportedError, match=r"file.json: 'new' = 2 is unknown and may change the numbers"
+    ):
         read_checked(path, table)

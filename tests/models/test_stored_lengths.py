@@ -19,7 +19,13 @@ from tests.models.pooling_checkpoints import save, sentence_transformer, states
 from tests.rounding import rounded, roundings_of
 
 CLS, SEP = 1, 2
-WORDS = {"[PAD]": 0, "[CLS]": CLS, "[SEP]": SEP, "[UNK]": 3, **{f"w{index}": 4 + index for index in range(80)}}
+WORDS = {
+    "[PAD]": 0,
+    "[CLS]": CLS,
+    "[SEP]": SEP,
+    "[UNK]": 3,
+    **{f"w{index}": 4 + index for index in range(80)},
+}
 LONG = [4 + index % 80 for index in range(500)]
 TYPED = ["input_ids", "token_type_ids", "attention_mask"]
 
@@ -33,13 +39,19 @@ def save_tokenizer(directory: Path, **settings: Any) -> None:
     made = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
     )
-    PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", **settings).save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", **settings
+    ).save_pretrained(directory)
 
 
 @pytest.mark.parametrize("prompt", [[5, 9, 7, 7], [5, 7, 9], [7, 7, 7], [9, 5], [7, 5, 7]], ids=str)
-def test_a_classifier_skips_the_pad_token_at_the_end_as_transformers_does(prompt: list[int], classifier: Any) -> None:
+def test_a_classifier_skips_the_pad_token_at_the_end_as_transformers_does(
+    prompt: list[int], classifier: Any
+) -> None:
     llm, theirs = classifier
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([prompt])).logits.softmax(-1)[0]
@@ -68,7 +80,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ],
     ids=str,
 )
-def test_a_longer_text_is_cut(files: dict[str, Any], settings: dict[str, Any], kept: slice, tmp_path: Path) -> None:
+def test_a_longer_text_is_cut(
+    files: dict[str, Any], settings: dict[str, Any], kept: slice, tmp_path: Path
+) -> None:
     model = save(tmp_path, "BertModel")
     save_tokenizer(tmp_path, **settings)
     sentence_transformer(tmp_path, "Pooling", pooling={"pooling_mode": "mean"}, **files)
@@ -81,22 +95,34 @@ def test_a_longer_text_is_cut(files: dict[str, Any], settings: dict[str, Any], k
             llm.embed([[CLS, *LONG, SEP]], use_tqdm=False)
 
 
-def test_a_checkpoint_that_sentence_transformers_has_not_saved_refuses_longer_texts(tmp_path: Path) -> None:
+def test_a_checkpoint_that_sentence_transformers_has_not_saved_refuses_longer_texts(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, "BertModel")
     save_tokenizer(tmp_path)
-    with LLM(str(tmp_path)) as llm, pytest.raises(RequestError, match=r"at most 64 fit .*truncate_prompt_tokens=-1 cuts it"):
+    with (
+        LLM(str(tmp_path)) as llm,
+        pytest.raises(RequestError, match=r"at most 64 fit .*truncate_prompt_tokens=-1 cuts it"),
+    ):
         llm.embed(text(LONG[:63]), use_tqdm=False)
 
 
 @pytest.mark.parametrize("names", [TYPED, ["input_ids", "attention_mask"]])
 def test_pairs_are_cut_and_typed_as_cross_encoders_are(names: list[str], tmp_path: Path) -> None:
-    model = save(tmp_path, "BertForSequenceClassification", num_labels=1, sentence_transformers={"version": "5.0.0"})
+    model = save(
+        tmp_path,
+        "BertForSequenceClassification",
+        num_labels=1,
+        sentence_transformers={"version": "5.0.0"},
+    )
     save_tokenizer(tmp_path, model_max_length=20, model_input_names=names)
     query, document = LONG[:3], LONG[100:]
     ids = [CLS, *query, SEP, *document[: 20 - 6], SEP]
     types = [0] * 5 + [1] * 15 if names == TYPED else [0] * 20
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits.sigmoid()
+        expected = model(
+            input_ids=torch.tensor([ids]), token_type_ids=torch.tensor([types])
+        ).logits.sigmoid()
     with LLM(str(tmp_path)) as llm:
         [output] = llm.score(text(query), text(document), use_tqdm=False)
     assert output.outputs is not None

@@ -44,26 +44,76 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 CONFIGS: dict[str, Any] = {
-    "gemma3": lambda: Gemma3Config(text_config={**TEXT, "sliding_window": 16}, vision_config=VISION, mm_tokens_per_image=4, image_token_index=299),
+    "gemma3": lambda: Gemma3Config(
+        text_config={**TEXT, "sliding_window": 16},
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        image_token_index=299,
+    ),
     "mistral3": lambda: Mistral3Config(
-        text_config={**TEXT, "model_type": "mistral"}, vision_config={**VISION, "model_type": "pixtral", "head_dim": 16}
+        text_config={**TEXT, "model_type": "mistral"},
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16},
     ),
     "qwen3_vl": lambda: Qwen3VLConfig(
-        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
-        vision_config={"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "deepstack_visual_indexes": []},
+        text_config={
+            **TEXT,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+            },
+        },
+        vision_config={
+            "hidden_size": 32,
+            "depth": 1,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [],
+        },
     ),
 }
-OF_STATES = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
-EYES = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+OF_STATES = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+EYES = {
+    "hidden_size": 32,
+    "depth": 1,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+    "partial_rotary_factor": 0.25,
+}
 CONFIGS |= {
     "qwen3_5": lambda: Qwen3_5Config(
-        text_config={**TEXT, **OF_STATES, "rope_parameters": MROPE, "tie_word_embeddings": True}, vision_config=EYES, tie_word_embeddings=True
+        text_config={**TEXT, **OF_STATES, "rope_parameters": MROPE, "tie_word_embeddings": True},
+        vision_config=EYES,
+        tie_word_embeddings=True,
     ),
-    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(text_config={**TEXT, **OF_STATES, **EXPERTS, "rope_parameters": MROPE}, vision_config=EYES),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+        text_config={**TEXT, **OF_STATES, **EXPERTS, "rope_parameters": MROPE}, vision_config=EYES
+    ),
 }
-CONFIGS |= {name: partial(tiny_whole, name) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "smolvlm", "idefics2")}
+CONFIGS |= {
+    name: partial(tiny_whole, name)
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "smolvlm", "idefics2")
+}
 PROMPTS = ([5, 6, 7], list(range(3, 43)))
 
 
@@ -81,24 +131,39 @@ def saved(directory: Path, name: str) -> PreTrainedModel:
 def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     ids = list(prompt)
     for _ in range(6):
-        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        ids.append(
+            int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        )
     return ids[len(prompt) :]
 
 
 def served(directory: Path) -> list[list[int]]:
-    with LLMEngine.from_config({"model": str(directory), "dtype": "float32", "max_num_batched_tokens": 16, "max_model_len": 64}) as engine:
+    with LLMEngine.from_config(
+        {
+            "model": str(directory),
+            "dtype": "float32",
+            "max_num_batched_tokens": 16,
+            "max_model_len": 64,
+        }
+    ) as engine:
         for index, prompt in enumerate(PROMPTS):
             engine.add_request(
-                str(index), {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+                str(index),
+                {"prompt_token_ids": prompt},
+                SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False),
             )
         got = {}
         while engine.has_unfinished_requests():
-            got |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+            got |= {
+                output.request_id: list(output.outputs[0].token_ids) for output in engine.step()
+            }
     return [got[str(index)] for index in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokens_are_those_of_the_whole_model(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_tokens_are_those_of_the_whole_model(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = saved(tmp_path, name)
     with caplog.at_level(logging.INFO, "dovetail"):
         assert served(tmp_path) == [greedy(model, prompt) for prompt in PROMPTS]
@@ -122,11 +187,21 @@ def test_published_files_of_qwen2_5_vl_name_the_text_at_the_top(tmp_path: Path) 
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
     config |= {key: value for key, value in text.items() if key not in ("model_type", "dtype")}
-    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    config |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "model.safetensors")
-    names = {name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for name in tensors}
-    save_file({names[name]: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    names = {
+        name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        for name in tensors
+    }
+    save_file(
+        {names[name]: tensor for name, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     assert served(tmp_path) == [greedy(model, prompt) for prompt in PROMPTS]
 
 
@@ -144,7 +219,9 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path, file: str, said: 
 
 
 def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
+    )
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(UnsupportedError, match="ModelOpt"):
         LLMEngine.from_config({"model": str(tmp_path)})

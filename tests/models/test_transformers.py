@@ -13,7 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import ModelLoadError, UnsupportedError
-from tests.models.model_types import EXACT, PAGE, PROMPTS, greedy, rows_of, served_embeddings, served_tokens, verdict
+from tests.models.model_types import (
+    EXACT,
+    PAGE,
+    PROMPTS,
+    greedy,
+    rows_of,
+    served_embeddings,
+    served_tokens,
+    verdict,
+)
 from tests.models.tiny_configs import random_model, tiny
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
@@ -62,20 +71,41 @@ def saved(directory: Path, model_type: str = "mixtral", **changes: Any) -> Path:
 
 
 def load(directory: Path, **keys: Any) -> LLMEngine:
-    return LLMEngine.from_config({"model": str(directory), "dtype": "float32", "executor": {"name": "local", "num_blocks": 64}, **keys})
+    return LLMEngine.from_config(
+        {
+            "model": str(directory),
+            "dtype": "float32",
+            "executor": {"name": "local", "num_blocks": 64},
+            **keys,
+        }
+    )
 
 
 def test_a_native_model_is_preferred_and_another_can_be_forced(tmp_path: Path) -> None:
     saved(tmp_path, "qwen3")
-    with load(tmp_path) as native, load(tmp_path, model={"path": str(tmp_path), "component": "transformers"}) as forced:
+    with (
+        load(tmp_path) as native,
+        load(tmp_path, model={"path": str(tmp_path), "component": "transformers"}) as forced,
+    ):
         assert type(native.config.model.component) is not type(forced.config.model.component)
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("phi3", "longrope"), ("smollm3", "dynamic")])
-def test_a_rope_whose_frequencies_depend_on_other_requests_is_refused_beyond_its_switch(tmp_path: Path, model_type: str, kind: str) -> None:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 1.0} if kind == "longrope" else {"factor": 2.0}
+def test_a_rope_whose_frequencies_depend_on_other_requests_is_refused_beyond_its_switch(
+    tmp_path: Path, model_type: str, kind: str
+) -> None:
+    factors = (
+        {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 1.0}
+        if kind == "longrope"
+        else {"factor": 2.0}
+    )
     switch = {"original_max_position_embeddings": 64}
-    saved(tmp_path, model_type, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **switch, **factors}, **(switch if kind == "longrope" else {}))
+    saved(
+        tmp_path,
+        model_type,
+        rope_parameters={"rope_type": kind, "rope_theta": 1e4, **switch, **factors},
+        **(switch if kind == "longrope" else {}),
+    )
     with pytest.raises(UnsupportedError, match="set max_model_len to 64 or less"):
         load(tmp_path)
     with load(tmp_path, max_model_len=64):
@@ -87,13 +117,21 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
     saved(tmp_path, "gpt2")
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({name: tensor for name, tensor in tensors.items() if "h.1.ln_1.weight" not in name}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if "h.1.ln_1.weight" not in name},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(ModelLoadError, match=r"lacks transformer.h.1.ln_1.weight"):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["extra.weight", "transformer.h.0.attn.gate.weight", "mtp.layers.0.weight"])
-def test_a_tensor_that_the_model_does_not_know_is_refused_unless_a_text_model_leaves_it_out(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["extra.weight", "transformer.h.0.attn.gate.weight", "mtp.layers.0.weight"]
+)
+def test_a_tensor_that_the_model_does_not_know_is_refused_unless_a_text_model_leaves_it_out(
+    tmp_path: Path, name: str
+) -> None:
     from safetensors.torch import load_file, save_file
 
     saved(tmp_path, "gpt2")
@@ -119,7 +157,9 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     states = []
     for _ in range(2):
         with load(tmp_path, load_format="dummy", seed=3) as engine:
-            engine.add_request("r", {"prompt_token_ids": [5, 6]}, SamplingParams(temperature=0, detokenize=False))
+            engine.add_request(
+                "r", {"prompt_token_ids": [5, 6]}, SamplingParams(temperature=0, detokenize=False)
+            )
             while engine.has_unfinished_requests():
                 outputs = engine.step()
             states.append(list(outputs[-1].outputs[0].token_ids))
@@ -132,9 +172,14 @@ def test_a_model_without_linear_layers_of_ours_is_not_quantized(tmp_path: Path) 
         load(tmp_path, quantization="fp8")
 
 
-def test_experts_that_are_not_quantized_with_the_rest_are_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_that_are_not_quantized_with_the_rest_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     load(saved(tmp_path), quantization="fp8").close()
-    assert re.search(r"MixtralExperts aren't quantized through transformers: \d+ % of the model's parameters stay in float32", caplog.text)
+    assert re.search(
+        r"MixtralExperts aren't quantized through transformers: \d+ % of the model's parameters stay in float32",
+        caplog.text,
+    )
 
 
 def test_quantized_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -143,23 +188,42 @@ def test_quantized_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
 
     saved(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if "_proj.weight" in name or re.search(r"experts\.\d+\.w\d\.weight", name)]:
+    for name in [
+        name
+        for name in tensors
+        if "_proj.weight" in name or re.search(r"experts\.\d+\.w\d\.weight", name)
+    ]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"experts\.0\.w1.* are quantized, and through transformers only layers that are replaced can be"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"experts\.0\.w1.* are quantized, and through transformers only layers that are replaced can be",
+    ):
         load(tmp_path)
 
 
-def test_a_class_of_the_checkpoints_own_code_is_refused_if_transformers_has_another(tmp_path: Path) -> None:
+def test_a_class_of_the_checkpoints_own_code_is_refused_if_transformers_has_another(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path, "mixtral")
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"architectures": ["MyMixtralForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling.MyMixtralForCausalLM"}}
+    config |= {
+        "architectures": ["MyMixtralForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling.MyMixtralForCausalLM"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="MyMixtralForCausalLM is no class of transformers, and code in a checkpoint is never run"):
+    with pytest.raises(
+        UnsupportedError,
+        match="MyMixtralForCausalLM is no class of transformers, and code in a checkpoint is never run",
+    ):
         load(tmp_path)
 
 
@@ -175,9 +239,13 @@ def test_the_body_of_a_type_with_another_types_class_embeds(tmp_path: Path) -> N
 def test_a_type_with_another_types_class_is_served_as_transformers_saves_it(tmp_path: Path) -> None:
     reference = random_model(tiny("internlm3"))
     reference.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
     expected = [greedy(reference, prompt) for prompt in PROMPTS]
-    assert torch.allclose(served_tokens(tmp_path), torch.tensor(expected, dtype=torch.float64), atol=1e-3)
+    assert torch.allclose(
+        served_tokens(tmp_path), torch.tensor(expected, dtype=torch.float64), atol=1e-3
+    )
 
 
 def test_experts_that_are_stored_in_8_bits_are_refused(tmp_path: Path) -> None:
@@ -186,8 +254,14 @@ def test_experts_that_are_stored_in_8_bits_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     expert = next(name for name in tensors if ".experts." in name)
-    save_file({**tensors, f"{expert}_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"holds .*experts.*weight_scale_inv, which the model doesn't know"):
+    save_file(
+        {**tensors, f"{expert}_scale_inv": torch.ones(1)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"holds .*experts.*weight_scale_inv, which the model doesn't know"
+    ):
         load(tmp_path)
 
 
@@ -203,12 +277,21 @@ def test_config_without_max_length_is_named(tmp_path: Path) -> None:
 def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     from dovetail_models.transformers import head_of
 
-    for model_type in ("gpt2", "opt", "gemma3_text", "granite", "cohere2"):  # biases, soft caps and scales
+    for model_type in (
+        "gpt2",
+        "opt",
+        "gemma3_text",
+        "granite",
+        "cohere2",
+    ):  # biases, soft caps and scales
         model = random_model(tiny(model_type))
         ids = torch.tensor([[5, 6, 7]])
         with torch.no_grad():
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            assert torch.equal(head_of(model)(inputs_embeds=hidden, use_cache=False).logits, model(ids, use_cache=False).logits)
+            assert torch.equal(
+                head_of(model)(inputs_embeds=hidden, use_cache=False).logits,
+                model(ids, use_cache=False).logits,
+            )
 
 
 @pytest.mark.parametrize(
@@ -216,11 +299,19 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     [
         ({"attention_chunk_size": 8192}, "attention_chunk_size.*set max_model_len to 8192 or less"),
         ({"attention_chunk_size": 64}, None),
-        ({"attention_window": 8192}, "attention_window.*set max_model_len to 8192 or less"),  # which a mask may have, unseen by the trace
-        ({"index_topk_blocks": 128, "index_block_size": 128}, "index_topk_blocks.*set max_model_len to 16384 or less"),
+        (
+            {"attention_window": 8192},
+            "attention_window.*set max_model_len to 8192 or less",
+        ),  # which a mask may have, unseen by the trace
+        (
+            {"index_topk_blocks": 128, "index_block_size": 128},
+            "index_topk_blocks.*set max_model_len to 16384 or less",
+        ),
     ],
 )
-def test_a_length_that_no_check_crosses_is_refused(tmp_path: Path, fields: dict[str, int], refused: str | None) -> None:
+def test_a_length_that_no_check_crosses_is_refused(
+    tmp_path: Path, fields: dict[str, int], refused: str | None
+) -> None:
     saved(tmp_path, "qwen2", max_position_embeddings=32768, **fields)
     model = {"path": str(tmp_path), "component": "transformers"}
     if refused is None:
@@ -231,29 +322,62 @@ def test_a_length_that_no_check_crosses_is_refused(tmp_path: Path, fields: dict[
     load(tmp_path, model=model, max_model_len=100).close()
 
 
-def test_skipped_tensors_are_logged_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_tensors_are_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from safetensors.torch import load_file, save_file
 
     saved(tmp_path, "gpt2")
-    extra = {"mtp.a.weight": torch.zeros(3), "mtp.b.weight": torch.zeros(3), "visual.weight": torch.zeros(3)}
-    save_file({**load_file(tmp_path / "model.safetensors"), **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    extra = {
+        "mtp.a.weight": torch.zeros(3),
+        "mtp.b.weight": torch.zeros(3),
+        "visual.weight": torch.zeros(3),
+    }
+    save_file(
+        {**load_file(tmp_path / "model.safetensors"), **extra},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     with caplog.at_level("INFO", "dovetail"):
         load(tmp_path).close()
-    assert "3 tensors of other parts than the text model are skipped: mtp.*, visual.*" in caplog.text
+    assert (
+        "3 tensors of other parts than the text model are skipped: mtp.*, visual.*" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("phi3", "longrope"), ("smollm3", "dynamic")])
-def test_requests_below_the_switch_of_a_rope_are_exact_beside_each_other(tmp_path: Path, model_type: str, kind: str) -> None:
-    factors = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 1.0} if kind == "longrope" else {"factor": 2.0}
+def test_requests_below_the_switch_of_a_rope_are_exact_beside_each_other(
+    tmp_path: Path, model_type: str, kind: str
+) -> None:
+    factors = (
+        {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 1.0}
+        if kind == "longrope"
+        else {"factor": 2.0}
+    )
     switch = {"original_max_position_embeddings": 64}
-    saved(tmp_path, model_type, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **switch, **factors}, **(switch if kind == "longrope" else {}))
+    saved(
+        tmp_path,
+        model_type,
+        rope_parameters={"rope_type": kind, "rope_theta": 1e4, **switch, **factors},
+        **(switch if kind == "longrope" else {}),
+    )
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     prompts = [[5, 6, 7], list(range(3, 59))]  # the second ends at the switch
     with load(tmp_path, max_model_len=64) as engine:
         for index, prompt in enumerate(prompts):
-            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, allowed_token_ids=list(range(127)))
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=8,
+                ignore_eos=True,
+                detokenize=False,
+                allowed_token_ids=list(range(127)),
+            )
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
         got: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
-            got |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
-    assert [got["0"], got["1"]] == [[token for token, _ in greedy(reference, prompt)] for prompt in prompts]
+            got |= {
+                output.request_id: list(output.outputs[0].token_ids) for output in engine.step()
+            }
+    assert [got["0"], got["1"]] == [
+        [token for token, _ in greedy(reference, prompt)] for prompt in prompts
+    ]

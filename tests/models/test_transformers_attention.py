@@ -17,7 +17,13 @@ from tests.models.oracle import DenseAttention
 
 HANDLED = {
     *("sliding_window", "s_aux", "softcap", "is_causal", "scaling"),  # layers have them
-    *("position_ids", "position_embeddings", "output_attentions", "max_length_q", "max_length_k"),  # change no number
+    *(
+        "position_ids",
+        "position_embeddings",
+        "output_attentions",
+        "max_length_q",
+        "max_length_k",
+    ),  # change no number
 }
 
 
@@ -31,7 +37,9 @@ def arguments_in_transformers() -> set[str]:
     assert spec.submodule_search_locations
     found: set[str] = set()
     for path in Path(spec.submodule_search_locations[0]).glob("models/*/modeling_*.py"):
-        for call in re.findall(r"attention_interface\(\n(.*?)\n\s*\)\n", path.read_text(encoding="utf-8"), re.S):
+        for call in re.findall(
+            r"attention_interface\(\n(.*?)\n\s*\)\n", path.read_text(encoding="utf-8"), re.S
+        ):
             found |= set(re.findall(r"^\s+(\w+)=", call, re.M))
     return found
 
@@ -45,7 +53,14 @@ class Calls(nn.Module):
 
     def forward(self, **_: Any) -> None:
         q = torch.empty(1, 4, 3, 16, device="meta")
-        attention(self, q, q, q, self.given.get("attention_mask"), **{key: one for key, one in self.given.items() if key != "attention_mask"})
+        attention(
+            self,
+            q,
+            q,
+            q,
+            self.given.get("attention_mask"),
+            **{key: one for key, one in self.given.items() if key != "attention_mask"},
+        )
 
 
 def problems(**given: Any) -> str:
@@ -54,7 +69,12 @@ def problems(**given: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", sorted((arguments_in_transformers() | {"alibi", "head_mask"}) - HANDLED - {"query", "key", "value", "attention_mask"})
+    "name",
+    sorted(
+        (arguments_in_transformers() | {"alibi", "head_mask"})
+        - HANDLED
+        - {"query", "key", "value", "attention_mask"}
+    ),
 )
 def test_an_argument_that_is_not_handled_is_rejected_by_name(name: str) -> None:
     assert name in problems(**{name: 0.5 if name == "dropout" else torch.ones(1)})
@@ -82,9 +102,18 @@ def test_an_argument_that_only_comes_with_long_sequences_is_refused_when_it_come
 
 @pytest.mark.parametrize(
     ("name", "later"),
-    [("attention_mask", torch.ones(1)), ("is_causal", False), ("scaling", 0.5), ("sliding_window", 8), ("softcap", 30.0), ("s_aux", torch.ones(4))],
+    [
+        ("attention_mask", torch.ones(1)),
+        ("is_causal", False),
+        ("scaling", 0.5),
+        ("sliding_window", 8),
+        ("softcap", 30.0),
+        ("s_aux", torch.ones(4)),
+    ],
 )
-def test_an_argument_that_changes_after_the_trace_is_refused_when_it_does(name: str, later: Any) -> None:
+def test_an_argument_that_changes_after_the_trace_is_refused_when_it_does(
+    name: str, later: Any
+) -> None:
     model, q = Calls(), torch.zeros(1, 4, 3, 16)
     calls = trace(model)
     bind(model, calls, [DenseAttention(spec) for spec in specs_of(calls)])

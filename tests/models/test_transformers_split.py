@@ -34,15 +34,21 @@ def test_two_ranks_write_the_tokens_of_one(tmp_path: Path, model_type: str) -> N
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
-def test_a_split_that_computes_something_else_on_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
-    monkeypatch.setattr(served, "check", lambda *args: transformers_check.check(*args) or "rank 0 says no")  # the other rank is a process of its own
+def test_a_split_that_computes_something_else_on_a_rank_is_refused(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    monkeypatch.setattr(
+        served, "check", lambda *args: transformers_check.check(*args) or "rank 0 says no"
+    )  # the other rank is a process of its own
     with pytest.raises(UnsupportedError, match="rank 0 says no"):
         tokens_of(checkpoint, "transformers", executor=TWO)
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
 def test_quantized_weights_are_refused_on_several_ranks(checkpoint: Path) -> None:
-    with pytest.raises(UnsupportedError, match="quantized model through transformers runs on one GPU"):
+    with pytest.raises(
+        UnsupportedError, match="quantized model through transformers runs on one GPU"
+    ):
         tokens_of(checkpoint, "transformers", executor=TWO, quantization="fp8")
 
 
@@ -50,7 +56,9 @@ def reasons(model_type: str) -> list[str]:
     config = tiny(model_type)
     traced = traced_model(config)
     with full_float32():
-        layers = find_layers(traced.base, traced.calls, traced.seen, 200, torch.device("cpu"), traced.keeps)
+        layers = find_layers(
+            traced.base, traced.calls, traced.seen, 200, torch.device("cpu"), traced.keeps
+        )
     return reasons_against_split(traced.base, traced.calls, layers, config.base_model_tp_plan)
 
 

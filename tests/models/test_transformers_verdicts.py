@@ -45,10 +45,19 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def load(directory: Path, **keys: Any) -> LLMEngine:
-    return LLMEngine.from_config({"model": str(directory), "dtype": "bfloat16", "executor": {"name": "local", "num_blocks": 64}, **keys})
+    return LLMEngine.from_config(
+        {
+            "model": str(directory),
+            "dtype": "bfloat16",
+            "executor": {"name": "local", "num_blocks": 64},
+            **keys,
+        }
+    )
 
 
-def test_a_second_start_checks_nothing_and_another_dtype_everything(checkpoint: Path, proofs: list[str]) -> None:
+def test_a_second_start_checks_nothing_and_another_dtype_everything(
+    checkpoint: Path, proofs: list[str]
+) -> None:
     load(checkpoint).close()
     assert proofs == ["layers", "model"]
     load(checkpoint).close()
@@ -62,7 +71,9 @@ def test_a_step_of_one_row_and_one_token_is_enough(checkpoint: Path, proofs: lis
     assert proofs == ["layers", "model"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"key": {}, "replaced": true}', b'{"key": null}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff", b'{"key": {}, "replaced": true}', b'{"key": null}']
+)
 def test_a_damaged_or_foreign_verdict_is_ignored_with_a_warning(
     checkpoint: Path, proofs: list[str], caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
@@ -84,7 +95,9 @@ def test_a_verdict_is_of_one_config_and_environment() -> None:
     assert Verdict(tiny("gpt2"), {"dtype": "bfloat16"}).read() is None
 
 
-def test_a_verdict_is_of_the_versions_of_triton_and_of_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verdict_is_of_the_versions_of_triton_and_of_plugins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Verdict(tiny("gpt2"), {}).write(replaced=True)
     assert Verdict(tiny("gpt2"), {}).read() is True
     with monkeypatch.context() as patched:
@@ -95,16 +108,22 @@ def test_a_verdict_is_of_the_versions_of_triton_and_of_plugins(monkeypatch: pyte
     assert Verdict(tiny("gpt2"), {}).read() is None
 
 
-def test_code_of_transformers_that_fails_in_the_check_of_the_whole_model_refuses_it(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+def test_code_of_transformers_that_fails_in_the_check_of_the_whole_model_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
     def fails(*_: Any) -> None:
         raise IndexError("beyond the end")
 
     monkeypatch.setattr(served, "whole_logprobs", fails)
-    with pytest.raises(UnsupportedError, match="its code fails in transformers: IndexError: beyond the end"):
+    with pytest.raises(
+        UnsupportedError, match="its code fails in transformers: IndexError: beyond the end"
+    ):
         load(checkpoint)
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_next_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_costs_only_the_next_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     verdict = Verdict(tiny("gpt2"), {})
@@ -130,16 +149,24 @@ def test_processes_that_write_at_once_leave_a_whole_file() -> None:
     assert [path.suffix for path in folder().iterdir()] == [".json"]
 
 
-def test_a_model_that_computes_something_else_as_it_is_served_is_refused(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+def test_a_model_that_computes_something_else_as_it_is_served_is_refused(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
     own = served.TransformersModel.logits
-    monkeypatch.setattr(served.TransformersModel, "logits", lambda self, hidden: 1.2 * own(self, hidden))
+    monkeypatch.setattr(
+        served.TransformersModel, "logits", lambda self, hidden: 1.2 * own(self, hidden)
+    )
     for _ in range(2):  # a refusal is no verdict
         with pytest.raises(UnsupportedError, match="differ from those computed by transformers"):
             load(checkpoint)
 
 
 def test_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
-    monkeypatch.setattr(served.TransformersModel, "logits", lambda self, hidden: torch.full((len(hidden), 128), torch.nan))
+    monkeypatch.setattr(
+        served.TransformersModel,
+        "logits",
+        lambda self, hidden: torch.full((len(hidden), 128), torch.nan),
+    )
     with pytest.raises(UnsupportedError, match="differ from those computed by transformers"):
         load(checkpoint)
 

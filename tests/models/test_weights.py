@@ -51,7 +51,9 @@ def small(**fields: Any) -> LlamaConfig:
     return LlamaConfig(**(SHAPE | fields))
 
 
-def saved(directory: Path, *, dtype: torch.dtype = torch.float32, shard: str = "5GB", **fields: Any) -> Any:
+def saved(
+    directory: Path, *, dtype: torch.dtype = torch.float32, shard: str = "5GB", **fields: Any
+) -> Any:
     """A checkpoint as transformers writes it; returns its model."""
     model = reference(small(**fields)).to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
@@ -60,7 +62,9 @@ def saved(directory: Path, *, dtype: torch.dtype = torch.float32, shard: str = "
 
 def loaded(directory: Path, **settings: Any) -> Any:
     config = executor_config(directory, **settings)
-    return load_model(ModelPlan.of(config, MODELS, SINGLE, CPU), config, DenseAttention, SINGLE, CPU)
+    return load_model(
+        ModelPlan.of(config, MODELS, SINGLE, CPU), config, DenseAttention, SINGLE, CPU
+    )
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -73,13 +77,19 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -
 @pytest.mark.parametrize("shard", ["5GB", "1KB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_saved_checkpoint_computes_what_it_did(tmp_path: Path, shard: str, dtype: torch.dtype, tied: bool) -> None:
+def test_a_saved_checkpoint_computes_what_it_did(
+    tmp_path: Path, shard: str, dtype: torch.dtype, tied: bool
+) -> None:
     theirs = saved(tmp_path, dtype=dtype, shard=shard, tie_word_embeddings=tied)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "1KB")
     ours = loaded(tmp_path)
     plan = ModelPlan.of(executor_config(tmp_path), MODELS, SINGLE, CPU)
     assert (plan.dtype, plan.max_model_len, plan.vocab_size) == (torch.float32, 32, 11)
-    assert_rounded(run(ours, TOKENS)[1], run_reference(theirs, TOKENS)[1], roundings_of(theirs.config, len(TOKENS)))
+    assert_rounded(
+        run(ours, TOKENS)[1],
+        run_reference(theirs, TOKENS)[1],
+        roundings_of(theirs.config, len(TOKENS)),
+    )
 
 
 def test_weights_take_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
@@ -112,30 +122,49 @@ def one_more(weights: torch.Tensor) -> torch.Tensor:
 
 def with_one_more(module: Any, *names: str) -> Any:
     """The model, whose rules for tensors with such names add one."""
-    rules = [replace(rule, transform=one_more) if any(name in rule.source for name in names) else rule for rule in module.weights()]
+    rules = [
+        replace(rule, transform=one_more) if any(name in rule.source for name in names) else rule
+        for rule in module.weights()
+    ]
     module.weights = lambda: rules
     return module
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rule_can_transform_what_the_checkpoint_holds(tmp_path: Path, rank: int, dtype: torch.dtype) -> None:
+def test_a_rule_can_transform_what_the_checkpoint_holds(
+    tmp_path: Path, rank: int, dtype: torch.dtype
+) -> None:
     """In float32 for any checkpoint dtype: 1 + w in bfloat16 would lose small values."""
     saved(tmp_path, dtype=dtype, num_key_value_heads=2)
     config, group = small(num_key_value_heads=2), FakeGroup(rank, 2)
-    plain, transformed = build(config, parallel=group), with_one_more(build(config, parallel=group), "norm", "q_proj", "down_proj")
+    plain, transformed = (
+        build(config, parallel=group),
+        with_one_more(build(config, parallel=group), "norm", "q_proj", "down_proj"),
+    )
     for module in (plain, transformed):
         load_weights(module, tmp_path)
     for theirs, ours in zip(plain.weights(), transformed.weights(), strict=True):
-        before, after = (rule.parameter.parts[rule.shard_id].place(rule.parameter) for rule in (theirs, ours))
+        before, after = (
+            rule.parameter.parts[rule.shard_id].place(rule.parameter) for rule in (theirs, ours)
+        )
         assert torch.equal(after, before if ours.transform is None else 1 + before), ours.source
 
 
 def test_tied_tensors_are_compared_as_they_are_loaded(tmp_path: Path) -> None:
     saved(tmp_path, tie_word_embeddings=True)
-    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    load_weights(with_one_more(build(small(tie_word_embeddings=True)), "embed_tokens", "lm_head"), tmp_path)
-    with pytest.raises(ModelLoadError, match="differs from the tensor that the config says it is tied to"):
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
+    load_weights(
+        with_one_more(build(small(tie_word_embeddings=True)), "embed_tokens", "lm_head"), tmp_path
+    )
+    with pytest.raises(
+        ModelLoadError, match="differs from the tensor that the config says it is tied to"
+    ):
         load_weights(with_one_more(build(small(tie_word_embeddings=True)), "lm_head"), tmp_path)
 
 
@@ -143,29 +172,53 @@ def test_random_weights_are_what_the_layers_compute_with() -> None:
     plain, transformed = build(small()), with_one_more(build(small()), "norm", "proj")
     for module in (plain, transformed):
         dummy_weights(module, seed=0)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), transformed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), transformed.parameters(), strict=True)
+    )
 
 
 def test_tensors_that_are_computed_are_passed_over(tmp_path: Path) -> None:
     saved(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(2)}))
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(2)}),
+    )
     loaded(tmp_path)
 
 
 class TestTiedHead:
     def test_may_be_there_too_if_it_is_equal(self, tmp_path: Path) -> None:
         saved(tmp_path, tie_word_embeddings=True)
-        rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+        rewrite(
+            tmp_path,
+            lambda tensors: tensors.update(
+                {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+            ),
+        )
         loaded(tmp_path)
 
     def test_may_be_there_instead_of_the_embedding(self, tmp_path: Path) -> None:
         theirs = saved(tmp_path, tie_word_embeddings=True)
-        rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
-        assert_rounded(run(loaded(tmp_path), TOKENS)[1], run_reference(theirs, TOKENS)[1], roundings_of(theirs.config, len(TOKENS)))
+        rewrite(
+            tmp_path,
+            lambda tensors: tensors.update(
+                {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+            ),
+        )
+        assert_rounded(
+            run(loaded(tmp_path), TOKENS)[1],
+            run_reference(theirs, TOKENS)[1],
+            roundings_of(theirs.config, len(TOKENS)),
+        )
 
     def test_that_differs_is_refused(self, tmp_path: Path) -> None:
         saved(tmp_path, tie_word_embeddings=True)
-        rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+        rewrite(
+            tmp_path,
+            lambda tensors: tensors.update(
+                {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+            ),
+        )
         with pytest.raises(ModelLoadError, match="set tie_word_embeddings to false"):
             loaded(tmp_path)
 
@@ -189,7 +242,9 @@ class TestDummyWeights:
             assert torch.equal(parameter, torch.ones_like(parameter)) == ("norm" in name), name
 
     def test_are_normal_with_a_small_deviation(self) -> None:
-        weights = torch.cat([p.flatten() for name, p in self.parameters(0).items() if "norm" not in name])
+        weights = torch.cat(
+            [p.flatten() for name, p in self.parameters(0).items() if "norm" not in name]
+        )
         assert abs(weights.mean().item()) < 0.002
         assert abs(weights.std().item() - 0.02) < 0.002
 
@@ -244,7 +299,9 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"holds 1 tensor \(model.layers.1.self_attn.q_scale\), which the model doesn't know",
     ),
     "a layer too many": (
-        lambda d: rewrite(d, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(12, 8)})),
+        lambda d: rewrite(
+            d, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(12, 8)})
+        ),
         "model.layers.2.mlp.up_proj.weight",
     ),
     "wrong shape": (
@@ -252,14 +309,32 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"tensor model.layers.1.mlp.up_proj.weight: expected shape \[12, 8\], found \[12, 7\]",
     ),
     "quantized values": (
-        lambda d: rewrite(d, lambda t: t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(12, 8, dtype=torch.int8)})),
+        lambda d: rewrite(
+            d,
+            lambda t: t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(12, 8, dtype=torch.int8)}),
+        ),
         "tensor model.layers.1.mlp.up_proj.weight: expected float16.* found int8",
     ),
-    "truncated": (lambda d: cut(d / "model.safetensors", -9), "model.safetensors: not a whole safetensors file"),
-    "header only": (lambda d: cut(d / "model.safetensors", 20), "model.safetensors: not a whole safetensors file"),
-    "empty file": (lambda d: cut(d / "model.safetensors", 0), "model.safetensors: not a whole safetensors file"),
-    "junk": (lambda d: (d / "model.safetensors").write_text("version https://git-lfs…" * 9), "not a whole safetensors file"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor .*; found no weights at all"),
+    "truncated": (
+        lambda d: cut(d / "model.safetensors", -9),
+        "model.safetensors: not a whole safetensors file",
+    ),
+    "header only": (
+        lambda d: cut(d / "model.safetensors", 20),
+        "model.safetensors: not a whole safetensors file",
+    ),
+    "empty file": (
+        lambda d: cut(d / "model.safetensors", 0),
+        "model.safetensors: not a whole safetensors file",
+    ),
+    "junk": (
+        lambda d: (d / "model.safetensors").write_text("version https://git-lfs…" * 9),
+        "not a whole safetensors file",
+    ),
+    "no weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        "neither model.safetensors nor .*; found no weights at all",
+    ),
     "only .bin": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
         r"found pytorch_model.bin; convert them to safetensors: AutoModelForCausalLM.from_pretrained\(DIRECTORY\).save_pretrained",
@@ -269,7 +344,13 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"found q4.gguf; convert them to safetensors: AutoModelForCausalLM.from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained",
     ),
     "a bare model without one tensor": (
-        lambda d: rewrite(d, lambda t: [t.update({name[6:]: t.pop(name)}) for name in list(t) if name[:6] == "model."] and t.pop("norm.weight")),
+        lambda d: rewrite(
+            d,
+            lambda t: (
+                [t.update({name[6:]: t.pop(name)}) for name in list(t) if name[:6] == "model."]
+                and t.pop("norm.weight")
+            ),
+        ),
         r"the checkpoint lacks 1 tensor \(model.norm.weight\)$",
     ),
     "names with the prefix and without": (
@@ -279,11 +360,26 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 SHARDED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing shard": (lambda d: shards(d)[1].unlink(), r"model-00002-of-\d+.safetensors: no such file"),
-    "truncated shard": (lambda d: cut(shards(d)[1], -9), r"model-00002-of-\d+.safetensors: not a whole safetensors file"),
-    "index not JSON": (lambda d: cut(d / "model.safetensors.index.json", 30), "index.json: not valid JSON"),
-    "index of brackets": (lambda d: (d / "model.safetensors.index.json").write_text("[" * 100_000), "index.json: more than 50 lists and objects"),
-    "index without a map": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "index.json: expected 'weight_map'"),
+    "missing shard": (
+        lambda d: shards(d)[1].unlink(),
+        r"model-00002-of-\d+.safetensors: no such file",
+    ),
+    "truncated shard": (
+        lambda d: cut(shards(d)[1], -9),
+        r"model-00002-of-\d+.safetensors: not a whole safetensors file",
+    ),
+    "index not JSON": (
+        lambda d: cut(d / "model.safetensors.index.json", 30),
+        "index.json: not valid JSON",
+    ),
+    "index of brackets": (
+        lambda d: (d / "model.safetensors.index.json").write_text("[" * 100_000),
+        "index.json: more than 50 lists and objects",
+    ),
+    "index without a map": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        "index.json: expected 'weight_map'",
+    ),
     "index promises too much": (
         lambda d: edit_index(d, lambda names: names.update(more=next(iter(names.values())))),
         "lacks the tensor more, which model.safetensors.index.json says it holds",
@@ -317,7 +413,9 @@ def test_a_wrong_shard_or_index_is_named_with_what_is_wrong(tmp_path: Path, case
 
 @given(data=st.data())
 @examples(quick=60, full=1000)
-def test_any_cut_of_a_file_is_an_error_that_names_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_cut_of_a_file_is_an_error_that_names_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     directory = tmp_path_factory.mktemp("cut")
     tensors = checkpoint_tensors(reference(small()))
     save_file(tensors, directory / "model.safetensors")
@@ -332,5 +430,7 @@ def test_an_architecture_that_forgets_a_parameter_is_reported(tmp_path: Path) ->
     model = build(small())
     rules = [rule for rule in model.weights() if rule.source != f"{LAYER}self_attn.v_proj.weight"]
     model.weights = lambda: rules
-    with pytest.raises(ModelLoadError, match=r"no rule for parameter .*qkv_proj.weight \(part 'v'\)"):
+    with pytest.raises(
+        ModelLoadError, match=r"no rule for parameter .*qkv_proj.weight \(part 'v'\)"
+    ):
         load_weights(model, tmp_path)

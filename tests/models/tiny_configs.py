@@ -51,7 +51,9 @@ SIZES: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 96,
 }
-OF_TYPES: dict[str, dict[str, Any]] = {  # instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints have
+OF_TYPES: dict[
+    str, dict[str, Any]
+] = {  # instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints have
     "gemma3n_text": {
         "num_hidden_layers": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 4,
@@ -71,16 +73,29 @@ OF_TYPES: dict[str, dict[str, Any]] = {  # instead of these sizes; and kinds of 
         "hidden_size_per_layer_input": 8,
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 16},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_d_head": 16,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    "qwen3_vl_moe_text": {"moe_intermediate_size": 24},  # of a square weight nobody can tell whether it is transposed
+    "qwen3_vl_moe_text": {
+        "moe_intermediate_size": 24
+    },  # of a square weight nobody can tell whether it is transposed
     "zaya": {"num_experts_per_tok": 1},
 }
-SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}  # of heads of 16, by three positions
+SECTIONS: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "mrope_section": [4, 2, 2],
+}  # of heads of 16, by three positions
 OF_TYPES |= {kind: {"rope_parameters": SECTIONS} for kind in ("qwen2_vl_text", "qwen2_5_vl_text")}
 OF_TYPES |= {
-    kind: {"rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+    kind: {
+        "rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    }
     for kind in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text")
 }
 PLACEHOLDER = SIZES["vocab_size"] - 1  # the token that stands for images
@@ -107,7 +122,10 @@ BESIDE_TEXT: dict[str, Any] = {  # the sizes of vision and audio models
     "deepstack_visual_indexes": [],
     "fullatt_block_indexes": [0],
 }
-NEEDED = {"head_dim": 16, "num_key_value_heads": 2}  # for types whose configs leave them out though their code reads them
+NEEDED = {
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+}  # for types whose configs leave them out though their code reads them
 
 
 def tiny(model_type: str) -> Any:
@@ -126,7 +144,9 @@ def tiny(model_type: str) -> Any:
     sizes |= OF_TYPES.get(text.model_type, {})
     for extra in ({}, NEEDED):
         try:
-            config = type(text)(**sizes, **{key: value for key, value in extra.items() if key not in sizes})
+            config = type(text)(
+                **sizes, **{key: value for key, value in extra.items() if key not in sizes}
+            )
             with torch.device("meta"):
                 AutoModelForCausalLM.from_config(config)
             return config
@@ -156,7 +176,11 @@ def tiny_whole(model_type: str) -> Any:
 def _known(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return those of `sizes` that a config of this class has, as floats and lists where it has these."""
     known = config.to_dict()
-    return {key: size for key, size in sizes.items() if known.get(key) is not None and isinstance(size, list) == isinstance(known[key], list)}
+    return {
+        key: size
+        for key, size in sizes.items()
+        if known.get(key) is not None and isinstance(size, list) == isinstance(known[key], list)
+    }
 
 
 def _text_fields(text: Any) -> dict[str, Any]:

@@ -17,7 +17,9 @@ HALF_ULP = 2.0**-4  # of e4m3, relative; below 2**-6 numbers lie 2**-9 apart
 SMALLEST_STEP = 2.0**-9
 
 
-def plain_weight(sizes: tuple[int, ...], inputs: int, dtype: torch.dtype, device: torch.device) -> Weight:
+def plain_weight(
+    sizes: tuple[int, ...], inputs: int, dtype: torch.dtype, device: torch.device
+) -> Weight:
     """A weight without memory, of parts "0", "1", … that lie below each other."""
     context = BuildContext(SINGLE, dtype, device, DenseAttention)
     parts, at = {}, 0
@@ -27,7 +29,14 @@ def plain_weight(sizes: tuple[int, ...], inputs: int, dtype: torch.dtype, device
     return Weight((at, inputs), parts, context, later=True)
 
 
-def stored(form: WeightFormat, sizes: tuple[int, ...], inputs: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+def stored(
+    form: WeightFormat,
+    sizes: tuple[int, ...],
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+) -> Any:
     """A weight of the format, quantized from random numbers that are about as large as a model's."""
     weight: Any = form.allocate(plain_weight(sizes, inputs, dtype, device), device)
     torch.manual_seed(seed)
@@ -36,7 +45,9 @@ def stored(form: WeightFormat, sizes: tuple[int, ...], inputs: int, dtype: torch
     return weight
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> torch.Tensor:
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
+) -> torch.Tensor:
     """In float64."""
     y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     if gated:

@@ -38,5 +38,7 @@ def encode(x: torch.Tensor, scale: float) -> torch.Tensor:
 def widen_pairs(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Codes of e4m3, uint8 [2 n], as numbers of `dtype`, read two by two."""
     out = torch.empty(len(codes), dtype=dtype, device=codes.device)
-    _widen_pairs[(triton.cdiv(len(codes), 2 * AT_ONCE.value),)](codes.view(torch.int16), out, len(codes) // 2)
+    _widen_pairs[(triton.cdiv(len(codes), 2 * AT_ONCE.value),)](
+        codes.view(torch.int16), out, len(codes) // 2
+    )
     return out

@@ -27,7 +27,15 @@ from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.experts import Few, Many, Tiling
 from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.residual import Residual
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_close, runs_kernels, take_kernels
+from tests.kernels import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    ON_GPU,
+    assert_close,
+    runs_kernels,
+    take_kernels,
+)
 from tests.models.oracle import context
 from tests.nn.formats import plain_weight, stored
 from tests.support import examples
@@ -39,19 +47,29 @@ seeds = st.integers(0, 2**31)
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch, moe, base)
-    monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)  # a kernel that fails does so here, and its twin doesn't stand in for it
+    monkeypatch.setattr(
+        launch, "_why_unavailable", lambda *asked: None
+    )  # a kernel that fails does so here, and its twin doesn't stand in for it
     if INTERPRETED:  # which takes milliseconds for a program: let them have more outputs
-        monkeypatch.setattr(kernels, "choice_for", lambda *asked: with_outputs(choice_for(*asked), 16))
+        monkeypatch.setattr(
+            kernels, "choice_for", lambda *asked: with_outputs(choice_for(*asked), 16)
+        )
 
 
 choice_for = kernels.choice_for
 
 
 def with_outputs(choice: Few | Many, outputs: int) -> Few | Many:
-    return Few(*(replace(tiling, outputs=outputs) for tiling in choice)) if isinstance(choice, Few) else choice
+    return (
+        Few(*(replace(tiling, outputs=outputs) for tiling in choice))
+        if isinstance(choice, Few)
+        else choice
+    )
 
 
-def some_experts(hidden: int, inner: int, count: int, dtype: torch.dtype, seed: int, **fields: Any) -> Experts:
+def some_experts(
+    hidden: int, inner: int, count: int, dtype: torch.dtype, seed: int, **fields: Any
+) -> Experts:
     made = Experts(hidden, inner, count, replace(context(), dtype=dtype, device=DEVICE), **fields)
     torch.manual_seed(seed)
     for weight in (*made.gate_up, *made.down):
@@ -62,7 +80,9 @@ def some_experts(hidden: int, inner: int, count: int, dtype: torch.dtype, seed: 
     return made
 
 
-def by_definition(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def by_definition(
+    layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Compute in float64, token by token, except for rounding between the two layers."""
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token in range(len(x)):
@@ -70,7 +90,10 @@ def by_definition(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch
             both = layer.gate_up[expert].double() @ x[token].double()
             if layer.gate_up_bias is not None:
                 both += layer.gate_up_bias[expert]
-            y = layer.down[expert].double() @ activate(both[None], layer.activation)[0].to(x.dtype).double()
+            y = (
+                layer.down[expert].double()
+                @ activate(both[None], layer.activation)[0].to(x.dtype).double()
+            )
             if layer.down_bias is not None:
                 y += layer.down_bias[expert]
             result[token] += weights[token, slot].double() * y
@@ -98,10 +121,28 @@ ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2", ClampedSwiGLU(1.702
 @examples(quick=6 if ON_GPU else 2, full=60)
 @pytest.mark.usefixtures("with_kernels")
 def test_the_stream_gets_what_the_chosen_experts_make_of_each_token(
-    tokens: int, sizes: tuple[int, int], count: int, per_token: int, activation: Any, biased: bool, dtype: torch.dtype, seed: int
+    tokens: int,
+    sizes: tuple[int, int],
+    count: int,
+    per_token: int,
+    activation: Any,
+    biased: bool,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
-    layer = some_experts(*sizes, count, dtype, seed, activation=activation, bias=biased, stacked=Stacked() if biased else None)
-    x, before = torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE), torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE)
+    layer = some_experts(
+        *sizes,
+        count,
+        dtype,
+        seed,
+        activation=activation,
+        bias=biased,
+        stacked=Stacked() if biased else None,
+    )
+    x, before = (
+        torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE),
+        torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE),
+    )
     ids, weights = routed(tokens, count, min(per_token, count), seed)
     stream = Residual(before.clone())
     layer.add_to(stream, x, ids, weights)
@@ -125,18 +166,37 @@ FORMATS = [
 @given(activation=st.sampled_from(["silu", "relu2", ClampedSwiGLU(1.702, 0.5)]), seed=seeds)
 @examples(quick=4 if ON_GPU else 1, full=30)
 @pytest.mark.usefixtures("with_kernels")
-def test_experts_in_a_format_compute_what_their_dequantized_weights_do(tokens: int, form: Any, activation: Any, seed: int) -> None:
-    whole_chunks = isinstance(form, PackedInt4) and form.group is not None  # of other sizes the twin computes
-    sizes = (128, 128) if whole_chunks else (256, 128) if form == IN_BLOCKS else [(160, 32), (128, 64)][seed % 2]
+def test_experts_in_a_format_compute_what_their_dequantized_weights_do(
+    tokens: int, form: Any, activation: Any, seed: int
+) -> None:
+    whole_chunks = (
+        isinstance(form, PackedInt4) and form.group is not None
+    )  # of other sizes the twin computes
+    sizes = (
+        (128, 128)
+        if whole_chunks
+        else (256, 128)
+        if form == IN_BLOCKS
+        else [(160, 32), (128, 64)][seed % 2]
+    )
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     count, biased = 10, isinstance(activation, ClampedSwiGLU)
     of_device = replace(context(), dtype=dtype, device=DEVICE, weights_later=True)
-    layer = Experts(*sizes, count, of_device, activation=activation, bias=biased, stacked=Stacked() if biased else None)
+    layer = Experts(
+        *sizes,
+        count,
+        of_device,
+        activation=activation,
+        bias=biased,
+        stacked=Stacked() if biased else None,
+    )
     layer.take_format(form, DEVICE)
     torch.manual_seed(seed)
     for weight in (*layer.gate_up, *layer.down):
         for shard_id, part in weight.parts.items():
-            weight.load(part.whole(torch.randn(part.source_shape) / part.source_shape[1] ** 0.5), shard_id)
+            weight.load(
+                part.whole(torch.randn(part.source_shape) / part.source_shape[1] ** 0.5), shard_id
+            )
     for bias in (layer.gate_up_bias, layer.down_bias):
         if bias is not None:
             bias.data.copy_(torch.randn(bias.shape))
@@ -144,44 +204,90 @@ def test_experts_in_a_format_compute_what_their_dequantized_weights_do(tokens: i
     ids, weights = routed(tokens, count, 2, seed)
     stream = Residual(torch.zeros_like(x))
     layer.add_to(stream, x, ids, weights)
-    gate_up, down = ([form.dequantized(weight) for weight in each] for each in (layer.gate_up, layer.down))
-    plain = SimpleNamespace(gate_up=gate_up, down=down, gate_up_bias=layer.gate_up_bias, down_bias=layer.down_bias, activation=layer.activation)
+    gate_up, down = (
+        [form.dequantized(weight) for weight in each] for each in (layer.gate_up, layer.down)
+    )
+    plain = SimpleNamespace(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=layer.gate_up_bias,
+        down_bias=layer.down_bias,
+        activation=layer.activation,
+    )
     assert_close(stream.summed(), by_definition(plain, x, ids, weights))
 
 
-@pytest.mark.parametrize("form", [Float8("computed"), Float8("block", (32, 32)), Float8("block", (16, 64))], ids=repr)
-@given(gated=st.booleans(), biased=st.booleans(), activation=st.sampled_from(["silu", "relu2"]), seed=seeds)
+@pytest.mark.parametrize(
+    "form", [Float8("computed"), Float8("block", (32, 32)), Float8("block", (16, 64))], ids=repr
+)
+@given(
+    gated=st.booleans(),
+    biased=st.booleans(),
+    activation=st.sampled_from(["silu", "relu2"]),
+    seed=seeds,
+)
 @examples(quick=4 if ON_GPU else 2, full=30)
 @runs_kernels
-def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(form: Any, gated: bool, biased: bool, activation: Any, seed: int) -> None:
+def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(
+    form: Any, gated: bool, biased: bool, activation: Any, seed: int
+) -> None:
     inputs, outputs, count, tokens = 96, 32, 3, 21
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     stored_outputs = 2 * outputs if gated and activation == "silu" else outputs
-    weights = [stored(form, (stored_outputs,), inputs, dtype, DEVICE, seed + index) for index in range(count)]
-    layer = form.for_kernels(form.allocate_experts([plain_weight((stored_outputs,), inputs, dtype, DEVICE)] * count, DEVICE))
+    weights = [
+        stored(form, (stored_outputs,), inputs, dtype, DEVICE, seed + index)
+        for index in range(count)
+    ]
+    layer = form.for_kernels(
+        form.allocate_experts(
+            [plain_weight((stored_outputs,), inputs, dtype, DEVICE)] * count, DEVICE
+        )
+    )
     for index, weight in enumerate(weights):
         layer.values[index], layer.scales[index] = weight.data, weight.scales
     ids, shares = routed(tokens, count, 2, seed)
     x = torch.randn(tokens if gated else 2 * tokens, inputs).to(dtype).to(DEVICE)
     bias = torch.randn(count, stored_outputs).to(dtype).to(DEVICE) if biased else None
-    out = torch.empty(*((2 * tokens,) if gated else (2, tokens)), outputs, dtype=dtype, device=DEVICE)
+    out = torch.empty(
+        *((2 * tokens,) if gated else (2, tokens)), outputs, dtype=dtype, device=DEVICE
+    )
     tiling = Tiling(16, 32, 128, 2, 4)
     around = kernels.gating(activation) if gated else {}
-    kernels.float8_layer(x, layer, bias, shares, *sort(ids, count, tiling.rows), out, tiling, around)
+    kernels.float8_layer(
+        x, layer, bias, shares, *sort(ids, count, tiling.rows), out, tiling, around
+    )
     narrow, scales = float8_products.twin_of_narrowed(x, layer.group)
-    wide = narrow.double() * (scales.repeat_interleave(layer.group, 1)[:, :inputs] if layer.group else scales[:, None]).double()
+    wide = (
+        narrow.double()
+        * (
+            scales.repeat_interleave(layer.group, 1)[:, :inputs] if layer.group else scales[:, None]
+        ).double()
+    )
     for pair, expert in enumerate(ids.flatten().tolist()):
         exact = wide[pair // 2 if gated else pair] @ form.dequantized(weights[expert]).double().T
         exact += 0 if bias is None else bias[expert].double()
-        exact = activate(exact[None], activation)[0] if gated else exact * shares.flatten()[pair].double()
+        exact = (
+            activate(exact[None], activation)[0]
+            if gated
+            else exact * shares.flatten()[pair].double()
+        )
         assert_close(out[pair] if gated else out[pair % 2, pair // 2], exact)
 
 
-@given(ids=st.lists(st.integers(0, 6), min_size=1, max_size=70), block=st.sampled_from([2, 4, 16]), at_once=st.sampled_from([4096, 8]))
+@given(
+    ids=st.lists(st.integers(0, 6), min_size=1, max_size=70),
+    block=st.sampled_from([2, 4, 16]),
+    at_once=st.sampled_from([4096, 8]),
+)
 @some
 @runs_kernels
-def test_places_hold_each_pair_once_in_blocks_of_its_expert(ids: list[int], block: int, at_once: int) -> None:
-    with patch.object(expert_sorting, "SORTED_AT_ONCE", at_once), patch.object(expert_sorting, "SORTED_TOGETHER", 32):
+def test_places_hold_each_pair_once_in_blocks_of_its_expert(
+    ids: list[int], block: int, at_once: int
+) -> None:
+    with (
+        patch.object(expert_sorting, "SORTED_AT_ONCE", at_once),
+        patch.object(expert_sorting, "SORTED_TOGETHER", 32),
+    ):
         assert_sorted(ids, block)
 
 
@@ -205,17 +311,28 @@ def assert_sorted(ids: list[int], block: int) -> None:
     assert found == sorted(range(len(ids)), key=lambda pair: (ids[pair], pair))
 
 
-@given(tokens=st.integers(1, 5), count=st.sampled_from([1, 2, 5, 128]), k=st.integers(1, 8), normalize=st.booleans(), seed=seeds)
+@given(
+    tokens=st.integers(1, 5),
+    count=st.sampled_from([1, 2, 5, 128]),
+    k=st.integers(1, 8),
+    normalize=st.booleans(),
+    seed=seeds,
+)
 @some
 @pytest.mark.usefixtures("with_kernels")
-def test_the_largest_logits_are_chosen_and_of_equal_ones_the_first(tokens: int, count: int, k: int, normalize: bool, seed: int) -> None:
+def test_the_largest_logits_are_chosen_and_of_equal_ones_the_first(
+    tokens: int, count: int, k: int, normalize: bool, seed: int
+) -> None:
     k = min(k, count)
     torch.manual_seed(seed)
     logits = torch.randint(-3, 4, (tokens, count), device=DEVICE).float()  # so that many are equal
     ids, weights = choose(logits, k, normalize=normalize)
     for token in range(tokens):
         row = logits[token].tolist()
-        assert ids[token].tolist() == sorted(range(count), key=lambda expert: (-row[expert], expert))[:k]
+        assert (
+            ids[token].tolist()
+            == sorted(range(count), key=lambda expert: (-row[expert], expert))[:k]
+        )
         shares = logits[token].double().softmax(0)[ids[token].long()]
         assert_close(weights[token], shares / shares.sum() if normalize else shares)
 
@@ -223,7 +340,9 @@ def test_the_largest_logits_are_chosen_and_of_equal_ones_the_first(tokens: int, 
 @given(tokens=st.integers(1, 5), normalize=st.booleans(), seed=seeds)
 @some
 @pytest.mark.usefixtures("with_kernels")
-def test_a_shared_expert_is_chosen_by_every_token_besides(tokens: int, normalize: bool, seed: int) -> None:
+def test_a_shared_expert_is_chosen_by_every_token_besides(
+    tokens: int, normalize: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(tokens, 6, device=DEVICE)
     ids, weights = choose(logits, 2, normalize=normalize, shared=True)
@@ -237,7 +356,9 @@ def test_a_shared_expert_is_chosen_by_every_token_besides(tokens: int, normalize
 @pytest.mark.parametrize("form", [DENSE, Float8("computed")], ids=str)
 @pytest.mark.parametrize("of_shared", [None, DENSE, Float8("computed")], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_shared_expert_may_have_a_format_of_its_own(form: Any, of_shared: Any, activation: str) -> None:
+def test_a_shared_expert_may_have_a_format_of_its_own(
+    form: Any, of_shared: Any, activation: str
+) -> None:
     count, sizes, tokens = 3, (32, 16), 5
     layer = Experts(*sizes, count, context(weights_later=True), activation=activation, shared=True)
     layer.take_format(form, torch.device("cpu"), of_shared)
@@ -250,8 +371,13 @@ def test_a_shared_expert_may_have_a_format_of_its_own(form: Any, of_shared: Any,
     stream = Residual(torch.zeros_like(x))
     layer.add_to(stream, x, ids, weights)
     forms = [form] * count + [of_shared or form]
-    gate_up, down = ([one.dequantized(weight) for one, weight in zip(forms, each, strict=True)] for each in (layer.gate_up, layer.down))
-    plain = SimpleNamespace(gate_up=gate_up, down=down, gate_up_bias=None, down_bias=None, activation=activation)
+    gate_up, down = (
+        [one.dequantized(weight) for one, weight in zip(forms, each, strict=True)]
+        for each in (layer.gate_up, layer.down)
+    )
+    plain = SimpleNamespace(
+        gate_up=gate_up, down=down, gate_up_bias=None, down_bias=None, activation=activation
+    )
     assert_close(stream.summed(), by_definition(plain, x, ids, weights))
 
 
@@ -263,7 +389,12 @@ def test_ids_are_those_of_experts_even_of_logits_that_are_no_numbers() -> None:
     assert choose(logits, 2, normalize=True)[0].tolist() == [[0, 1], [3, 0], [0, 1]]
 
 
-@given(tokens=st.sampled_from([1, 3, 20]), biased=st.booleans(), dtype=st.sampled_from(DTYPES), seed=seeds)
+@given(
+    tokens=st.sampled_from([1, 3, 20]),
+    biased=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=seeds,
+)
 @some
 @pytest.mark.usefixtures("with_kernels")
 def test_routers_round_no_product(tokens: int, biased: bool, dtype: torch.dtype, seed: int) -> None:
@@ -272,7 +403,9 @@ def test_routers_round_no_product(tokens: int, biased: bool, dtype: torch.dtype,
     for parameter in router.parameters():
         parameter.data.copy_(torch.randn(parameter.shape))
     x = torch.randn(tokens, 64).to(dtype).to(DEVICE)
-    exact = x.double() @ router.weight.double().T + (0 if router.bias is None else router.bias.double())
+    exact = x.double() @ router.weight.double().T + (
+        0 if router.bias is None else router.bias.double()
+    )
     logits = router(x)
     assert logits.dtype == torch.float32
     assert_close(logits, exact)

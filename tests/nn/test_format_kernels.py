@@ -20,7 +20,15 @@ from dovetail.nn import residual as residual_module
 from dovetail.nn.format import WeightFormat, float8, int4
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
-from dovetail.nn.kernels import available, float8_products, launch, one_row_float8, one_row_int4, rms_norm, streamed
+from dovetail.nn.kernels import (
+    available,
+    float8_products,
+    launch,
+    one_row_float8,
+    one_row_int4,
+    rms_norm,
+    streamed,
+)
 from dovetail.nn.kernels.digits import add_products_of_bytes, digits, raised, scale_of
 from dovetail.nn.kernels.widening import float8_to_16_bits, pairs_to_16_bits
 from dovetail.nn.norm import RMSNorm
@@ -55,7 +63,9 @@ FORMATS: list[WeightFormat] = [
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch, float8, int4, residual_module)
     monkeypatch.setattr(float8, "has_many_rows", lambda device: False)  # which rounds inputs: below
-    monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)  # a kernel that fails does so here, and its twin doesn't stand in for it
+    monkeypatch.setattr(
+        launch, "_why_unavailable", lambda *asked: None
+    )  # a kernel that fails does so here, and its twin doesn't stand in for it
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -82,7 +92,14 @@ def norm_of(size: int) -> RMSNorm:
 )
 @some
 def test_columns_are_those_of_the_dequantized_weight(
-    form: WeightFormat, rows: int, inputs: int, outputs: int, gated: bool, normed: bool, biased: bool, seed: int
+    form: WeightFormat,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    gated: bool,
+    normed: bool,
+    biased: bool,
+    seed: int,
 ) -> None:
     weight = stored(form, (outputs, outputs) if gated else (outputs,), inputs, DTYPE, DEVICE, seed)
     x, bias = randn(rows, inputs), randn(len(weight)) if biased else None
@@ -91,10 +108,19 @@ def test_columns_are_those_of_the_dequantized_weight(
     assert_close(y, product(x if norm is None else norm(x), form.dequantized(weight), bias, gated))
 
 
-@pytest.mark.skipif(not ON_GPU or not available.has_one_row_float8(DEVICE), reason="needs a Hopper: nothing interprets Gluon")
+@pytest.mark.skipif(
+    not ON_GPU or not available.has_one_row_float8(DEVICE),
+    reason="needs a Hopper: nothing interprets Gluon",
+)
 @pytest.mark.usefixtures("with_kernels")
 @given(
-    form=st.sampled_from([Float8("computed"), Float8("block", (128, 128), "weight_scale_inv"), Float8("block", (8, 128), "weight_scale_inv")]),
+    form=st.sampled_from(
+        [
+            Float8("computed"),
+            Float8("block", (128, 128), "weight_scale_inv"),
+            Float8("block", (8, 128), "weight_scale_inv"),
+        ]
+    ),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     inputs=st.sampled_from([2560, 4096, 11008, 12288]),
     outputs=st.sampled_from([16, 48]),
@@ -107,17 +133,42 @@ def test_columns_are_those_of_the_dequantized_weight(
 )
 @examples(quick=20, full=200)  # each is compiled, for seconds
 def test_one_row_of_float8_is_as_exact_on_matrix_units(
-    form: Float8, dtype: torch.dtype, inputs: int, outputs: int, gated: bool, adds: bool, normed: bool, biased: bool, size: float, seed: int
+    form: Float8,
+    dtype: torch.dtype,
+    inputs: int,
+    outputs: int,
+    gated: bool,
+    adds: bool,
+    normed: bool,
+    biased: bool,
+    size: float,
+    seed: int,
 ) -> None:
-    size = 1.0 if dtype == torch.float16 or (gated and size < 1.0) else size  # what is gated is as small as its square
+    size = (
+        1.0 if dtype == torch.float16 or (gated and size < 1.0) else size
+    )  # what is gated is as small as its square
     weight = stored(form, (outputs, outputs) if gated else (outputs,), inputs, dtype, DEVICE, seed)
     assert one_row_float8.takes(weight, weight.scales, form.block[1], gated)
     torch.manual_seed(seed)
-    x = (torch.randn(1, inputs) * size * (1 + 100 * (torch.rand(1, inputs) > 0.99))).to(dtype).to(DEVICE)
+    x = (
+        (torch.randn(1, inputs) * size * (1 + 100 * (torch.rand(1, inputs) > 0.99)))
+        .to(dtype)
+        .to(DEVICE)
+    )
     bias = torch.randn(len(weight)).to(dtype).to(DEVICE) if biased and size == 1.0 else None
-    norm = (torch.rand(inputs).add(0.5).to(dtype).to(DEVICE), 1e-5) if normed and size >= 1.0 else None
+    norm = (
+        (torch.rand(inputs).add(0.5).to(dtype).to(DEVICE), 1e-5) if normed and size >= 1.0 else None
+    )
     before = torch.randn(1, outputs).to(dtype).to(DEVICE) if adds else None
-    y = one_row_float8.linear(x, weight, bias, norm=norm, gated=gated, out=None if before is None else before.clone(), scales=weight.scales)
+    y = one_row_float8.linear(
+        x,
+        weight,
+        bias,
+        norm=norm,
+        gated=gated,
+        out=None if before is None else before.clone(),
+        scales=weight.scales,
+    )
     wide = x.double()
     if norm is not None:
         wide = wide * torch.rsqrt(wide.square().mean() + norm[1]) * norm[0].double()
@@ -136,7 +187,9 @@ def test_one_row_of_float8_is_as_exact_on_matrix_units(
     seed=seeds,
 )
 @some
-def test_the_stream_gets_the_product_with_the_dequantized_weight(form: WeightFormat, rows: int, inputs: int, outputs: int, seed: int) -> None:
+def test_the_stream_gets_the_product_with_the_dequantized_weight(
+    form: WeightFormat, rows: int, inputs: int, outputs: int, seed: int
+) -> None:
     weight = stored(form, (outputs,), inputs, DTYPE, DEVICE, seed)
     x, before = randn(rows, inputs), randn(rows, outputs)
     stream, norm = Residual(before.clone()), norm_of(outputs)
@@ -156,12 +209,20 @@ def largest_of_chunks(x: torch.Tensor) -> torch.Tensor:
 INT4 = [form for form in FORMATS if isinstance(form, PackedInt4)]
 KINDS = ("as in models", "with outliers", "of one sign", "tiny")
 OF_ONE_ROW = [(form, kind, inputs) for form in INT4 for kind in KINDS for inputs in (128, 640)]
-A_FEW_OF_ONE_ROW = [(form, kind, (128, 640)[(i + j) % 2]) for i, form in enumerate(INT4) for j, kind in enumerate(KINDS)]  # each pair once
+A_FEW_OF_ONE_ROW = [
+    (form, kind, (128, 640)[(i + j) % 2])
+    for i, form in enumerate(INT4)
+    for j, kind in enumerate(KINDS)
+]  # each pair once
 
 
 @runs_kernels
-@pytest.mark.parametrize(("form", "kind", "inputs"), OF_ONE_ROW if ON_GPU or FULL else A_FEW_OF_ONE_ROW)
-def test_the_sums_of_one_row_are_as_exact_as_those_of_float32(form: PackedInt4, kind: str, inputs: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "kind", "inputs"), OF_ONE_ROW if ON_GPU or FULL else A_FEW_OF_ONE_ROW
+)
+def test_the_sums_of_one_row_are_as_exact_as_those_of_float32(
+    form: PackedInt4, kind: str, inputs: int
+) -> None:
     """Left in float32, so that the rounding of the result hides nothing."""
     weight, x = stored(form, (12,), inputs, DTYPE, DEVICE), randn(1, inputs)
     if kind == "with outliers":
@@ -182,20 +243,38 @@ def test_the_sums_of_one_row_are_as_exact_as_those_of_float32(form: PackedInt4, 
 def test_a_number_that_is_none_is_no_number_in_the_sums(wrong: float) -> None:
     form, x = PackedInt4(128, True), randn(1, 640)
     x[0, 300] = wrong
-    assert one_row_int4.linear(x, form._stored(stored(form, (3,), 640, DTYPE, DEVICE))).isnan().all()
+    assert (
+        one_row_int4.linear(x, form._stored(stored(form, (3,), 640, DTYPE, DEVICE))).isnan().all()
+    )
 
 
 @runs_kernels
-@given(inputs=st.sampled_from([4096, 11008, 12288, 16640]), outputs=st.sampled_from([3, 17]), gated=st.booleans(), adds=st.booleans())
+@given(
+    inputs=st.sampled_from([4096, 11008, 12288, 16640]),
+    outputs=st.sampled_from([3, 17]),
+    gated=st.booleans(),
+    adds=st.booleans(),
+)
 @example(inputs=5120, outputs=3, gated=True, adds=True)  # of two tiles, the second isn't full
 @examples(quick=2 if ON_GPU else 1, full=10)
-def test_one_row_of_many_inputs_goes_through_several_tiles(inputs: int, outputs: int, gated: bool, adds: bool) -> None:
+def test_one_row_of_many_inputs_goes_through_several_tiles(
+    inputs: int, outputs: int, gated: bool, adds: bool
+) -> None:
     form = PackedInt4(128, False)
-    weight, x, norm = stored(form, (outputs, outputs) if gated else (outputs,), inputs, DTYPE, DEVICE), randn(1, inputs), norm_of(inputs)
+    weight, x, norm = (
+        stored(form, (outputs, outputs) if gated else (outputs,), inputs, DTYPE, DEVICE),
+        randn(1, inputs),
+        norm_of(inputs),
+    )
     before = randn(1, outputs)
     out = before.clone() if adds else None
-    y = one_row_int4.linear(x, form._stored(weight), norm=(norm.weight, norm.eps), gated=gated, out=out)
-    assert_close(y, product(norm(x), form.dequantized(weight), None, gated) + (before.double() if adds else 0))
+    y = one_row_int4.linear(
+        x, form._stored(weight), norm=(norm.weight, norm.eps), gated=gated, out=out
+    )
+    assert_close(
+        y,
+        product(norm(x), form.dequantized(weight), None, gated) + (before.double() if adds else 0),
+    )
 
 
 @triton.jit
@@ -208,7 +287,12 @@ def _multiply_bytes(numbers, others, products, scales, N: tl.constexpr) -> None:
         largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         four += (values,)
     factor, scale = scale_of(largest)
-    low, middle, high = digits(raised(four[0], factor), raised(four[1], factor), raised(four[2], factor), raised(four[3], factor))
+    low, middle, high = digits(
+        raised(four[0], factor),
+        raised(four[1], factor),
+        raised(four[2], factor),
+        raised(four[3], factor),
+    )
     other = tl.load(others + i)
     sums = add_products_of_bytes(tl.zeros([N], tl.int32), other, high, True)
     sums = add_products_of_bytes(sums * 256, other, middle, False)
@@ -224,8 +308,13 @@ def test_products_of_integers_and_bytes_are_exact(size: float) -> None:
     numbers = (torch.randn(64, 4) * size).to(torch.bfloat16).float()
     numbers[0] = 0.0
     codes = torch.randint(0, 16, (64, 4), dtype=torch.uint8)
-    products, scales = torch.empty(64, dtype=torch.int32, device=DEVICE), torch.empty(64, device=DEVICE)
-    _multiply_bytes[(1,)](numbers.to(DEVICE), codes.view(torch.int32).flatten().to(DEVICE), products, scales, N=64)
+    products, scales = (
+        torch.empty(64, dtype=torch.int32, device=DEVICE),
+        torch.empty(64, device=DEVICE),
+    )
+    _multiply_bytes[(1,)](
+        numbers.to(DEVICE), codes.view(torch.int32).flatten().to(DEVICE), products, scales, N=64
+    )
     integers = numbers.double() / scales.cpu().double()[:, None]
     assert integers.abs().max() < 2**22
     assert (integers[1:].abs().amax(1) >= 2**21).all()
@@ -240,33 +329,59 @@ def test_products_of_integers_and_bytes_are_exact(size: float) -> None:
     magnitude=st.sampled_from([0.0, 1e-3, 50.0]),
 )
 @some
-def test_inputs_are_narrowed_as_the_twin_does(rows: int, size: int, group: int, magnitude: float) -> None:
+def test_inputs_are_narrowed_as_the_twin_does(
+    rows: int, size: int, group: int, magnitude: float
+) -> None:
     x = randn(rows, size) * magnitude
-    ours, twin = float8_products.narrowed(x, group), float8_products.twin_of_narrowed(x.cpu(), group)
+    ours, twin = (
+        float8_products.narrowed(x, group),
+        float8_products.twin_of_narrowed(x.cpu(), group),
+    )
     assert torch.equal(ours[1].cpu(), twin[1])
     assert torch.equal(ours[0].cpu().float(), twin[0].float())
 
 
 @runs_kernels
-@pytest.mark.parametrize(("rows", "size", "group", "parts"), [(3, 256, 0, 0), (5, 384, 128, 2), (2, 96, 0, 3)])
-def test_norming_and_narrowing_at_once_is_as_one_after_the_other(rows: int, size: int, group: int, parts: int) -> None:
-    x, weight = torch.randn(rows, size, device=DEVICE).half(), torch.rand(size, device=DEVICE).half()
+@pytest.mark.parametrize(
+    ("rows", "size", "group", "parts"), [(3, 256, 0, 0), (5, 384, 128, 2), (2, 96, 0, 3)]
+)
+def test_norming_and_narrowing_at_once_is_as_one_after_the_other(
+    rows: int, size: int, group: int, parts: int
+) -> None:
+    x, weight = (
+        torch.randn(rows, size, device=DEVICE).half(),
+        torch.rand(size, device=DEVICE).half(),
+    )
     added = torch.randn(parts, rows, size, device=DEVICE) if parts else None
     stream = x.clone()
-    normed = rms_norm.rms_norm(stream, weight, 1e-6) if added is None else rms_norm.add_and_norm(stream, added, weight, 1e-6)
+    normed = (
+        rms_norm.rms_norm(stream, weight, 1e-6)
+        if added is None
+        else rms_norm.add_and_norm(stream, added, weight, 1e-6)
+    )
     narrow, scales = float8_products.normed_and_narrowed(x, added, weight, 1e-6, group)
     expected, expected_scales = float8_products.narrowed(normed, group)
     assert torch.equal(x, stream)
-    torch.testing.assert_close(scales, expected_scales, rtol=2**-9, atol=0)  # a compiler may round the norm otherwise, in its last place
+    torch.testing.assert_close(
+        scales, expected_scales, rtol=2**-9, atol=0
+    )  # a compiler may round the norm otherwise, in its last place
     differs = narrow.view(torch.uint8).int() - expected.view(torch.uint8).int()
     assert differs.abs().max() <= 1
     assert (differs != 0).float().mean() < 0.05
 
 
 @runs_kernels
-@given(rows=st.sampled_from([1, 5, 20]), inputs=st.sampled_from([128, 384]), gated=st.booleans(), block=st.booleans(), seed=seeds)
+@given(
+    rows=st.sampled_from([1, 5, 20]),
+    inputs=st.sampled_from([128, 384]),
+    gated=st.booleans(),
+    block=st.booleans(),
+    seed=seeds,
+)
 @some
-def test_products_of_float8_are_within_the_rounding_of_their_inputs(rows: int, inputs: int, gated: bool, block: bool, seed: int) -> None:
+def test_products_of_float8_are_within_the_rounding_of_their_inputs(
+    rows: int, inputs: int, gated: bool, block: bool, seed: int
+) -> None:
     form = Float8("block", (32, 128), "weight_scale_inv") if block else Float8("computed")
     weight = stored(form, (64, 64), inputs, DTYPE, DEVICE, seed)
     x, group = randn(rows, inputs), form.block[1]
@@ -274,11 +389,23 @@ def test_products_of_float8_are_within_the_rounding_of_their_inputs(rows: int, i
     y = streamed.linear(narrow, form._stored(weight), None, x_scales=scales, dtype=DTYPE)
     exact, numbers = product(x, form.dequantized(weight)), form.dequantized(weight)
     of_result = exact.abs() * 2.0**-8 + 2.0**-24 * inputs
-    assert ((y.double() - exact).abs() <= bound_of_narrow_inputs(x, numbers, group) * (1 + 2.0**-8) + of_result).all()
+    assert (
+        (y.double() - exact).abs()
+        <= bound_of_narrow_inputs(x, numbers, group) * (1 + 2.0**-8) + of_result
+    ).all()
     parts = streamed.linear(narrow, form._stored(weight), None, x_scales=scales, in_parts=True)
     assert_close(parts.sum(0).to(DTYPE), y.double())
-    wide = narrow.double() * (scales.double().repeat_interleave(group, 1)[:, :inputs] if group else scales.double()[:, None])
-    assert_close(streamed.linear(narrow, form._stored(weight), None, x_scales=scales, dtype=DTYPE, gated=gated), product(wide, numbers, None, gated))
+    wide = narrow.double() * (
+        scales.double().repeat_interleave(group, 1)[:, :inputs]
+        if group
+        else scales.double()[:, None]
+    )
+    assert_close(
+        streamed.linear(
+            narrow, form._stored(weight), None, x_scales=scales, dtype=DTYPE, gated=gated
+        ),
+        product(wide, numbers, None, gated),
+    )
 
 
 @pytest.mark.skipif(INTERPRETED or not ON_GPU, reason="needs a GPU")
@@ -288,7 +415,11 @@ def test_many_rows_are_within_the_rounding_of_their_inputs(form: Any, rows: int)
     weight = stored(form, (512,), 1024, DTYPE, DEVICE)
     x, numbers = randn(rows, 1024), form.dequantized(weight)
     exact = product(x, numbers)
-    bound = bound_of_narrow_inputs(x, numbers, form.block[1]) + exact.abs() * 2.0**-7 + exact.abs().max() * 2.0**-10
+    bound = (
+        bound_of_narrow_inputs(x, numbers, form.block[1])
+        + exact.abs() * 2.0**-7
+        + exact.abs().max() * 2.0**-10
+    )
     assert ((form.columns(weight, x).double() - exact).abs() <= bound).all()
 
 
@@ -304,7 +435,9 @@ def _widen_all(narrow, pairs, of_narrow, low, high, N: tl.constexpr) -> None:  #
 @runs_kernels
 def test_every_number_of_8_and_of_4_bits_is_widened_as_it_is() -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    narrow = torch.where(codes & 0x7F == 0x7F, 0, codes).view(torch.float8_e4m3fn)  # but those that are no numbers
+    narrow = torch.where(codes & 0x7F == 0x7F, 0, codes).view(
+        torch.float8_e4m3fn
+    )  # but those that are no numbers
     of_narrow, low, high = torch.empty(3, 256, dtype=DTYPE, device=DEVICE)
     _widen_all[(1,)](narrow, codes, of_narrow, low, high, N=256)
     assert torch.equal(of_narrow, narrow.to(DTYPE))

@@ -25,7 +25,13 @@ from tests.nn.formats import HALF_ULP, SMALLEST_STEP, plain_weight, product
 from tests.rounding import assert_rounded
 from tests.support import examples
 
-INT4: list[Any] = [PackedInt4(128, True), PackedInt4(32, False), GptqInt4(64, False), GptqInt4(128, True), AwqInt4(64, False)]
+INT4: list[Any] = [
+    PackedInt4(128, True),
+    PackedInt4(32, False),
+    GptqInt4(64, False),
+    GptqInt4(128, True),
+    AwqInt4(64, False),
+]
 FORMATS: list[Any] = [
     Float8("computed"),
     Float8("tensor", static=True),
@@ -36,7 +42,9 @@ FORMATS: list[Any] = [
 seeds = st.integers(0, 2**31)
 
 
-def checkpoint_of(form: StoredFormat, outputs: int, inputs: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def checkpoint_of(
+    form: StoredFormat, outputs: int, inputs: int, seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Random tensors such as a checkpoint has for one linear module."""
     torch.manual_seed(seed)
     shapes = form.tensors(Part((outputs, inputs), 0, 0, outputs))
@@ -48,7 +56,9 @@ def checkpoint_of(form: StoredFormat, outputs: int, inputs: int, seed: int = 0) 
         elif "scale" in name:
             tensors[name] = torch.rand(size) * 0.01 + 0.001
         elif name == "qzeros" and getattr(form, "symmetric", False):
-            tensors[name] = torch.full(size, 0x77777777, dtype=torch.int32)  # 7 in each four bits: 8, less 1
+            tensors[name] = torch.full(
+                size, 0x77777777, dtype=torch.int32
+            )  # 7 in each four bits: 8, less 1
         elif name == "weight" and isinstance(form, Float8):
             tensors[name] = (torch.randn(size) * 100).to(torch.float8_e4m3fn)
         elif name == "weight_shape":
@@ -67,14 +77,18 @@ def fill(weight: Any, shard_id: str | None, tensors: dict[str, torch.Tensor]) ->
         piece.load(tensors[name], shard_id, None)
 
 
-def with_format(layer: Any, form: WeightFormat, tensors: dict[str | None, dict[str, torch.Tensor]]) -> Any:
+def with_format(
+    layer: Any, form: WeightFormat, tensors: dict[str | None, dict[str, torch.Tensor]]
+) -> Any:
     layer.take_format(form, CPU)
     for shard_id, own in tensors.items():
         fill(layer.weight, shard_id, own)
     return layer
 
 
-def whole_of(form: StoredFormat, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def whole_of(
+    form: StoredFormat, outputs: int, inputs: int, tensors: dict[str, torch.Tensor]
+) -> torch.Tensor:
     weight: Any = form.allocate(plain_weight((outputs,), inputs, torch.float32, CPU), CPU)
     fill(weight, "0", tensors)
     return form.dequantized(weight)
@@ -82,12 +96,18 @@ def whole_of(form: StoredFormat, outputs: int, inputs: int, tensors: dict[str, t
 
 @pytest.mark.parametrize("form", FORMATS[1:], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_of_a_column_parallel_layer_have_the_outputs_of_the_whole(form: Any, size: int) -> None:
+def test_the_ranks_of_a_column_parallel_layer_have_the_outputs_of_the_whole(
+    form: Any, size: int
+) -> None:
     gate, up = (checkpoint_of(form, 256, 128, seed) for seed in (1, 2))
-    whole = torch.stack([whole_of(form, 256, 128, tensors) for tensors in (gate, up)])  # [2, 256, 128]
+    whole = torch.stack(
+        [whole_of(form, 256, 128, tensors) for tensors in (gate, up)]
+    )  # [2, 256, 128]
     for rank in range(size):
         own = context(FakeGroup(rank, size), weights_later=True)
-        layer = with_format(GateUpParallelLinear(128, 256, own, bias=False), form, {"gate": gate, "up": up})
+        layer = with_format(
+            GateUpParallelLinear(128, 256, own, bias=False), form, {"gate": gate, "up": up}
+        )
         share = whole[:, rank * 256 // size : (rank + 1) * 256 // size].flatten(0, 1)
         assert torch.equal(form.dequantized(layer.weight), share)
         x = torch.randn(3, 128)
@@ -96,13 +116,17 @@ def test_the_ranks_of_a_column_parallel_layer_have_the_outputs_of_the_whole(form
 
 @pytest.mark.parametrize("form", FORMATS[1:], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_of_a_row_parallel_layer_have_the_inputs_of_the_whole(form: Any, size: int) -> None:
+def test_the_ranks_of_a_row_parallel_layer_have_the_inputs_of_the_whole(
+    form: Any, size: int
+) -> None:
     tensors = checkpoint_of(form, 64, 512)
     whole = whole_of(form, 64, 512, tensors)
     for rank in range(size):
         own = context(FakeGroup(rank, size), weights_later=True)
         layer = with_format(RowParallelLinear(512, 64, own, bias=False), form, {None: tensors})
-        assert torch.equal(form.dequantized(layer.weight), whole[:, rank * 512 // size : (rank + 1) * 512 // size])
+        assert torch.equal(
+            form.dequantized(layer.weight), whole[:, rank * 512 // size : (rank + 1) * 512 // size]
+        )
 
 
 @pytest.mark.parametrize("form", FORMATS[1:], ids=str)
@@ -111,30 +135,48 @@ def test_ranks_that_share_a_head_of_k_and_v_have_it_both(form: Any) -> None:
     k_and_v = torch.cat([whole_of(form, 64, 128, tensors) for tensors in (k, v)])
     for rank in range(2):
         own = context(FakeGroup(rank, 2), weights_later=True)
-        layer = with_format(QKVParallelLinear(128, 4, 1, 64, own, bias=False), form, {"q": q, "k": k, "v": v})
+        layer = with_format(
+            QKVParallelLinear(128, 4, 1, 64, own, bias=False), form, {"q": q, "k": k, "v": v}
+        )
         assert torch.equal(form.dequantized(layer.weight)[128:], k_and_v)
 
 
 def test_blocks_may_begin_and_end_within_a_part() -> None:
     """k and v of 96 outputs each, with a scale for 64: the second block of k has 32, and v begins amidst the second block of the layer."""
     form = Float8("block", (64, 128), "weight_scale_inv")
-    parts = {name: checkpoint_of(form, outputs, 200, outputs) for name, outputs in (("q", 192), ("k", 96), ("v", 96))}
-    layer = with_format(QKVParallelLinear(200, 2, 1, 96, context(weights_later=True), bias=False), form, parts)
+    parts = {
+        name: checkpoint_of(form, outputs, 200, outputs)
+        for name, outputs in (("q", 192), ("k", 96), ("v", 96))
+    }
+    layer = with_format(
+        QKVParallelLinear(200, 2, 1, 96, context(weights_later=True), bias=False), form, parts
+    )
     for name, at, size in (("q", 0, 192), ("k", 192, 96), ("v", 288, 96)):
-        scales = parts[name]["weight_scale_inv"].repeat_interleave(64, 0)[:size].repeat_interleave(128, 1)[:, :200]
-        assert torch.equal(form.dequantized(layer.weight)[at : at + size], parts[name]["weight"].float() * scales)
+        scales = (
+            parts[name]["weight_scale_inv"]
+            .repeat_interleave(64, 0)[:size]
+            .repeat_interleave(128, 1)[:, :200]
+        )
+        assert torch.equal(
+            form.dequantized(layer.weight)[at : at + size], parts[name]["weight"].float() * scales
+        )
 
 
 @pytest.mark.parametrize(
     ("form", "numbers"),
     [
-        (Float8("block", (128, 128), "weight_scale_inv"), r"256 inputs is 64, no multiple of the 128 inputs of a block"),
+        (
+            Float8("block", (128, 128), "weight_scale_inv"),
+            r"256 inputs is 64, no multiple of the 128 inputs of a block",
+        ),
         (PackedInt4(128, True), r"256 inputs is 64, no multiple of the 128 inputs of a group"),
         (AwqInt4(128, False), r"256 inputs is 64, no multiple of the 128 inputs of a group"),
     ],
     ids=str,
 )
-def test_what_a_rank_would_have_a_piece_of_is_refused_with_the_numbers(form: Any, numbers: str) -> None:
+def test_what_a_rank_would_have_a_piece_of_is_refused_with_the_numbers(
+    form: Any, numbers: str
+) -> None:
     layer = RowParallelLinear(256, 64, context(FakeGroup(1, 4), weights_later=True), bias=False)
     with pytest.raises(UnsupportedError, match=f"a rank's share of {numbers}: use fewer ranks"):
         layer.take_format(form, CPU)
@@ -162,7 +204,9 @@ def test_a_plain_weight_becomes_the_same_over_however_many_ranks(form: Any, size
     for ranks in (1, size):
         shares = []
         for rank in range(ranks):
-            layer = RowParallelLinear(512, 64, context(FakeGroup(rank, ranks), weights_later=True), bias=False)
+            layer = RowParallelLinear(
+                512, 64, context(FakeGroup(rank, ranks), weights_later=True), bias=False
+            )
             layer.take_format(form, CPU)
             layer.weight.load(plain)
             shares.append(form.dequantized(layer.weight))
@@ -176,7 +220,11 @@ def test_numbers_are_rounded_to_the_nearest_of_sixteen(form: Any) -> None:
     weight: Any = form.allocate(plain_weight((24,), 256, torch.float32, CPU), CPU)
     weight.load(plain, "0")
     half_a_step = weight.scales.float().t().repeat_interleave(form.group, 1) / 2
-    outside = plain.abs() > 7 * 2 * half_a_step if form.symmetric else torch.zeros_like(plain, dtype=torch.bool)
+    outside = (
+        plain.abs() > 7 * 2 * half_a_step
+        if form.symmetric
+        else torch.zeros_like(plain, dtype=torch.bool)
+    )
     wrong = (form.dequantized(weight) - plain).abs()
     assert (wrong <= half_a_step * (2 if not form.symmetric else 1) + 1e-6)[~outside].all()
     assert (wrong[outside] <= half_a_step[outside] * 1.01).all()
@@ -206,7 +254,9 @@ def test_a_plain_weight_is_quantized_an_eighth_at_once(form: Any) -> None:
 
 
 def test_four_bits_are_unpacked_in_order() -> None:
-    packed = torch.tensor([[0x76543210, -0x01234568]], dtype=torch.int32)  # the second is 0xFEDCBA98
+    packed = torch.tensor(
+        [[0x76543210, -0x01234568]], dtype=torch.int32
+    )  # the second is 0xFEDCBA98
     assert unpacked(packed, 1).tolist() == [list(range(16))]
     assert unpacked(packed, 0).tolist() == [[i, i + 8] for i in range(8)]
     assert unpacked(packed, 1, (0, 2, 4, 6, 1, 3, 5, 7))[0, :8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -218,7 +268,9 @@ def test_a_scale_of_any_float_is_kept_as_it_is() -> None:
         tensors = checkpoint_of(form, 8, 128)
         tensors["weight_scale"] = scale.expand(8, 1)
         numbers = whole_of(form, 8, 128, tensors)
-        assert torch.equal(numbers, (unpacked(tensors["weight_packed"], 1).float() - 8) * scale.float())
+        assert torch.equal(
+            numbers, (unpacked(tensors["weight_packed"], 1).float() - 8) * scale.float()
+        )
 
 
 def test_a_stored_weight_counts_its_numbers() -> None:

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from bench.instructions import compiled, instructions, told
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="a GPU compiles what it runs, and the interpreter nothing",
 )
 AROUND = {"normed": False, "gated": False, "adds": True}
 
@@ -22,7 +23,9 @@ def test_one_row_of_float8_is_multiplied_by_matrix_units_as_it_lies_in_registers
     kernel, programs = compiled(90, "fp8", 4096, 4096, AROUND, None)
     cells, issued = told(kernel, programs, 4096 * 4096)
     kinds, threads = instructions(kernel.cubin), kernel.warps * 32 * programs
-    assert kinds["HMMA"] * threads // 32 * 256 == 4096 * 4096, cells  # 16 x 16 weights each: no product is computed twice
+    assert kinds["HMMA"] * threads // 32 * 256 == 4096 * 4096, (
+        cells
+    )  # 16 x 16 weights each: no product is computed twice
     assert issued * 32 < 2 * 4096 * 4096, cells  # `one_row` issues more than four for each weight
     assert kernel.shared_bytes <= 8 << 10  # for sums: weights and inputs have no room there
     assert kernel.spilled_bytes == 0
@@ -33,6 +36,8 @@ def test_one_row_of_float8_is_multiplied_by_matrix_units_as_it_lies_in_registers
 def test_one_row_of_4_bits_issues_less_than_three_instructions_a_weight(form: str) -> None:
     kernel, programs = compiled(90, form, 4096, 4096, AROUND, None)
     cells, issued = told(kernel, programs, 4096 * 4096)
-    assert instructions(kernel.cubin)["IDP"] * kernel.warps * 32 * programs == 4096 * 4096 * 3 // 4, cells  # three bytes, four weights at once
+    assert (
+        instructions(kernel.cubin)["IDP"] * kernel.warps * 32 * programs == 4096 * 4096 * 3 // 4
+    ), cells  # three bytes, four weights at once
     assert issued * 32 < 3 * 4096 * 4096, cells
     assert kernel.spilled_bytes == 0

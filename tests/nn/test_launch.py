@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.nn.kernels import available
-from dovetail.nn.kernels.launch import KernelUnavailable, _kind, compiling_ahead, is_compiling_ahead, launch, launching
+from dovetail.nn.kernels.launch import (
+    KernelUnavailable,
+    _kind,
+    compiling_ahead,
+    is_compiling_ahead,
+    launch,
+    launching,
+)
 from tests.support import examples
 
 CPU = torch.device("cpu")
@@ -118,17 +125,24 @@ def test_what_cannot_be_compiled_is_left_to_its_launch() -> None:
     assert (broken.loaded, sound.loaded) == (0, 1)
 
 
-def test_an_unavailable_kernel_is_reported_once_and_not_tried_again(caplog: pytest.LogCaptureFixture, forgetting_kernels: None) -> None:
+def test_an_unavailable_kernel_is_reported_once_and_not_tried_again(
+    caplog: pytest.LogCaptureFixture, forgetting_kernels: None
+) -> None:
     broken, sound = Kernel(), Kernel()
     broken.error = RuntimeError("out of resource: shared memory,\n Required: 147456")
     for _ in range(3):
-        with pytest.raises(KernelUnavailable, match=r"_kernel of some.module is unavailable .* RuntimeError: out of resource: shared memory, R"):
+        with pytest.raises(
+            KernelUnavailable,
+            match=r"_kernel of some.module is unavailable .* RuntimeError: out of resource: shared memory, R",
+        ):
             launch(broken, (1,))(1)
     launch(sound, (1,))(1)
     assert (len(broken.compiled), len(caplog.records), len(sound.launched)) == (1, 1, 1)
 
 
-def test_an_error_of_a_launch_whose_kernel_is_there_stays_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_launch_whose_kernel_is_there_stays_what_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kernel = Kernel()
     kernel.launch_error = RuntimeError("an illegal memory access was encountered")
     for _ in range(2):
@@ -201,23 +215,35 @@ def test_a_number_that_a_kernel_is_not_specialised_for_makes_no_kind() -> None:
 
 memory = torch.zeros(64, dtype=torch.uint8)
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int32])
-tensors = st.builds(lambda dtype, start: memory[start * 4 : 32 + start * 4].view(dtype), dtypes, st.integers(0, 6))
-alike = st.lists(st.integers(0, 6), min_size=2, max_size=2).map(lambda starts: [memory[start * 4 : 32 + start * 4] for start in starts])
+tensors = st.builds(
+    lambda dtype, start: memory[start * 4 : 32 + start * 4].view(dtype), dtypes, st.integers(0, 6)
+)
+alike = st.lists(st.integers(0, 6), min_size=2, max_size=2).map(
+    lambda starts: [memory[start * 4 : 32 + start * 4] for start in starts]
+)
 numbers = st.sampled_from([0, 1, 2, 15, 16, 32, 1 << 31, 1 << 40])
 anything = tensors | numbers | st.booleans() | st.floats(0, 2)
 
 
 @examples(quick=300, full=3000)
-@given(alike | st.lists(numbers, min_size=2, max_size=2) | st.lists(anything, min_size=2, max_size=2))
+@given(
+    alike | st.lists(numbers, min_size=2, max_size=2) | st.lists(anything, min_size=2, max_size=2)
+)
 def test_what_triton_compiles_anew_for_is_another_kind(arguments: list[Any]) -> None:
     jit = pytest.importorskip("triton.runtime.jit")
     compiler = pytest.importorskip("triton.compiler")
-    backend = compiler.make_backend(pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32))
-    first, second = (jit.native_specialize_impl(backend, argument, False, True, True) for argument in arguments)
+    backend = compiler.make_backend(
+        pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    )
+    first, second = (
+        jit.native_specialize_impl(backend, argument, False, True, True) for argument in arguments
+    )
     assert first == second or _kind(arguments[0]) != _kind(arguments[1])
 
 
-def test_a_compiler_for_a_device_makes_it_current_in_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_for_a_device_makes_it_current_in_each_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made_current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     with compiling_ahead(torch.device("cuda", 1), 1):

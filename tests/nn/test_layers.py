@@ -33,7 +33,9 @@ def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     seed=seeds,
 )
 @examples(quick=100, full=1000)
-def test_rms_norm_is_its_definition(rows: int, size: int, magnitude: float, eps: float, seed: int) -> None:
+def test_rms_norm_is_its_definition(
+    rows: int, size: int, magnitude: float, eps: float, seed: int
+) -> None:
     torch.manual_seed(seed)
     x, weight = torch.randn(rows, size) * magnitude, torch.randn(size)
     expected = plain_rms_norm(x, weight, eps)
@@ -51,7 +53,9 @@ def test_qk_norm_is_two_norms(dtype: torch.dtype) -> None:
     both.weight.load(q, "q")
     both.weight.load(k, "k")
     both, x = both.to(dtype), torch.randn(5, 6, 8).to(dtype)
-    expected = torch.cat((rms_norm(x[:, :4], q.to(dtype), 1e-6), rms_norm(x[:, 4:], k.to(dtype), 1e-6)), dim=1)
+    expected = torch.cat(
+        (rms_norm(x[:, :4], q.to(dtype), 1e-6), rms_norm(x[:, 4:], k.to(dtype), 1e-6)), dim=1
+    )
     assert_rounded(both(x), expected, 8 + 4)
 
 
@@ -66,20 +70,36 @@ def test_silu_mul_gates_by_the_first_half() -> None:
     assert_rounded(silu_mul(torch.cat((gate, up), dim=-1)), gate * torch.sigmoid(gate) * up, 4)
 
 
-@given(rows=st.integers(1, 4), vocab=st.integers(1, 12), k=st.integers(0, 15), ties=st.booleans(), seed=seeds)
+@given(
+    rows=st.integers(1, 4),
+    vocab=st.integers(1, 12),
+    k=st.integers(0, 15),
+    ties=st.booleans(),
+    seed=seeds,
+)
 @examples(quick=150, full=2000)
-def test_top_logprobs_are_those_of_a_sorted_softmax(rows: int, vocab: int, k: int, ties: bool, seed: int) -> None:
+def test_top_logprobs_are_those_of_a_sorted_softmax(
+    rows: int, vocab: int, k: int, ties: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    logits = rng.integers(-2, 3, (rows, vocab)).astype(np.float32) if ties else rng.normal(0, 5, (rows, vocab)).astype(np.float32)
+    logits = (
+        rng.integers(-2, 3, (rows, vocab)).astype(np.float32)
+        if ties
+        else rng.normal(0, 5, (rows, vocab)).astype(np.float32)
+    )
     ids = rng.integers(0, vocab, rows)
     top = top_logprobs(torch.from_numpy(logits), torch.from_numpy(ids), k)
     expected = log_softmax(logits.astype(np.float64), axis=1)
     own = expected[np.arange(rows), ids]
     best = -np.sort(-expected, axis=1)[:, :k]
     assert_rounded(top.logprobs, np.column_stack([own, best]), vocab + 3)
-    assert_rounded(top.logprobs, np.take_along_axis(expected, top.token_ids.numpy(), axis=1), vocab + 3)
+    assert_rounded(
+        top.logprobs, np.take_along_axis(expected, top.token_ids.numpy(), axis=1), vocab + 3
+    )
     assert top.token_ids[:, 0].tolist() == ids.tolist()
-    assert top.ranks.tolist() == (1 + (logits > logits[np.arange(rows), ids][:, None]).sum(1)).tolist()
+    assert (
+        top.ranks.tolist() == (1 + (logits > logits[np.arange(rows), ids][:, None]).sum(1)).tolist()
+    )
     assert all(len(set(row)) == min(k, vocab) for row in top.token_ids[:, 1:].tolist())
 
 

@@ -20,7 +20,10 @@ def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="ranks on a GPU share memory otherwise: tests/runtime/test_rank_shares.py")
+@pytest.mark.skipif(
+    not INTERPRETED,
+    reason="ranks on a GPU share memory otherwise: tests/runtime/test_rank_shares.py",
+)
 @pytest.mark.parametrize(
     ("ranks", "rank", "rows", "size", "normed", "dtype"),
     [
@@ -44,7 +47,9 @@ def test_a_rank_adds_all_shares_in_the_order_of_ranks_and_norms_the_stream(
     for share in shares:
         wanted = wanted + share.float()
     wanted = wanted.to(dtype)
-    result = add_shares(x, addresses(shares), addresses(flags), released, rank, (weight, 1e-6) if normed else None)
+    result = add_shares(
+        x, addresses(shares), addresses(flags), released, rank, (weight, 1e-6) if normed else None
+    )
     assert torch.equal(x, wanted)
     if result is not None:
         expected = torch.nn.functional.rms_norm(wanted.float(), (size,), weight.float(), 1e-6)
@@ -58,7 +63,9 @@ def test_a_rank_adds_all_shares_in_the_order_of_ranks_and_norms_the_stream(
             assert torch.equal(flags[other], given), "it signals to the others"
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="a GPU compiles what it runs, and the interpreter nothing")
+@pytest.mark.skipif(
+    ON_GPU or INTERPRETED, reason="a GPU compiles what it runs, and the interpreter nothing"
+)
 def test_one_thread_of_a_waiting_program_reads_the_hosts_memory() -> None:
     """The host answers one read after the other: of all threads, they take milliseconds."""
     from tests.attention.hopper import compiling_for_hopper

@@ -22,7 +22,9 @@ ROWS, MOST, LAYERS = 3, 6, (5, 9)
 some = examples(quick=60 if ON_GPU else 4 if INTERPRETED else 8, full=300 if ON_GPU else 60)
 kinds = pytest.mark.parametrize("kind", ["delta", "mamba2"])
 dtypes = pytest.mark.parametrize("dtype", DTYPES if ON_GPU else [torch.float32], ids=str)
-drafted = st.integers(0, MOST - 1).flatmap(lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts)))
+drafted = st.integers(0, MOST - 1).flatmap(
+    lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts))
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool = True) -> bool:
-    return torch.equal(ours, theirs) if exact and (INTERPRETED or ON_GPU) else torch.allclose(ours, theirs, rtol=allowed(500), atol=allowed(500))
+    return (
+        torch.equal(ours, theirs)
+        if exact and (INTERPRETED or ON_GPU)
+        else torch.allclose(ours, theirs, rtol=allowed(500), atol=allowed(500))
+    )
 
 
 def joined(parts: list[Tokens]) -> Tokens:
@@ -41,7 +47,9 @@ def joined(parts: list[Tokens]) -> Tokens:
 class Rows:
     """Rows of two layers that compute sequences, some of which check drafts, beside the same rows token by token."""
 
-    def __init__(self, model: Net, state_dtype: torch.dtype, prompts: list[int], max_lines: int = ROWS * MOST) -> None:
+    def __init__(
+        self, model: Net, state_dtype: torch.dtype, prompts: list[int], max_lines: int = ROWS * MOST
+    ) -> None:
         self.model, self.sequences = model, [model.sequence(80) for _ in prompts]
         self.bound = model.bound(ROWS, state_dtype=state_dtype, max_lines=max_lines)
         self.plain = model.bound(ROWS, state_dtype=state_dtype, max_lines=max_lines)
@@ -52,12 +60,19 @@ class Rows:
                     self.compute(bound, [row], [length])
                 self.done[row] = length
 
-    def compute(self, bound: BoundStates, rows: list[int], lengths: list[int]) -> list[torch.Tensor]:
+    def compute(
+        self, bound: BoundStates, rows: list[int], lengths: list[int]
+    ) -> list[torch.Tensor]:
         bound.plan(rows, lengths, [self.done[row] for row in rows])
         return self.outputs(bound, rows, lengths, [self.sequences[row] for row in rows])
 
-    def outputs(self, bound: BoundStates, rows: list[int], lengths: list[int], sequences: list[Tokens]) -> list[torch.Tensor]:
-        parts = [s.part(self.done[row], self.done[row] + length) for row, length, s in zip(rows, lengths, sequences, strict=True)]
+    def outputs(
+        self, bound: BoundStates, rows: list[int], lengths: list[int], sequences: list[Tokens]
+    ) -> list[torch.Tensor]:
+        parts = [
+            s.part(self.done[row], self.done[row] + length)
+            for row, length, s in zip(rows, lengths, sequences, strict=True)
+        ]
         return [self.model.compute(bound, joined(parts), index) for index in LAYERS]
 
     def check(self, step: dict[int, tuple[int, int]], chunk: int = 0) -> None:
@@ -65,7 +80,9 @@ class Rows:
         rows = [*step, *([0] if chunk else [])]
         drafts = [*(drafts for drafts, _ in step.values()), *([0] if chunk else [])]
         lengths = [*(1 + drafts for drafts, _ in step.values()), *([chunk] if chunk else [])]
-        sequences = [self.guessed(row, right) for row, (_, right) in step.items()] + [self.sequences[0]] * bool(chunk)
+        sequences = [self.guessed(row, right) for row, (_, right) in step.items()] + [
+            self.sequences[0]
+        ] * bool(chunk)
         checked = self.bound.plan_drafts(rows, lengths, [self.done[row] for row in rows], drafts)
         got = self.outputs(self.bound, rows, lengths, sequences)
         if chunk:
@@ -77,17 +94,27 @@ class Rows:
         starts = [sum(lengths[:index]) for index in range(len(step))]
         most = max((right for _, right in step.values()), default=0)
         for ahead in range(1 + most):  # accepted lines, beside single tokens of the same rows
-            now = [(row, start) for (row, (_, right)), start in zip(step.items(), starts, strict=True) if right >= ahead]
+            now = [
+                (row, start)
+                for (row, (_, right)), start in zip(step.items(), starts, strict=True)
+                if right >= ahead
+            ]
             one = self.compute(self.plain, [row for row, _ in now], [1] * len(now))
             for ours, theirs in zip(got, one, strict=True):
-                assert same(ours[[start + ahead for _, start in now]], theirs, exact=not chunk), ahead
+                assert same(ours[[start + ahead for _, start in now]], theirs, exact=not chunk), (
+                    ahead
+                )
             for row, _ in now:
                 self.done[row] += 1
         self.bound.accept(checked, [done + 1 for done in self.done])
         for row in range(len(self.done)):
             for index in LAYERS:
-                for ours, theirs in zip(state_of(self.bound, row, index), state_of(self.plain, row, index), strict=True):
-                    assert not self.done[row] or same(ours, theirs, exact=not self.chunked), f"the state of row {row} in layer {index}"
+                for ours, theirs in zip(
+                    state_of(self.bound, row, index), state_of(self.plain, row, index), strict=True
+                ):
+                    assert not self.done[row] or same(ours, theirs, exact=not self.chunked), (
+                        f"the state of row {row} in layer {index}"
+                    )
 
     def guessed(self, row: int, right: int) -> Tokens:
         """The row's sequence, wrong after the known token and this many drafts."""
@@ -97,12 +124,22 @@ class Rows:
 
 @kinds
 @dtypes
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16] if ON_GPU or INTERPRETED else [torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "state_dtype",
+    [torch.float32, torch.bfloat16] if ON_GPU or INTERPRETED else [torch.float32],
+    ids=str,
+)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 @some
-def test_numbers_are_those_of_single_tokens(kind: str, dtype: torch.dtype, state_dtype: torch.dtype, data: st.DataObject, seed: int) -> None:
+def test_numbers_are_those_of_single_tokens(
+    kind: str, dtype: torch.dtype, state_dtype: torch.dtype, data: st.DataObject, seed: int
+) -> None:
     torch.manual_seed(seed)
-    rows = Rows(net(kind, dtype), state_dtype, data.draw(st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=ROWS), "prompts"))
+    rows = Rows(
+        net(kind, dtype),
+        state_dtype,
+        data.draw(st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=ROWS), "prompts"),
+    )
     for _ in range(1 if INTERPRETED else 2):
         order = data.draw(st.permutations(range(len(rows.done))), "order")
         rows.check({row: data.draw(drafted, "drafts, right ones") for row in order})
@@ -119,9 +156,13 @@ def test_rows_with_drafts_share_a_step_with_a_chunk(kind: str, chunk: int) -> No
 
 
 @pytest.mark.parametrize("kind", ["delta"])
-def test_more_drafts_than_a_kernel_reads_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_drafts_than_a_kernel_reads_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if INTERPRETED:  # which takes long
         monkeypatch.setattr("dovetail.nn.kernels.states.LINES_AT_ONCE", 4)
     torch.manual_seed(2)
     most = 4 if INTERPRETED else 32
-    Rows(net(kind), torch.float32, [3, 4], max_lines=4 * most).check({0: (most + 3, most + 3), 1: (most - 1, 2)})
+    Rows(net(kind), torch.float32, [3, 4], max_lines=4 * most).check(
+        {0: (most + 3, most + 3), 1: (most - 1, 2)}
+    )

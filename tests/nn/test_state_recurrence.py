@@ -23,7 +23,13 @@ from tests.support import examples
 some = examples(quick=40 if ON_GPU else 4 if INTERPRETED else 20, full=400 if ON_GPU else 60)
 seeds = st.integers(0, 2**31)
 kinds = pytest.mark.parametrize("kind", ["delta", "mamba2"])
-HOWS = ["float32", "in chunks"] if INTERPRETED else [str(dtype).removeprefix("torch.") for dtype in DTYPES] if ON_GPU else ["float32"]
+HOWS = (
+    ["float32", "in chunks"]
+    if INTERPRETED
+    else [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    if ON_GPU
+    else ["float32"]
+)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -72,7 +78,9 @@ def in_steps(length: int, sizes: list[int]) -> list[list[tuple[int, int, int]]]:
 
 @kinds
 @pytest.mark.parametrize("sizes", [[1], [33, 1], [64], [1000]])
-def test_any_chunks_give_the_recurrence(kind: str, sizes: list[int], dtype: torch.dtype, tokens: int) -> None:
+def test_any_chunks_give_the_recurrence(
+    kind: str, sizes: list[int], dtype: torch.dtype, tokens: int
+) -> None:
     torch.manual_seed(0)
     model = net(kind, dtype)
     s, bound = model.sequence(min(tokens, 12) if sizes == [1] else tokens), model.bound(1)
@@ -82,7 +90,9 @@ def test_any_chunks_give_the_recurrence(kind: str, sizes: list[int], dtype: torc
 
 
 @kinds
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU computes all with each dtype, and a CPU these as it does float32")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="a GPU computes all with each dtype, and a CPU these as it does float32"
+)
 def test_float16_is_near(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch, conv, delta, mamba, norm)
     torch.manual_seed(0)
@@ -96,19 +106,32 @@ def test_float16_is_near(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @kinds
 @given(data=st.data(), seed=seeds)
 @some
-def test_rows_compute_what_each_computes_alone(kind: str, dtype: torch.dtype, tokens: int, data: st.DataObject, seed: int) -> None:
+def test_rows_compute_what_each_computes_alone(
+    kind: str, dtype: torch.dtype, tokens: int, data: st.DataObject, seed: int
+) -> None:
     """Whatever their order, their chunks, the rows of a unit, and where checkpoints are; and those hold the state at their place."""
     torch.manual_seed(seed)
     model = net(kind, dtype)
-    lengths = data.draw(st.lists(st.integers(1, tokens + tokens // 4), min_size=1, max_size=3), "lengths")
-    sequences, bound = [model.sequence(n) for n in lengths], model.bound(len(lengths), data.draw(st.sampled_from([64, 128, 256, 4096]), "slot bytes"))
+    lengths = data.draw(
+        st.lists(st.integers(1, tokens + tokens // 4), min_size=1, max_size=3), "lengths"
+    )
+    sequences, bound = (
+        [model.sequence(n) for n in lengths],
+        model.bound(len(lengths), data.draw(st.sampled_from([64, 128, 256, 4096]), "slot bytes")),
+    )
     done, steps = [0] * len(lengths), list[list[tuple[int, int, int]]]()
     while len(steps) < 3 and (rows := [row for row, n in enumerate(lengths) if done[row] < n]):
         step = []
         for row in data.draw(st.permutations(rows), "order"):
             most = lengths[row] - done[row]
             length = data.draw(st.sampled_from([1, most, (most + 1) // 2]), "tokens")
-            step.append((row, length, data.draw(st.sampled_from([0, 1, length, min(length, 65)]), "checkpoint")))
+            step.append(
+                (
+                    row,
+                    length,
+                    data.draw(st.sampled_from([0, 1, length, min(length, 65)]), "checkpoint"),
+                )
+            )
         steps.append(step)
         for row, length, _ in step:
             done[row] += length
@@ -118,16 +141,27 @@ def test_rows_compute_what_each_computes_alone(kind: str, dtype: torch.dtype, to
         assert_state(bound, row, model, s.part(0, done[row]))
     for index, (row, length, at) in enumerate(steps[-1]):
         if at:
-            assert_state(bound, bound.checkpoint_line(index), model, sequences[row].part(0, done[row] - length + at))
+            assert_state(
+                bound,
+                bound.checkpoint_line(index),
+                model,
+                sequences[row].part(0, done[row] - length + at),
+            )
 
 
 @kinds
-def test_a_restored_checkpoint_goes_on_as_its_row_did(kind: str, dtype: torch.dtype, tokens: int) -> None:
+def test_a_restored_checkpoint_goes_on_as_its_row_did(
+    kind: str, dtype: torch.dtype, tokens: int
+) -> None:
     torch.manual_seed(1)
     model = net(kind, dtype)
     s, bound, at = model.sequence(tokens + 8), model.bound(2), tokens - 4
     serve(model, bound, [s], [[(0, tokens, at)]])
-    state, checkpoint, row = bound.layers[5], torch.tensor([bound.checkpoint_line(0)], device=DEVICE), torch.tensor([1], device=DEVICE)
+    state, checkpoint, row = (
+        bound.layers[5],
+        torch.tensor([bound.checkpoint_line(0)], device=DEVICE),
+        torch.tensor([1], device=DEVICE),
+    )
     for tensor in (0, 1):
         state.write(tensor, row, state.read(tensor, checkpoint))
     bound.plan([1], [12], [at])
@@ -167,7 +201,9 @@ def padded(batch: StateBatch, bound: BoundStates, rows: int) -> StateBatch:
 
 @kinds
 @pytest.mark.parametrize("length", [1, 3])
-def test_a_step_changes_the_states_of_its_rows_only(kind: str, length: int, dtype: torch.dtype) -> None:
+def test_a_step_changes_the_states_of_its_rows_only(
+    kind: str, length: int, dtype: torch.dtype
+) -> None:
     """States of other rows hold NaN throughout, and padding changes only the waste page."""
     torch.manual_seed(3)
     model, others = net(kind, dtype), (0, 2)
@@ -175,7 +211,11 @@ def test_a_step_changes_the_states_of_its_rows_only(kind: str, length: int, dtyp
     batch = bound.plan([1], [length], [0], [min(2, length - 1)])
     bound.states.steps.plan(padded(batch, bound, 2))
     written = [1, *([bound.checkpoint_line(0)] if length > 1 else [])]
-    pages = {int(page) for units in bound.layers[5].units for page in units[written].flatten() % bound.pool.shape[1]}
+    pages = {
+        int(page)
+        for units in bound.layers[5].units
+        for page in units[written].flatten() % bound.pool.shape[1]
+    }
     outputs = model.compute(bound, s)
     exact = model.exact(s.part(0, length))[0]
     assert_near(outputs[:length], exact, dtype)
@@ -191,10 +231,17 @@ def test_a_step_changes_the_states_of_its_rows_only(kind: str, length: int, dtyp
     [(8.0, 30.0, 1.0), (-20.0, -20.0, 1.0), (0.0, 0.0, 0.0), (-4.0, 0.0, 6.0)],
     ids=["forgets at once", "never forgets", "zeros", "large"],
 )
-def test_extreme_gates_and_inputs_compute_the_recurrence(kind: str, decay: float, shift: float, size: float, dtype: torch.dtype, tokens: int) -> None:
+def test_extreme_gates_and_inputs_compute_the_recurrence(
+    kind: str, decay: float, shift: float, size: float, dtype: torch.dtype, tokens: int
+) -> None:
     torch.manual_seed(4)
     model = net(kind, dtype)
-    model = replace(model, A_log=torch.full_like(model.A_log, decay), dt_bias=torch.full_like(model.dt_bias, shift), bias=model.bias * min(size, 1))
+    model = replace(
+        model,
+        A_log=torch.full_like(model.A_log, decay),
+        dt_bias=torch.full_like(model.dt_bias, shift),
+        bias=model.bias * min(size, 1),
+    )
     s = model.sequence(tokens)
     s = Tokens(s.x * size, s.a * size, s.b * size)
     [outputs] = serve(model, model.bound(1), [s], [[(0, tokens, 0)]])
@@ -224,12 +271,24 @@ def test_a_long_sequence_stays_exact(kind: str, dtype: torch.dtype) -> None:
 
 @kinds
 @pytest.mark.parametrize(
-    "sizes", [{"k_heads": 2, "v_heads": 4, "v_size": 24}, {"k_size": 64, "v_size": 64}, {"k_size": 128, "v_size": 80}, {"k_size": 256}]
+    "sizes",
+    [
+        {"k_heads": 2, "v_heads": 4, "v_size": 24},
+        {"k_size": 64, "v_size": 64},
+        {"k_size": 128, "v_size": 80},
+        {"k_size": 256},
+    ],
 )
-def test_other_sizes_compute_the_recurrence(kind: str, sizes: dict[str, int], dtype: torch.dtype) -> None:
+def test_other_sizes_compute_the_recurrence(
+    kind: str, sizes: dict[str, int], dtype: torch.dtype
+) -> None:
     torch.manual_seed(7)
     names = {"k_heads": "groups", "v_heads": "heads", "k_size": "state_size", "v_size": "head_size"}
-    model = net(kind, dtype, **(sizes if kind == "delta" else {names[name]: size for name, size in sizes.items()}))
+    model = net(
+        kind,
+        dtype,
+        **(sizes if kind == "delta" else {names[name]: size for name, size in sizes.items()}),
+    )
     s, bound = model.sequence(6), model.bound(1, 4096)
     [outputs] = serve(model, bound, [s], [[(0, 5, 2)], [(0, 1, 0)]])
     assert_near(outputs, model.exact(s)[0], dtype)
@@ -271,7 +330,11 @@ def test_gated_norm_norms_groups(shared: bool, first: bool, dtype: torch.dtype) 
     weight = torch.randn(24 if shared else 96).to(DEVICE, dtype)
     gate = torch.nn.functional.silu(z.double())
     exact = x.double() if first else x.double() * gate
-    exact = exact.view(5, 4, 24) / (exact.view(5, 4, 24).square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double().view(-1, 24)
+    exact = (
+        exact.view(5, 4, 24)
+        / (exact.view(5, 4, 24).square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        * weight.double().view(-1, 24)
+    )
     exact = exact.view(5, 96) * (gate if first else 1)
     assert_near(gated_norm(x, z, weight, 1e-6, 24, norm_before_gate=first), exact, dtype)
 

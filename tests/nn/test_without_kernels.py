@@ -43,7 +43,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         raise KernelUnavailable("unavailable")
 
     monkeypatch.setattr(launch, "_launch", fail)
-    for module in [module for name, module in sys.modules.items() if name.startswith("dovetail") and module is not available]:
+    for module in [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("dovetail") and module is not available
+    ]:
         for name in ("use_kernels", "has_many_rows"):
             if name in vars(module):  # not `hasattr`: modules that look names up may raise
                 monkeypatch.setattr(module, name, lambda *asked: True)
@@ -69,7 +73,12 @@ class Echo(AttentionLayer):
 
 def decoder(make: Any) -> tuple[Any, list[Echo]]:
     """Return a decoder of sizes that every kernel for linear layers supports, and its attention layers."""
-    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    }
     config = make(num_attention_heads=4, num_key_value_heads=2, head_dim=64, **sizes)
     layers: list[Echo] = []
 
@@ -87,7 +96,9 @@ def decoder(make: Any) -> tuple[Any, list[Echo]]:
 @pytest.mark.parametrize("make", [Qwen3Config, LlamaConfig])
 @pytest.mark.parametrize(("tokens", "linear"), [(1, "one_row"), (5, "few_rows"), (20, "many_rows")])
 @torch.inference_mode()
-def test_a_decoder_whose_kernels_cannot_be_had_computes_the_same(make: Any, tokens: int, linear: str, request: pytest.FixtureRequest) -> None:
+def test_a_decoder_whose_kernels_cannot_be_had_computes_the_same(
+    make: Any, tokens: int, linear: str, request: pytest.FixtureRequest
+) -> None:
     def computed() -> list[torch.Tensor]:
         model, layers = decoder(make)
         hidden = model(torch.arange(tokens), torch.arange(tokens))
@@ -97,7 +108,13 @@ def test_a_decoder_whose_kernels_cannot_be_had_computes_the_same(make: Any, toke
     asked = request.getfixturevalue("asked")
     for ours, plain in zip(computed(), expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    assert asked >= {"embedding._embed", "rms_norm._rms_norm", "gate._silu_mul", "qkv._norm_turn_write", f"{linear}._linear"}
+    assert asked >= {
+        "embedding._embed",
+        "rms_norm._rms_norm",
+        "gate._silu_mul",
+        "qkv._norm_turn_write",
+        f"{linear}._linear",
+    }
 
 
 def test_sums_in_parts_are_added_without_the_kernel(asked: set[str]) -> None:
@@ -112,37 +129,66 @@ def test_sums_in_parts_are_added_without_the_kernel(asked: set[str]) -> None:
 
 def test_rows_are_drawn_and_grow_without_kernels(request: pytest.FixtureRequest) -> None:
     def computed() -> list[torch.Tensor]:
-        state, lines = RowState(3, 8, layout(4), CPU), Lines(torch.arange(3), torch.zeros(3, dtype=torch.int32))
+        state, lines = (
+            RowState(3, 8, layout(4), CPU),
+            Lines(torch.arange(3), torch.zeros(3, dtype=torch.int32)),
+        )
         state.num_tokens[:3] = torch.tensor([2, 3, 1])
         state.token_ids[:3, :4] = torch.arange(12).view(3, 4)
         drawn = DeviceRows(3, 50, CPU)
         logits = torch.linspace(0, 1, 150).view(3, 50)
-        ids = drawn.draw(logits, lines, RowHistory(state.token_ids, state.num_tokens, state.prompt_lens))
+        ids = drawn.draw(
+            logits, lines, RowHistory(state.token_ids, state.num_tokens, state.prompt_lens)
+        )
         ends, positions = decode_rows.last_tokens(state, lines)
         outputs = decode_rows.append(state, lines, positions, ids, torch.zeros(3, 4))
         likeliest = top_logprobs(logits, ids, 4)
-        return [ids, ends, positions, outputs, state.token_ids, state.num_tokens, likeliest.logprobs, likeliest.ranks]
+        return [
+            ids,
+            ends,
+            positions,
+            outputs,
+            state.token_ids,
+            state.num_tokens,
+            likeliest.logprobs,
+            likeliest.ranks,
+        ]
 
     expected = computed()
     asked = request.getfixturevalue("asked")
     for ours, plain in zip(computed(), expected, strict=True):
         assert torch.equal(ours, plain)
-    assert asked >= {"fused._survey", "decode_rows_kernels._last_tokens", "decode_rows_kernels._append", "logprobs._survey"}
+    assert asked >= {
+        "fused._survey",
+        "decode_rows_kernels._last_tokens",
+        "decode_rows_kernels._append",
+        "logprobs._survey",
+    }
 
 
-def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(request: pytest.FixtureRequest) -> None:
+def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(
+    request: pytest.FixtureRequest,
+) -> None:
     ways: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 3},
         {"logit_bias": ((3, 2.0),), "bad_words": ((4,), (1, 2))},
         {"allowed_token_ids": (5, 6, 7), "min_tokens": 9, "stop_token_ids": (5,), "logprobs": 0},
         {},
     ]
-    rows = [Row(torch.linspace(0, 3, 20).tolist(), RowSampling(seed=5, **way), (1, 19), (18, 18, 1)) for way in ways]
+    rows = [
+        Row(torch.linspace(0, 3, 20).tolist(), RowSampling(seed=5, **way), (1, 19), (18, 18, 1))
+        for way in ways
+    ]
 
     def computed() -> list[torch.Tensor]:
         sampled = sample(rows)
         assert sampled.logprobs is not None
-        return [sampled.token_ids, sampled.logprobs.token_ids, sampled.logprobs.logprobs, sampled.logprobs.ranks]
+        return [
+            sampled.token_ids,
+            sampled.logprobs.token_ids,
+            sampled.logprobs.logprobs,
+            sampled.logprobs.ranks,
+        ]
 
     expected = computed()
     asked = request.getfixturevalue("asked")
@@ -150,5 +196,7 @@ def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(request:
         assert torch.equal(ours, plain)
     assert asked == {"changes_kernels._widen", "logprobs._survey"}
     r = ready(rows)
-    with pytest.raises(UnsupportedError, match="unavailable"):  # the runtime then records no such steps
+    with pytest.raises(
+        UnsupportedError, match="unavailable"
+    ):  # the runtime then records no such steps
         r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)

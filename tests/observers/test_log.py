@@ -9,7 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from dovetail.api.kv_cache import CacheGroup, PageCounts
-from dovetail.api.observer import EngineStarted, EngineStopped, ObserverContext, RequestPreempted, StepFinished
+from dovetail.api.observer import (
+    EngineStarted,
+    EngineStopped,
+    ObserverContext,
+    RequestPreempted,
+    StepFinished,
+)
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail_observers.log import LogObserver, LogOptions
@@ -25,7 +31,9 @@ class Wall:
         return self.time
 
 
-def step(index: int, started: float, ended: float, *, prefill: int = 0, decode: int = 0, cached: int = 0) -> StepFinished:
+def step(
+    index: int, started: float, ended: float, *, prefill: int = 0, decode: int = 0, cached: int = 0
+) -> StepFinished:
     return StepFinished(
         index=index,
         planned=started,
@@ -59,7 +67,9 @@ def preempted() -> RequestPreempted:
     return RequestPreempted(0.0, Request("r", [1], SamplingParams(), max_tokens=1))
 
 
-def test_a_line_comes_only_when_the_wall_time_is_up(log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_comes_only_when_the_wall_time_is_up(
+    log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture
+) -> None:
     for index in range(3):
         log.on_step(step(index, index, index + 1, decode=3))
     assert caplog.messages == []
@@ -69,12 +79,16 @@ def test_a_line_comes_only_when_the_wall_time_is_up(log: LogObserver, wall: Wall
     assert len(caplog.messages) == 1
 
 
-def test_a_simulated_hour_within_a_moment_writes_no_line(log: LogObserver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_simulated_hour_within_a_moment_writes_no_line(
+    log: LogObserver, caplog: pytest.LogCaptureFixture
+) -> None:
     log.on_step(step(0, 0, 3600, decode=3))
     assert caplog.messages == []
 
 
-def test_rates_are_by_the_engines_clock_and_counts_begin_anew_with_each_line(log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture) -> None:
+def test_rates_are_by_the_engines_clock_and_counts_begin_anew_with_each_line(
+    log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture
+) -> None:
     log.on_step(step(0, 10.0, 11.0, prefill=300, cached=100))
     log.on_preempted(preempted())
     wall.time += 5
@@ -87,15 +101,26 @@ def test_rates_are_by_the_engines_clock_and_counts_begin_anew_with_each_line(log
     ]
 
 
-def test_a_line_has_the_acceptance_length_if_drafts_were_checked(log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_has_the_acceptance_length_if_drafts_were_checked(
+    log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture
+) -> None:
     wall.time += 5
-    log.on_step(replace(step(0, 10.0, 11.0, decode=80), draft_rows=4, draft_tokens=16, accepted_drafts=(4, 0, 1, 1)))
+    log.on_step(
+        replace(
+            step(0, 10.0, 11.0, decode=80),
+            draft_rows=4,
+            draft_tokens=16,
+            accepted_drafts=(4, 0, 1, 1),
+        )
+    )
     log.on_stopped(EngineStopped(12.0, None))
     assert "decode 80 tok/s, acceptance length 2.50 | KV" in caplog.messages[0]
     assert caplog.messages[1].endswith("0 preemptions, acceptance length 2.50")
 
 
-def test_at_the_stop_come_the_rest_and_the_sums(log: LogObserver, caplog: pytest.LogCaptureFixture) -> None:
+def test_at_the_stop_come_the_rest_and_the_sums(
+    log: LogObserver, caplog: pytest.LogCaptureFixture
+) -> None:
     log.on_step(step(0, 0.0, 1.0, prefill=30, decode=4, cached=10))
     log.on_preempted(preempted())
     log.on_stopped(EngineStopped(2.0, None))
@@ -105,22 +130,51 @@ def test_at_the_stop_come_the_rest_and_the_sums(log: LogObserver, caplog: pytest
     ]
 
 
-def test_an_engine_that_stops_before_any_step_and_by_an_error_logs_it(log: LogObserver, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_stops_before_any_step_and_by_an_error_logs_it(
+    log: LogObserver, caplog: pytest.LogCaptureFixture
+) -> None:
     log.on_stopped(EngineStopped(2.0, ValueError("no")))
-    assert caplog.messages == ["stopped by ValueError: no: 0 steps, 0 prefill and 0 decode tokens, prefix hits 0%, 0 preemptions"]
+    assert caplog.messages == [
+        "stopped by ValueError: no: 0 steps, 0 prefill and 0 decode tokens, prefix hits 0%, 0 preemptions"
+    ]
 
 
 def test_the_start_names_what_runs(log: LogObserver, caplog: pytest.LogCaptureFixture) -> None:
-    log.on_started(EngineStarted(0.0, "dovetail:fcfs", "dovetail:prefix", "dovetail:local", 10, 16, 1, {"device": "cpu", "dtype": "float32"}))
+    log.on_started(
+        EngineStarted(
+            0.0,
+            "dovetail:fcfs",
+            "dovetail:prefix",
+            "dovetail:local",
+            10,
+            16,
+            1,
+            {"device": "cpu", "dtype": "float32"},
+        )
+    )
     assert caplog.messages == [
         "started: scheduler dovetail:fcfs, kv_cache dovetail:prefix (10 blocks of 16), executor dovetail:local (device cpu, dtype float32)"
     ]
 
 
-def test_cache_groups_are_described_at_the_start_and_told_apart_later(log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_groups_are_described_at_the_start_and_told_apart_later(
+    log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture
+) -> None:
     groups = (CacheGroup((1,), 16), CacheGroup((0,), 16, 128))
     described = "1 layers, full attention, blocks of 16 tokens in 1 page; 1 layers, window 128, blocks of 16 tokens in 1 page"
-    log.on_started(EngineStarted(0.0, "fcfs", "prefix", "local", 10, 16, 1, {"device": "cpu", "kv_groups": described}, groups))
+    log.on_started(
+        EngineStarted(
+            0.0,
+            "fcfs",
+            "prefix",
+            "local",
+            10,
+            16,
+            1,
+            {"device": "cpu", "kv_groups": described},
+            groups,
+        )
+    )
     wall.time += 5
     log.on_step(step(0, 0.0, 1.0, decode=4))
     assert caplog.messages == [

@@ -40,7 +40,9 @@ def run(engine: LLMEngine) -> None:
         engine.step()
 
 
-def test_a_request_is_a_span_of_the_trace_that_its_headers_name(engine: Any, exported: InMemorySpanExporter) -> None:
+def test_a_request_is_a_span_of_the_trace_that_its_headers_name(
+    engine: Any, exported: InMemorySpanExporter
+) -> None:
     engine.add_request("a", "ROMEO:", PARAMS, None, None, None, HEADERS)
     engine.add_request("b", "ROMEO:", PARAMS)
     run(engine)
@@ -63,7 +65,9 @@ def test_headers_that_are_none_are_refused(engine: Any, headers: Any) -> None:
 
 
 @pytest.mark.parametrize("headers", [{"traceparent": "nonsense"}, {}])
-def test_headers_without_a_context_begin_a_trace(engine: Any, exported: InMemorySpanExporter, headers: Any) -> None:
+def test_headers_without_a_context_begin_a_trace(
+    engine: Any, exported: InMemorySpanExporter, headers: Any
+) -> None:
     engine.add_request("a", "ROMEO:", PARAMS, trace_headers=headers)
     run(engine)
     engine.close()
@@ -71,7 +75,9 @@ def test_headers_without_a_context_begin_a_trace(engine: Any, exported: InMemory
     assert span.parent is None
 
 
-def test_without_the_observer_headers_are_left_out_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_observer_headers_are_left_out_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with LLMEngine.from_config("demo", max_model_len=64) as engine:
         for name in ("a", "b"):
             engine.add_request(name, "ROMEO:", PARAMS, trace_headers=HEADERS)

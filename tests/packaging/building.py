@@ -16,14 +16,29 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PIP_OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-build-isolation")  # setuptools is there
+PIP_OPTIONS = (
+    "--quiet",
+    "--disable-pip-version-check",
+    "--no-build-isolation",
+)  # setuptools is there
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Return a command's output. pip reads no configuration: it uses only the given index."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHONPATH"))}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PIP_", "PYTHONPATH"))
+    }
     environment |= {"PIP_CONFIG_FILE": os.devnull, "DOVETAIL_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -45,7 +60,18 @@ def copy_tracked(folder: Path) -> Path:
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    run(sys.executable, "-m", "pip", "wheel", *PIP_OPTIONS, "--no-deps", "--wheel-dir", folder, source, cwd=folder.parent)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        *PIP_OPTIONS,
+        "--no-deps",
+        "--wheel-dir",
+        folder,
+        source,
+        cwd=folder.parent,
+    )
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -55,18 +81,38 @@ def make_venv(folder: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     layer = folder / "layer"
     layer.mkdir()
-    for place in dict.fromkeys(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")):
+    for place in dict.fromkeys(
+        path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")
+    ):
         for entry in Path(place).iterdir():
-            if not entry.name.startswith(("dovetail", "__editable__")) and entry.suffix != ".pth" and not (layer / entry.name).exists():
+            if (
+                not entry.name.startswith(("dovetail", "__editable__"))
+                and entry.suffix != ".pth"
+                and not (layer / entry.name).exists()
+            ):
                 (layer / entry.name).symlink_to(entry)
     python = folder / "venv/bin/python"
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    site = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
+    ).strip()
     Path(site, "layer.pth").write_text(f"{layer}\n")
     return python
 
 
 def pip_install(python: Path, *what: str | Path, index: str) -> None:
-    run(sys.executable, "-m", "pip", "--python", python, "install", *PIP_OPTIONS, "--index-url", index, *what, cwd=python.parent)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        *PIP_OPTIONS,
+        "--index-url",
+        index,
+        *what,
+        cwd=python.parent,
+    )
 
 
 @contextmanager
@@ -85,7 +131,9 @@ def serve_index(wheels: Sequence[Path], folder: Path) -> Iterator[tuple[str, lis
         home = folder / "simple" / wheel.name.split("-")[0].replace("_", "-")
         home.mkdir(parents=True)
         (home / wheel.name).symlink_to(wheel)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Handler, directory=str(folder))
+    ) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -8,7 +8,9 @@ import pytest
 
 from tests.page.browser import CHROMIUM, Browser
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: `make test-page` installs it from Debian's packages")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: `make test-page` installs it from Debian's packages"
+)
 
 # What can be seen only by scrolling sideways, but for code, whose lines are as long as they are.
 CUT_OFF = """[...document.body.querySelectorAll('*')].filter((element) => {

@@ -36,7 +36,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = os.environ.get("DOVETAIL_TEST_SITE")
     if folder is None:
         folder = str(tmp_path_factory.mktemp("site"))
-        subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q", "-d", folder], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "mkdocs", "build", "-q", "-d", folder],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...
@@ -66,10 +71,15 @@ def sweep(engine: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [compare, sweep])
-def test_a_report_of_the_lab_is_as_wide_as_its_window(browser: Browser, tmp_path: Path, make: Callable[[Path, Path], None]) -> None:
+def test_a_report_of_the_lab_is_as_wide_as_its_window(
+    browser: Browser, tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
     make(write_engine(tmp_path / "a-long-name.yaml"), tmp_path / "out")
     for width in WIDTHS:
-        assert opened(browser, (tmp_path / "out" / "report.html").as_uri(), width).evaluate(CUT_OFF) == []
+        assert (
+            opened(browser, (tmp_path / "out" / "report.html").as_uri(), width).evaluate(CUT_OFF)
+            == []
+        )
 
 
 def test_the_drawing_of_the_home_page_is_as_wide_as_its_window(browser: Browser, site: str) -> None:
@@ -77,9 +87,15 @@ def test_the_drawing_of_the_home_page_is_as_wide_as_its_window(browser: Browser,
         assert opened(browser, site, width).evaluate(CUT_OFF) == []
 
 
-@pytest.mark.parametrize("page", ["", "write-a-scheduler/", "cli/", "plugins/sampler/", "reference/sampler/"])
-def test_code_keeps_its_indentation_and_nothing_is_under_the_button_that_copies_it(browser: Browser, site: str, page: str) -> None:
+@pytest.mark.parametrize(
+    "page", ["", "write-a-scheduler/", "cli/", "plugins/sampler/", "reference/sampler/"]
+)
+def test_code_keeps_its_indentation_and_nothing_is_under_the_button_that_copies_it(
+    browser: Browser, site: str, page: str
+) -> None:
     for width in (*WIDTHS, 1100):
-        opened(browser, site + page, width).wait_for("document.querySelector('pre button') !== null")
+        opened(browser, site + page, width).wait_for(
+            "document.querySelector('pre button') !== null"
+        )
         assert browser.evaluate(WRAPPED) == 0
         assert browser.evaluate(COVERED) == []

@@ -30,7 +30,12 @@ INFO = EngineInfo(
     intake=IntakeFacts(Limits(), 512, 64, GenerationDefaults(), "local", "torch"),
     block_size=16,
     num_blocks=100,
-    parts={"scheduler": "dovetail-llm:fcfs", "kv_cache": "dovetail-llm:prefix", "executor": "dovetail-llm:local", "sampler": "dovetail-llm:torch"},
+    parts={
+        "scheduler": "dovetail-llm:fcfs",
+        "kv_cache": "dovetail-llm:prefix",
+        "executor": "dovetail-llm:local",
+        "sampler": "dovetail-llm:torch",
+    },
     details={"device": "cpu", "dtype": "float32", "attention": "dovetail-llm:torch"},
     cache_groups=("full", "window 128"),
 )
@@ -41,7 +46,9 @@ class ToyServer:
     """Endless words: an answer ends after `max_tokens`. With `key`, answers are for those who have it."""
 
     def __init__(self, *, chat: bool, key: str | None = None) -> None:
-        self.engine = SimpleNamespace(info=INFO, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(has_chats=chat))
+        self.engine = SimpleNamespace(
+            info=INFO, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(has_chats=chat)
+        )
         self.engine.decisions = self.decisions
         self.metrics = ServerMetrics(cast(ServedEngine, self.engine))
         self.key = key
@@ -51,11 +58,27 @@ class ToyServer:
         self.url = ""
 
     def app(self) -> Starlette:
-        answers = [Route(path, self.answer, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
-        return Starlette(routes=[*page_routes(self.metrics, cast(ServedEngine, self.engine), INFO.model), Route("/version", self.version), *answers])
+        answers = [
+            Route(path, self.answer, methods=["POST"])
+            for path in ("/v1/completions", "/v1/chat/completions")
+        ]
+        return Starlette(
+            routes=[
+                *page_routes(self.metrics, cast(ServedEngine, self.engine), INFO.model),
+                Route("/version", self.version),
+                *answers,
+            ]
+        )
 
     async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": "1", "max_model_len": 512, "parts": dict(INFO.parts), "details": dict(INFO.details)})
+        return JSONResponse(
+            {
+                "version": "1",
+                "max_model_len": 512,
+                "parts": dict(INFO.parts),
+                "details": dict(INFO.details),
+            }
+        )
 
     async def answer(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -68,10 +91,27 @@ class ToyServer:
         self.under_way(+1)
         reason = "abort"
         try:
-            for number, word in zip(range(body["max_tokens"]), itertools.cycle(WORDS), strict=False):
+            for number, word in zip(
+                range(body["max_tokens"]), itertools.cycle(WORDS), strict=False
+            ):
                 await asyncio.sleep(0.01)
-                meter.saw(RequestOutput("r", None, [1] * 40, [CompletionOutput(0, word, [number])], False, num_cached_tokens=16))
-                yield event({"choices": [{"delta": {"content": word}} if "messages" in body else {"text": word}]})
+                meter.saw(
+                    RequestOutput(
+                        "r",
+                        None,
+                        [1] * 40,
+                        [CompletionOutput(0, word, [number])],
+                        False,
+                        num_cached_tokens=16,
+                    )
+                )
+                yield event(
+                    {
+                        "choices": [
+                            {"delta": {"content": word}} if "messages" in body else {"text": word}
+                        ]
+                    }
+                )
             reason = "length"
             yield event({"choices": [{"delta": {}, "text": "", "finish_reason": reason}]})
             yield event({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
@@ -85,14 +125,34 @@ class ToyServer:
         load = self.engine.load
         if load.running:
             step = len(self.steps)
-            self.steps.append(DecidedStep(step, load.running, 40 * (step % 3 == 0), load.running, load.waiting, 0, 0, load.running, load.waiting))
+            self.steps.append(
+                DecidedStep(
+                    step,
+                    load.running,
+                    40 * (step % 3 == 0),
+                    load.running,
+                    load.waiting,
+                    0,
+                    0,
+                    load.running,
+                    load.waiting,
+                )
+            )
         return Decisions(INFO.parts["scheduler"], tuple(self.steps[-12:]))
 
     def under_way(self, change: int) -> None:
         self.running += change
         held = min(90, 7 * self.running)
         drafts = 40, 100, (30, 20, 10)
-        self.engine.load = Load(min(8, self.running), max(0, self.running - 8), held, 90 - held, 10, (held - held // 7, held // 7), *drafts)
+        self.engine.load = Load(
+            min(8, self.running),
+            max(0, self.running - 8),
+            held,
+            90 - held,
+            10,
+            (held - held // 7, held // 7),
+            *drafts,
+        )
 
 
 def event(value: object) -> bytes:
@@ -102,7 +162,9 @@ def event(value: object) -> bytes:
 @contextmanager
 def serving(toy: ToyServer) -> Iterator[ToyServer]:
     """Serve on a free port until the end of the block."""
-    server = uvicorn.Server(uvicorn.Config(toy.app(), port=0, log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(toy.app(), port=0, log_level="error", timeout_graceful_shutdown=1)
+    )
     started = threading.Event()
     startup = server.startup
 

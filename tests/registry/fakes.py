@@ -39,7 +39,11 @@ def components(*specs: str) -> str:
 
 def scheduler(name: str = "fair", package: str = "fair_plugin", **fields: object) -> str:
     """The arguments of a scheduler's spec, whose classes are in `<package>_policy`."""
-    more = "".join(f", {key}={value!r}" for key, value in ({"api": API_VERSIONS["scheduler"]} | fields).items() if key != "target")
+    more = "".join(
+        f", {key}={value!r}"
+        for key, value in ({"api": API_VERSIONS["scheduler"]} | fields).items()
+        if key != "target"
+    )
     target = fields.get("target", f"{package}_policy:Fair")
     return f'kind="scheduler", name={name!r}, target={target!r}, options="{package}_policy:Options"{more}'
 
@@ -63,20 +67,36 @@ class Site:
         """`entry_points` default to one, named "main", of the first module."""
         info = self.path / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{metadata}")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{metadata}"
+        )
         points = entry_points if entry_points is not None else {"main": next(iter(modules))}
-        text = "[dovetail.plugins]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-        (info / "entry_points.txt").write_text(text if raw_entry_points is None else raw_entry_points)
+        text = "[dovetail.plugins]\n" + "".join(
+            f"{name} = {value}\n" for name, value in points.items()
+        )
+        (info / "entry_points.txt").write_text(
+            text if raw_entry_points is None else raw_entry_points
+        )
         for module, source in modules.items():
             (self.path / f"{module}.py").write_text(source)
             sys.modules.pop(module, None)  # another site's, of a test before
         importlib.invalidate_caches()
 
-    def install_scheduler(self, distribution: str = "dovetail-fair", name: str = "fair", version: str = "1.0", **fields: object) -> None:
+    def install_scheduler(
+        self,
+        distribution: str = "dovetail-fair",
+        name: str = "fair",
+        version: str = "1.0",
+        **fields: object,
+    ) -> None:
         """A good one. Its modules are called after the distribution."""
         package = distribution.replace("-", "_") + "_plugin"
         spec = scheduler(name, package, **fields)
-        self.install(distribution, version, modules={package: components(spec), f"{package}_policy": SCHEDULER})
+        self.install(
+            distribution,
+            version,
+            modules={package: components(spec), f"{package}_policy": SCHEDULER},
+        )
 
 
 @contextmanager

@@ -29,19 +29,26 @@ ANY_CLASS = "from dovetail.api import {base}\nclass Old({base}): pass\nOld.__abs
 def install(site: Site, kind: Kind, api: str) -> None:
     """A package dovetail-old with a component "old" of that version."""
     spec = components(f'kind="{kind}", api="{api}", name="old", target="old_parts:Old"')
-    site.install("dovetail-old", modules={"old": spec, "old_parts": ANY_CLASS.format(base=BASE_CLASSES[kind])})
+    site.install(
+        "dovetail-old",
+        modules={"old": spec, "old_parts": ANY_CLASS.format(base=BASE_CLASSES[kind])},
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if API_VERSIONS[kind] != "0.1"])
 def test_the_step_to_the_present_version_of_a_kind_is_in_the_table(kind: Kind) -> None:
-    (step,) = [change for change in CHANGES if (change.kind, change.after) == (kind, API_VERSIONS[kind])]
+    (step,) = [
+        change for change in CHANGES if (change.kind, change.after) == (kind, API_VERSIONS[kind])
+    ]
     major, minor = step.after.split(".")
     assert step.before == f"{major}.{int(minor) - 1}"
     assert changes_since(kind, step.before) == (step,)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.kind}-{change.before}")
-def test_an_older_component_loads_or_is_refused_with_its_line(site: Site, change: ApiChange) -> None:
+def test_an_older_component_loads_or_is_refused_with_its_line(
+    site: Site, change: ApiChange
+) -> None:
     install(site, change.kind, change.before)
     steps = changes_since(change.kind, change.before)
     assert steps is not None
@@ -60,7 +67,11 @@ def test_an_older_component_loads_or_is_refused_with_its_line(site: Site, change
 
 
 def bridges_of(kind: Kind, before: str) -> list[str]:
-    return [change.bridge for change in CHANGES if (change.kind, change.before) == (kind, before) and change.bridge is not None]
+    return [
+        change.bridge
+        for change in CHANGES
+        if (change.kind, change.before) == (kind, before) and change.bridge is not None
+    ]
 
 
 def through(*changes: ApiChange, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +79,20 @@ def through(*changes: ApiChange, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(API_VERSIONS, "scheduler", "0.9")
 
 
-def test_several_steps_are_taken_in_order_and_one_that_is_refused_or_missing_refuses(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, last = ApiChange("scheduler", "0.7", "0.8", "do this", "a:b"), ApiChange("scheduler", "0.8", "0.9", "do that", "c:d")
+def test_several_steps_are_taken_in_order_and_one_that_is_refused_or_missing_refuses(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = (
+        ApiChange("scheduler", "0.7", "0.8", "do this", "a:b"),
+        ApiChange("scheduler", "0.8", "0.9", "do that", "c:d"),
+    )
     install(site, "scheduler", "0.7")
     through(last, first, monkeypatch=monkeypatch)
     assert Registry.discover().resolve("scheduler", "old").bridges == ("a:b", "c:d")
     through(first, replace(last, bridge=None, refused=True), monkeypatch=monkeypatch)
-    with pytest.raises(PluginError, match=r"upgrade dovetail-old \(for its author: do this; then do that\)"):
+    with pytest.raises(
+        PluginError, match=r"upgrade dovetail-old \(for its author: do this; then do that\)"
+    ):
         Registry.discover().resolve("scheduler", "old")
     through(first, monkeypatch=monkeypatch)
     with pytest.raises(PluginError, match=r"upgrade dovetail-old$"):
@@ -87,8 +105,15 @@ def test_a_step_is_either_refused_or_bridged() -> None:
 
 
 def test_a_class_that_no_bridge_can_be_made_of_is_an_error_that_names_it() -> None:
-    with pytest.raises(PluginError, match=r"mine: dovetail.registry.bridges:executor_0_6 can't make it fit this Dovetail: TypeError"):
-        bridged(bool, ["dovetail.registry.bridges:executor_0_6"], lambda what: PluginError(f"mine: {what}"))
+    with pytest.raises(
+        PluginError,
+        match=r"mine: dovetail.registry.bridges:executor_0_6 can't make it fit this Dovetail: TypeError",
+    ):
+        bridged(
+            bool,
+            ["dovetail.registry.bridges:executor_0_6"],
+            lambda what: PluginError(f"mine: {what}"),
+        )
 
 
 class AnyLayers(AttentionBackend):

@@ -13,7 +13,9 @@ from dovetail.registry.resolved import ResolvedComponent
 
 
 def backend(name: str, *requires: str, kind: Kind = "attention") -> ComponentSpec:
-    return ComponentSpec(kind=kind, api=API_VERSIONS[kind], name=name, target="a:B", requires=requires)
+    return ComponentSpec(
+        kind=kind, api=API_VERSIONS[kind], name=name, target="a:B", requires=requires
+    )
 
 
 def registry(*specs: ComponentSpec, distribution: str = DISTRIBUTION) -> Registry:
@@ -25,7 +27,9 @@ def names(*args: object) -> list[str]:
 
 
 def test_built_ins_in_order_of_preference() -> None:
-    assert names(registry(backend("torch"), backend("triton"), backend("odd"), backend("flash_attn"))) == [
+    assert names(
+        registry(backend("torch"), backend("triton"), backend("odd"), backend("flash_attn"))
+    ) == [
         "dovetail:triton",
         "dovetail:flash_attn",
         "dovetail:torch",
@@ -33,7 +37,9 @@ def test_built_ins_in_order_of_preference() -> None:
 
 
 def test_those_without_their_packages_are_left_out() -> None:
-    assert names(registry(backend("torch"), backend("triton", "there-is-no-such-package"))) == ["dovetail:torch"]
+    assert names(registry(backend("torch"), backend("triton", "there-is-no-such-package"))) == [
+        "dovetail:torch"
+    ]
 
 
 def test_third_parties_never_come_by_themselves() -> None:
@@ -58,14 +64,21 @@ def grammar(*specs: ComponentSpec, distribution: str = DISTRIBUTION) -> Resolved
 def test_the_grammar_backend_is_the_first_whose_packages_are_there() -> None:
     slow, quick = backend("xgrammar", kind="grammar"), backend("llguidance", kind="grammar")
     assert str(grammar(slow, quick)).startswith("grammar dovetail:llguidance")
-    assert str(grammar(slow, backend("llguidance", "there-is-no-such-package", kind="grammar"))).startswith("grammar dovetail:xgrammar")
+    assert str(
+        grammar(slow, backend("llguidance", "there-is-no-such-package", kind="grammar"))
+    ).startswith("grammar dovetail:xgrammar")
 
 
 def test_without_any_grammar_package_it_is_the_first_that_names_its_lack() -> None:
-    absent = [backend(name, "there-is-no-such-package", kind="grammar") for name in ("xgrammar", "llguidance")]
+    absent = [
+        backend(name, "there-is-no-such-package", kind="grammar")
+        for name in ("xgrammar", "llguidance")
+    ]
     chosen = grammar(*absent)
     assert chosen is not None
-    with pytest.raises(MissingExtraError, match=r"grammar dovetail:llguidance .* needs there-is-no-such-package"):
+    with pytest.raises(
+        MissingExtraError, match=r"grammar dovetail:llguidance .* needs there-is-no-such-package"
+    ):
         chosen.check_requires()
 
 

@@ -10,7 +10,13 @@ from unittest.mock import Mock
 import pytest
 
 from dovetail.api import BundledModel
-from dovetail.errors import DISTRIBUTION, ConfigError, MissingExtraError, ModelLoadError, PluginError
+from dovetail.errors import (
+    DISTRIBUTION,
+    ConfigError,
+    MissingExtraError,
+    ModelLoadError,
+    PluginError,
+)
 from dovetail.registry.models import HUB_FILES, locate_model, resolve_model
 from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
 from dovetail.registry.registry import Registry
@@ -25,7 +31,14 @@ def dovetail_models():
 
 
 def built_in(name: str, package: str = "tests", path: str = "registry") -> Registry:
-    return Registry([LoadedPlugin(PluginOrigin(DISTRIBUTION, "models", "0.1.0"), models=(BundledModel(name, package, path),))])
+    return Registry(
+        [
+            LoadedPlugin(
+                PluginOrigin(DISTRIBUTION, "models", "0.1.0"),
+                models=(BundledModel(name, package, path),),
+            )
+        ]
+    )
 
 
 @pytest.fixture
@@ -44,7 +57,9 @@ def test_demo_is_bundled_and_there() -> None:
 def test_third_party_bundle_needs_its_full_name(bundle: Registry) -> None:
     assert resolve_model("dovetail-tiny:tiny", bundle).name == "tiny"
     assert locate_model("tiny", bundle).kind == "hub"
-    with pytest.raises(ModelLoadError, match=r"bundled with dovetail-tiny/main 1\.0: .* is not a directory"):
+    with pytest.raises(
+        ModelLoadError, match=r"bundled with dovetail-tiny/main 1\.0: .* is not a directory"
+    ):
         resolve_model("dovetail-tiny:lost", bundle)
 
 
@@ -52,7 +67,9 @@ def test_directory_is_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), Registry()) == tmp_path
 
 
-def test_bundled_name_that_is_a_directory_too_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_name_that_is_a_directory_too_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
     registry = built_in("demo")
@@ -63,7 +80,19 @@ def test_bundled_name_that_is_a_directory_too_is_refused(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "name", ["/there/is/no/such/place", "./demo2", "~/nothing-here", "a/b/c", "who:knows", "-", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "a\0b"]
+    "name",
+    [
+        "/there/is/no/such/place",
+        "./demo2",
+        "~/nothing-here",
+        "a/b/c",
+        "who:knows",
+        "-",
+        "~nosuchuser/x",
+        "x" * 5000,
+        "a/" * 3000,
+        "a\0b",
+    ],
 )
 def test_an_invalid_name_is_reported(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a directory") as caught:
@@ -73,14 +102,22 @@ def test_an_invalid_name_is_reported(name: str) -> None:
 
 def test_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"is a file; a model is a directory .*, a config ends in \.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"is a file; a model is a directory .*, a config ends in \.yaml"
+    ):
         locate_model(str(tmp_path / "model.safetensors"), Registry())
 
 
 def test_gguf_is_refused_saying_what_converts_it(tmp_path: Path) -> None:
     (tmp_path / "q4.gguf").touch()
-    for name, said in ((tmp_path / "q4.gguf", "is a GGUF file"), (tmp_path, "holds GGUF files and no config.json")):
-        with pytest.raises(ConfigError, match=rf"{said}; .*from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained\(ANOTHER\)"):
+    for name, said in (
+        (tmp_path / "q4.gguf", "is a GGUF file"),
+        (tmp_path, "holds GGUF files and no config.json"),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{said}; .*from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained\(ANOTHER\)",
+        ):
             locate_model(str(name), Registry())
     (tmp_path / "config.json").touch()  # beside a checkpoint they are no harm
     assert locate_model(str(tmp_path), Registry()).kind == "directory"
@@ -112,14 +149,28 @@ def hub_error(name: str) -> Exception:
 @pytest.mark.parametrize(
     ("name", "offline", "says"),
     [
-        ("LocalEntryNotFoundError", True, "HF_HUB_OFFLINE keeps us from asking the hub, and the model is not in the cache, /"),
-        ("LocalEntryNotFoundError", False, "https://huggingface.co can't be reached, and the model is not in the cache, /"),
+        (
+            "LocalEntryNotFoundError",
+            True,
+            "HF_HUB_OFFLINE keeps us from asking the hub, and the model is not in the cache, /",
+        ),
+        (
+            "LocalEntryNotFoundError",
+            False,
+            "https://huggingface.co can't be reached, and the model is not in the cache, /",
+        ),
         ("GatedRepoError", False, "the model is gated: ask for access on its page"),
-        ("RepositoryNotFoundError", False, "it has no model of that name, or one that only its owners see"),
+        (
+            "RepositoryNotFoundError",
+            False,
+            "it has no model of that name, or one that only its owners see",
+        ),
         ("HFValidationError", False, "that can't be the name of a model there"),
     ],
 )
-def test_a_hub_that_gives_nothing_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch, name: str, offline: bool, says: str) -> None:
+def test_a_hub_that_gives_nothing_is_reported_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, name: str, offline: bool, says: str
+) -> None:
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=hub_error(name)))
@@ -129,16 +180,27 @@ def test_a_hub_that_gives_nothing_is_reported_in_a_sentence(monkeypatch: pytest.
     assert "Error" not in str(caught.value)
 
 
-def test_without_the_package_of_the_hub_its_pip_line_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_of_the_hub_its_pip_line_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
-        MissingExtraError, match=r"'dmo' is neither bundled nor a directory here \(bundled models: demo, did you mean demo\?\)"
+        MissingExtraError,
+        match=r"'dmo' is neither bundled nor a directory here \(bundled models: demo, did you mean demo\?\)",
     ) as caught:
         resolve_model("dmo", built_in("demo"))
     assert "pip install" in str(caught.value)
 
 
-@pytest.mark.parametrize("fields", [("Bad Name", "a", "b"), ("x", "not-a-module", "b"), ("x", "a", "/abs"), ("x", "a", "b/../../c")])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("Bad Name", "a", "b"),
+        ("x", "not-a-module", "b"),
+        ("x", "a", "/abs"),
+        ("x", "a", "b/../../c"),
+    ],
+)
 def test_malformed_bundle_is_refused(fields: tuple[str, str, str]) -> None:
     with pytest.raises(PluginError, match="BundledModel"):
         BundledModel(*fields)

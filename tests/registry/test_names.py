@@ -16,21 +16,35 @@ from tests.registry.fakes import Site, components, scheduler
 def test_short_and_qualified_names_mean_the_same(site: Site) -> None:
     site.install_scheduler("dovetail-fair")
     registry = Registry.discover()
-    found = [registry.resolve("scheduler", name) for name in ("fair", "dovetail-fair:fair", "Dovetail_Fair:fair")]
+    found = [
+        registry.resolve("scheduler", name)
+        for name in ("fair", "dovetail-fair:fair", "Dovetail_Fair:fair")
+    ]
     assert {part.qualified_name for part in found} == {"dovetail-fair:fair"}
     assert (found[0].plugin_id, found[0].version) == ("dovetail-fair/main", "1.0")
 
 
 def test_built_ins_answer_to_the_name_of_the_module_and_of_the_distribution() -> None:
     registry = Registry.discover()
-    found = [registry.resolve("scheduler", name) for name in ("fcfs", "dovetail:fcfs", "dovetail-llm:fcfs", "Dovetail_LLM:fcfs")]
+    found = [
+        registry.resolve("scheduler", name)
+        for name in ("fcfs", "dovetail:fcfs", "dovetail-llm:fcfs", "Dovetail_LLM:fcfs")
+    ]
     assert {part.qualified_name for part in found} == {"dovetail:fcfs"}
-    assert {(part.distribution, part.plugin_id) for part in found} == {(DISTRIBUTION, "dovetail-llm/schedulers")}
-    assert locate_model("dovetail:demo", registry).path == locate_model("dovetail-llm:demo", registry).path == locate_model("demo", registry).path
+    assert {(part.distribution, part.plugin_id) for part in found} == {
+        (DISTRIBUTION, "dovetail-llm/schedulers")
+    }
+    assert (
+        locate_model("dovetail:demo", registry).path
+        == locate_model("dovetail-llm:demo", registry).path
+        == locate_model("demo", registry).path
+    )
 
 
 @pytest.mark.parametrize("name", ["dovetail", "Dovetail"])
-def test_a_distribution_called_dovetail_is_never_taken_for_the_built_ins(site: Site, name: str) -> None:
+def test_a_distribution_called_dovetail_is_never_taken_for_the_built_ins(
+    site: Site, name: str
+) -> None:
     """It may be an older Dovetail left by an upgrade, or a third party's."""
     site.install_scheduler(name, "fcfs")
     registry = Registry.discover()
@@ -52,7 +66,10 @@ def test_short_name_offered_twice_is_an_error_only_when_used(site: Site) -> None
 
 
 def test_a_short_name_means_the_built_in_whatever_is_installed(site: Site) -> None:
-    site.install("dovetail-mine", modules={"mine": components('kind="kv_cache", api="0.4", name="prefix", target="a:B"')})
+    site.install(
+        "dovetail-mine",
+        modules={"mine": components('kind="kv_cache", api="0.4", name="prefix", target="a:B"')},
+    )
     registry = Registry.discover()
     assert registry.resolve("kv_cache", "prefix").qualified_name == "dovetail:prefix"
     mine = registry.resolve("kv_cache", "dovetail-mine:prefix")
@@ -89,8 +106,12 @@ def test_name_of_another_kind_is_reported(site: Site) -> None:
         Registry.discover().resolve("schedular", "fair")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("api", "upgrade"), [("0.1", "dovetail-fair"), ("0.5", DISTRIBUTION), ("1.0", DISTRIBUTION)])
-def test_other_api_is_refused_when_used_with_what_to_upgrade(site: Site, api: str, upgrade: str) -> None:
+@pytest.mark.parametrize(
+    ("api", "upgrade"), [("0.1", "dovetail-fair"), ("0.5", DISTRIBUTION), ("1.0", DISTRIBUTION)]
+)
+def test_other_api_is_refused_when_used_with_what_to_upgrade(
+    site: Site, api: str, upgrade: str
+) -> None:
     site.install_scheduler(api=api)
     registry = Registry.discover()
     assert any(c.api_problem() for c in registry.components("scheduler"))

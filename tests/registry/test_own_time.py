@@ -21,7 +21,9 @@ shares = st.dictionaries(st.sampled_from(["main", "helper", "child"]), st.floats
 
 @examples(quick=50, full=2000)
 @given(st.lists(st.tuples(st.floats(0.01, 5), shares), min_size=1, max_size=8))
-def test_what_the_most_hindered_thread_waited_for_a_cpu_is_not_counted(passing: list[tuple[float, dict[str, float]]]) -> None:
+def test_what_the_most_hindered_thread_waited_for_a_cpu_is_not_counted(
+    passing: list[tuple[float, dict[str, float]]],
+) -> None:
     """Each entry: seconds that pass, and the share of them that each thread which is alive waits."""
     now, waited = 0.0, {"main": 7 * S}
     with pytest.MonkeyPatch.context() as patch:
@@ -31,14 +33,20 @@ def test_what_the_most_hindered_thread_waited_for_a_cpu_is_not_counted(passing: 
         expected = 0.0
         for seconds, alive in passing:
             now += seconds
-            waited = {thread: waited.get(thread, 0) + int(share * seconds * S) for thread, share in alive.items()}
+            waited = {
+                thread: waited.get(thread, 0) + int(share * seconds * S)
+                for thread, share in alive.items()
+            }
             expected += seconds * (1 - max(alive.values()))
             assert own.elapsed_s() == pytest.approx(expected, abs=1e-6)
         own.restart()
         assert own.elapsed_s() == 0
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system doesn't tell what threads wait for")
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(),
+    reason="this system doesn't tell what threads wait for",
+)
 def test_a_process_and_what_it_has_started_are_asked() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:

@@ -41,7 +41,11 @@ def two(site: Site) -> Site:
     ],
 )
 def test_selection_and_environment_say_what_is_loaded(
-    two: Site, monkeypatch: pytest.MonkeyPatch, selection: dict[str, list[str]], environment: str, expected: set[str]
+    two: Site,
+    monkeypatch: pytest.MonkeyPatch,
+    selection: dict[str, list[str]],
+    environment: str,
+    expected: set[str],
 ) -> None:
     monkeypatch.setenv("DOVETAIL_PLUGINS", environment)
     registry = Registry.discover(PluginSelection.model_validate(selection))
@@ -81,7 +85,9 @@ def test_met_require_is_quiet(two: Site) -> None:
 
 
 @pytest.mark.parametrize("key", ["allow", "deny", "require"])
-def test_a_key_that_is_there_twice_imports_nothing(two: Site, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_a_key_that_is_there_twice_imports_nothing(
+    two: Site, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     monkeypatch.setenv("DOVETAIL_PLUGINS", f"{key}=dovetail-a; {key} = dovetail-b")
     with pytest.raises(ConfigError, match=f"DOVETAIL_PLUGINS: {key} is given twice"):
         Registry.discover()
@@ -95,13 +101,24 @@ def test_a_key_that_is_there_twice_imports_nothing(two: Site, monkeypatch: pytes
         ("dovetail-a", "DOVETAIL_PLUGINS: can't read 'dovetail-a', expected something like"),
         ("deny", "DOVETAIL_PLUGINS: can't read 'deny', expected something like"),
         ("deny=dovetail", "DOVETAIL_PLUGINS: deny.0: the built-ins (dovetail) can't be denied"),
-        ("deny=Dovetail_LLM", "DOVETAIL_PLUGINS: deny.0: the built-ins (dovetail-llm) can't be denied"),
-        ("require=dovetail>=0.1", "DOVETAIL_PLUGINS: require.0: expected a requirement of dovetail-llm, as Dovetail's distribution is called"),
-        ("allow=not a name", "DOVETAIL_PLUGINS: allow.0: expected the name of a distribution, got 'not a name'"),
+        (
+            "deny=Dovetail_LLM",
+            "DOVETAIL_PLUGINS: deny.0: the built-ins (dovetail-llm) can't be denied",
+        ),
+        (
+            "require=dovetail>=0.1",
+            "DOVETAIL_PLUGINS: require.0: expected a requirement of dovetail-llm, as Dovetail's distribution is called",
+        ),
+        (
+            "allow=not a name",
+            "DOVETAIL_PLUGINS: allow.0: expected the name of a distribution, got 'not a name'",
+        ),
         ("require=a>>1", "DOVETAIL_PLUGINS: require.0: expected a requirement"),
     ],
 )
-def test_unreadable_environment_is_reported(monkeypatch: pytest.MonkeyPatch, environment: str, says: str) -> None:
+def test_unreadable_environment_is_reported(
+    monkeypatch: pytest.MonkeyPatch, environment: str, says: str
+) -> None:
     monkeypatch.setenv("DOVETAIL_PLUGINS", environment)
     with pytest.raises(ConfigError) as caught:
         Registry.discover()

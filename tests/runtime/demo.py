@@ -14,7 +14,15 @@ import dovetail_models
 import dovetail_samplers
 from dovetail.api.clock import WallClock
 from dovetail.api.component import ComponentSpec
-from dovetail.api.executor import Batch, Capacity, ComponentRef, Drafts, ExecutorConfig, ExecutorContext, NewRow
+from dovetail.api.executor import (
+    Batch,
+    Capacity,
+    ComponentRef,
+    Drafts,
+    ExecutorConfig,
+    ExecutorContext,
+    NewRow,
+)
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.profiling import empty_batch
 
@@ -39,12 +47,21 @@ CONFIG = ExecutorConfig(
 
 
 def targets(specs: Iterable[ComponentSpec]) -> tuple[ComponentRef, ...]:
-    return tuple(ComponentRef(spec.kind, f"dovetail:{spec.name}", spec.target, {}, spec.options, spec.architectures) for spec in specs)
+    return tuple(
+        ComponentRef(
+            spec.kind, f"dovetail:{spec.name}", spec.target, {}, spec.options, spec.architectures
+        )
+        for spec in specs
+    )
 
 
 def context(**changes: Any) -> ExecutorContext:
     """With fields of `ExecutorConfig` changed, or of the context itself."""
-    of_config = {name: value for name, value in changes.items() if name in ExecutorConfig.__dataclass_fields__}
+    of_config = {
+        name: value
+        for name, value in changes.items()
+        if name in ExecutorConfig.__dataclass_fields__
+    }
     plain = ExecutorContext(
         config=replace(CONFIG, **of_config),
         clock=WallClock(),
@@ -52,7 +69,9 @@ def context(**changes: Any) -> ExecutorContext:
         attention=targets(dovetail_attention.dovetail_components()),
         sampler=targets(dovetail_samplers.dovetail_components())[0],
     )
-    return replace(plain, **{name: value for name, value in changes.items() if name not in of_config})
+    return replace(
+        plain, **{name: value for name, value in changes.items() if name not in of_config}
+    )
 
 
 def prefill(capacity: Capacity, prompts: list[list[int]], step: int = 0, **sampling: Any) -> Batch:
@@ -62,10 +81,26 @@ def prefill(capacity: Capacity, prompts: list[list[int]], step: int = 0, **sampl
         count = -(-(len(prompt) + 16) // size)
         blocks = np.arange(next_block, next_block + count, dtype=np.int32)
         next_block += count
-        added.append(NewRow(row, f"request-{row}", np.array(prompt, np.int32), len(prompt), 0, (blocks,), RowSampling(temperature=0.0, **sampling)))
+        added.append(
+            NewRow(
+                row,
+                f"request-{row}",
+                np.array(prompt, np.int32),
+                len(prompt),
+                0,
+                (blocks,),
+                RowSampling(temperature=0.0, **sampling),
+            )
+        )
     rows = np.arange(len(prompts), dtype=np.int32)
     lens = np.array([len(prompt) for prompt in prompts], np.int32)
-    return empty_batch(step=step, added=tuple(added), rows=rows, num_tokens=lens, yields_token=np.ones(len(prompts), np.bool_))
+    return empty_batch(
+        step=step,
+        added=tuple(added),
+        rows=rows,
+        num_tokens=lens,
+        yields_token=np.ones(len(prompts), np.bool_),
+    )
 
 
 def check(drafts: list[list[int]], step: int) -> Batch:
@@ -77,4 +112,9 @@ def check(drafts: list[list[int]], step: int) -> Batch:
 
 def decode(rows: int, step: int) -> Batch:
     ones = np.ones(rows, np.int32)
-    return empty_batch(step=step, rows=np.arange(rows, dtype=np.int32), num_tokens=ones, yields_token=ones.astype(np.bool_))
+    return empty_batch(
+        step=step,
+        rows=np.arange(rows, dtype=np.int32),
+        num_tokens=ones,
+        yields_token=ones.astype(np.bool_),
+    )

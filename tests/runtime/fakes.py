@@ -28,7 +28,9 @@ from dovetail_attention.sdpa import TorchAttention
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
 TAPS = (0, 2)  # of `TinyHead`
-ROUNDINGS = 2 * (2 * HIDDEN + HEADS * SIZE + 64) + HIDDEN + VOCAB  # on the way to a log-probability: two layers, attention over 64 tokens
+ROUNDINGS = (
+    2 * (2 * HIDDEN + HEADS * SIZE + 64) + HIDDEN + VOCAB
+)  # on the way to a log-probability: two layers, attention over 64 tokens
 NAN_TOKEN = VOCAB - 1  # its embedding is NaN; never sampled
 
 
@@ -57,26 +59,45 @@ class TinyModel(nn.Module):
         self.embed[NAN_TOKEN] = torch.nan
         self.places = weights(256, HIDDEN)
         self.head = weights(HIDDEN, VOCAB)
-        self.head += error / 2 * torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(1))
+        self.head += (
+            error / 2 * torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(1))
+        )
         self.head[:, NAN_TOKEN] = 0
         self.layers: list[tuple[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for index, window in enumerate(windows):
             layer = make_layer(spec_of(first_layer + index, window))
             kv_width = KV_HEADS * SIZE
-            self.layers.append((layer, weights(HIDDEN, HEADS * SIZE), weights(HIDDEN, kv_width), weights(HIDDEN, kv_width)))
+            self.layers.append(
+                (
+                    layer,
+                    weights(HIDDEN, HEADS * SIZE),
+                    weights(HIDDEN, kv_width),
+                    weights(HIDDEN, kv_width),
+                )
+            )
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self.forward_tapped(token_ids, positions, wanted, (0,))[0]
 
     def forward_tapped(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, taps: Sequence[int]
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        taps: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states = [self.embed[token_ids] + self.places[positions]]
         for layer, q, k, v in self.layers:
             x = states[-1]
             layer.write((x @ k).view(-1, KV_HEADS, SIZE), (x @ v).view(-1, KV_HEADS, SIZE))
-            states.append(torch.tanh(x + layer.attend((x @ q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN)))
-        return states[-1] if wanted is None else states[-1].index_select(0, wanted), torch.cat([states[tap] for tap in taps], dim=1)
+            states.append(
+                torch.tanh(x + layer.attend((x @ q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN))
+            )
+        return states[-1] if wanted is None else states[-1].index_select(0, wanted), torch.cat(
+            [states[tap] for tap in taps], dim=1
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return 4 * hidden @ self.head
@@ -93,21 +114,37 @@ class TinyHead(nn.Module):
             return torch.randn(shape, generator=generator) / 2
 
         self.layer, kv_width = layer, KV_HEADS * SIZE
-        self.embed, self.head, self.fused = weights(VOCAB, HIDDEN), weights(HIDDEN, VOCAB), weights(len(TAPS) * HIDDEN, HIDDEN) / 2
-        self.q, self.k, self.v = weights(2 * HIDDEN, HEADS * SIZE), weights(2 * HIDDEN, kv_width), weights(2 * HIDDEN, kv_width)
+        self.embed, self.head, self.fused = (
+            weights(VOCAB, HIDDEN),
+            weights(HIDDEN, VOCAB),
+            weights(len(TAPS) * HIDDEN, HIDDEN) / 2,
+        )
+        self.q, self.k, self.v = (
+            weights(2 * HIDDEN, HEADS * SIZE),
+            weights(2 * HIDDEN, kv_width),
+            weights(2 * HIDDEN, kv_width),
+        )
         self.head[:, NAN_TOKEN] = 0
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         return tapped @ self.fused
 
-    def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def store(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
         x = torch.cat((self.embed[token_ids], states), dim=1)
-        self.layer.write((x @ self.k).view(-1, KV_HEADS, SIZE), (x @ self.v).view(-1, KV_HEADS, SIZE))
+        self.layer.write(
+            (x @ self.k).view(-1, KV_HEADS, SIZE), (x @ self.v).view(-1, KV_HEADS, SIZE)
+        )
         return x
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
         x = self.store(token_ids, positions, states)
-        return torch.tanh(states + self.layer.attend((x @ self.q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN))
+        return torch.tanh(
+            states + self.layer.attend((x @ self.q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN)
+        )
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return 4 * states @ self.head
@@ -138,20 +175,26 @@ class Greedy(Sampler):
             del self.rows[row]
         self.rows.update(added)
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]) -> SampledTokens:
+    def sample(
+        self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]
+    ) -> SampledTokens:
         assert lines.rows.tolist() == host_rows.tolist()
         self.last_logits = logits.clone()
         token_ids = logits.argmax(dim=1)
         asked = [self.rows[row].logprobs for row in host_rows.tolist()]
         if all(k is None for k in asked):
             return SampledTokens(token_ids)
-        return SampledTokens(token_ids, top_logprobs(logits, token_ids, max(k for k in asked if k is not None)))
+        return SampledTokens(
+            token_ids, top_logprobs(logits, token_ids, max(k for k in asked if k is not None))
+        )
 
 
 def layout(*groups: tuple[int, int | None, int] | int) -> KVLayout:
     """Groups of (block_tokens, window, pages_per_block); a number: block_tokens of a full group."""
     settings = [(group, None, 1) if isinstance(group, int) else group for group in groups]
-    return KVLayout(tuple(CacheGroup((index,), *setting) for index, setting in enumerate(settings)), 1, "none")
+    return KVLayout(
+        tuple(CacheGroup((index,), *setting) for index, setting in enumerate(settings)), 1, "none"
+    )
 
 
 @dataclass
@@ -175,31 +218,59 @@ class Bench:
 
     def __post_init__(self) -> None:
         device = torch.device("cpu")
-        self.backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", self.block_size))
+        self.backend = TorchAttention(
+            NoOptions(), AttentionContext("cpu", "float32", self.block_size)
+        )
         specs = [spec_of(index, window) for index, window in enumerate(self.windows)]
-        drafting = [] if self.draft_error is None else [spec_of(len(specs) + index, window) for index, window in enumerate(self.draft_windows)]
+        drafting = (
+            []
+            if self.draft_error is None
+            else [
+                spec_of(len(specs) + index, window)
+                for index, window in enumerate(self.draft_windows)
+            ]
+        )
         drafting += [spec_of(len(specs))] if self.head else []
         planned = kv_layout(self.backend, [*specs, *drafting], "float32")
         self.pool, self.layout = KVPool(planned, device), planned.layout
         make_layer = self.pool.wrap(self.backend.make_layer)
         self.model = TinyModel(make_layer, self.windows, error=self.error)
-        drafter = None if self.draft_error is None else TinyModel(make_layer, self.draft_windows, len(specs), self.draft_error)
+        drafter = (
+            None
+            if self.draft_error is None
+            else TinyModel(make_layer, self.draft_windows, len(specs), self.draft_error)
+        )
         head = TinyHead(make_layer(spec_of(len(specs)))) if self.head else None
         num_pages = self.num_blocks * self.layout.pages(self.block_size)
         self.pool.allocate(num_pages)
-        self.rows = RowState(self.max_rows, self.max_len, self.layout, device, max_lines=self.max_lines)
+        self.rows = RowState(
+            self.max_rows, self.max_len, self.layout, device, max_lines=self.max_lines
+        )
         self.backend.prepare(self.rows.max_lines, self.max_tokens, self.max_len)
         self.rows.pool_allocated(num_pages)
         self.sampler: Greedy = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
         self.sampler.prepare(self.max_rows)
-        self.runner = Runner(self.model, self.backend, self.pool, self.sampler, self.rows, WallClock(), VOCAB)
+        self.runner = Runner(
+            self.model, self.backend, self.pool, self.sampler, self.rows, WallClock(), VOCAB
+        )
         if drafter is not None:
-            self.runner.draft = DraftModel(drafter, drafting, self.backend, self.sampler, self.rows, self.max_tokens)
+            self.runner.draft = DraftModel(
+                drafter, drafting, self.backend, self.sampler, self.rows, self.max_tokens
+            )
         if head is not None:
-            self.runner.draft = RunningHead(head, TinyHeadArch(), torch.float32, self.backend, self.sampler, self.rows)
+            self.runner.draft = RunningHead(
+                head, TinyHeadArch(), torch.float32, self.backend, self.sampler, self.rows
+            )
         self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()
 
-    def new(self, row: int, tokens: Sequence[int], sampling: RowSampling | None = None, prompt_len: int | None = None, computed: int = 0) -> NewRow:
+    def new(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        sampling: RowSampling | None = None,
+        prompt_len: int | None = None,
+        computed: int = 0,
+    ) -> NewRow:
         """A request that begins in `row`, without blocks yet."""
         self.blocks[row] = self.blocks.get(row, []) if computed else []
         return NewRow(
@@ -217,7 +288,8 @@ class Bench:
         counts = [group.pages_per_block for group in self.layout.groups]
         starts = [sum(counts[:index]) for index in range(len(counts))]
         return tuple(
-            [block * sum(counts) + start + page for block in blocks for page in range(count)] for start, count in zip(starts, counts, strict=True)
+            [block * sum(counts) + start + page for block in blocks for page in range(count)]
+            for start, count in zip(starts, counts, strict=True)
         )
 
     def batch(
@@ -232,11 +304,16 @@ class Bench:
         computed."""
         computed, known = self.rows.computed.copy(), self.rows.known.copy()
         for row in removed:
-            self.free_blocks += self.blocks.pop(row) if row not in [new.row for new in added] else []
+            self.free_blocks += (
+                self.blocks.pop(row) if row not in [new.row for new in added] else []
+            )
         for new in added:
             computed[new.row], known[new.row] = new.computed, len(new.token_ids)
         own = [list((drafts or {}).get(row, ())) for row in work]
-        ends = {row: int(computed[row]) + count + len(drafted) for (row, count), drafted in zip(work.items(), own, strict=True)}
+        ends = {
+            row: int(computed[row]) + count + len(drafted)
+            for (row, count), drafted in zip(work.items(), own, strict=True)
+        }
         appended = []
         for row, end in ends.items():
             while len(self.blocks[row]) * self.block_size < end:
@@ -248,26 +325,68 @@ class Bench:
             removed=np.array(removed, np.int32),
             added=tuple(added),
             new_pages=np.array(
-                [(group, row, page) for row, block in appended for group, pages in enumerate(self.pages([block])) for page in pages], np.int32
+                [
+                    (group, row, page)
+                    for row, block in appended
+                    for group, pages in enumerate(self.pages([block]))
+                    for page in pages
+                ],
+                np.int32,
             ).reshape(-1, 3),
             copies=tuple(copies),
             rows=np.array(list(work), np.int32),
-            num_tokens=np.array([count + len(drafted) for count, drafted in zip(work.values(), own, strict=True)], np.int32),
-            yields_token=np.array([ends[row] == known[row] + len(drafted) for row, drafted in zip(work, own, strict=True)], np.bool_),
-            drafts=None if drafts is None else Drafts(np.array([*map(len, own)], np.int32), np.array([id for ids in own for id in ids], np.int32)),
+            num_tokens=np.array(
+                [count + len(drafted) for count, drafted in zip(work.values(), own, strict=True)],
+                np.int32,
+            ),
+            yields_token=np.array(
+                [
+                    ends[row] == known[row] + len(drafted)
+                    for row, drafted in zip(work, own, strict=True)
+                ],
+                np.bool_,
+            ),
+            drafts=None
+            if drafts is None
+            else Drafts(
+                np.array([*map(len, own)], np.int32),
+                np.array([id for ids in own for id in ids], np.int32),
+            ),
         )
 
-    def submit(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[PageCopy] = ()) -> PendingStep:
+    def submit(
+        self,
+        work: dict[int, int],
+        added: Sequence[NewRow] = (),
+        removed: Sequence[int] = (),
+        copies: Sequence[PageCopy] = (),
+    ) -> PendingStep:
         return self.runner.submit(self.batch(work, added, removed, copies))
 
-    def run(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[PageCopy] = ()) -> Result:
+    def run(
+        self,
+        work: dict[int, int],
+        added: Sequence[NewRow] = (),
+        removed: Sequence[int] = (),
+        copies: Sequence[PageCopy] = (),
+    ) -> Result:
         return self.runner.collect(self.submit(work, added, removed, copies))
 
-    def check(self, work: dict[int, int], drafts: Mapping[int, Sequence[int]], added: Sequence[NewRow] = ()) -> Result:
+    def check(
+        self,
+        work: dict[int, int],
+        drafts: Mapping[int, Sequence[int]],
+        added: Sequence[NewRow] = (),
+    ) -> Result:
         """As `run`, of a step with these drafts."""
         return self.runner.collect(self.runner.submit(self.batch(work, added, (), (), drafts)))
 
-    def run_late(self, work: dict[int, int], added: Sequence[NewRow] = (), allowed: Mapping[int, Sequence[int]] | None = None) -> Result:
+    def run_late(
+        self,
+        work: dict[int, int],
+        added: Sequence[NewRow] = (),
+        allowed: Mapping[int, Sequence[int]] | None = None,
+    ) -> Result:
         """As `run`, sampled late. `allowed`: row -> the ids that its mask allows."""
         batch = replace(self.batch(work, added, (), ()), late=True)
         pending = self.runner.submit(batch)
@@ -277,11 +396,18 @@ class Bench:
         for line, row in enumerate(rows):
             for token in (allowed or {})[row]:
                 words[line, token // 32] |= np.uint32(1 << token % 32)
-        self.runner.sample(pending, Masks(np.array([list(work).index(row) for row in rows], np.int32), words))
+        self.runner.sample(
+            pending, Masks(np.array([list(work).index(row) for row in rows], np.int32), words)
+        )
         return self.runner.collect(pending)
 
 
-def generate(prompt: Sequence[int], count: int, windows: tuple[int | None, ...] = (None, None), error: float = 0.0) -> list[int]:
+def generate(
+    prompt: Sequence[int],
+    count: int,
+    windows: tuple[int | None, ...] = (None, None),
+    error: float = 0.0,
+) -> list[int]:
     """Return the tokens of a tiny model after a prompt, each computed from scratch and without other requests: the oracle of the runner's tests."""
     tokens = list(prompt)
     for _ in range(count):

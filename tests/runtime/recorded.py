@@ -20,7 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dovetail.api.attention import AttentionBatch
 from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.graphs import Builder, DecodeSteps, DraftSteps, Graph, Graphs, HeadSteps, ModelOutputs
+from dovetail.runtime.graphs import (
+    Builder,
+    DecodeSteps,
+    DraftSteps,
+    Graph,
+    Graphs,
+    HeadSteps,
+    ModelOutputs,
+)
 from dovetail.runtime.recording import record
 from dovetail.runtime.step_inputs import DecodeInputs
 from dovetail.testing.recording import Recording, overwrite
@@ -117,7 +125,10 @@ class WatchedGraphs(Graphs):
 
 
 def give_graphs(
-    bench: Bench, builders: Sequence[Builder], *, rerun: tuple[type[Builder], ...] = (DecodeSteps, DraftSteps, HeadSteps)
+    bench: Bench,
+    builders: Sequence[Builder],
+    *,
+    rerun: tuple[type[Builder], ...] = (DecodeSteps, DraftSteps, HeadSteps),
 ) -> WatchedGraphs:
     """Capture graphs on the CPU, beside those that the runner has, and let it replay them. Work of builders in `rerun` is done anew each time."""
 

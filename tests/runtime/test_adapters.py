@@ -35,7 +35,9 @@ class Shifting(TinyModel):
         self.shift = ReplicatedLinear(HIDDEN, HIDDEN, context())
         self.shift.weight.data.zero_()
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         hidden = super().forward(token_ids, positions, wanted)
         return hidden + self.shift(hidden)
 
@@ -61,7 +63,9 @@ def random_file(path: Path, seed: int, rank: int = 3) -> str:
     return saved(path, torch.randn(rank, HIDDEN), torch.randn(HIDDEN, rank))
 
 
-def generated(bench: Bench, slots: list[int], loads: tuple[AdapterLoad, ...], steps: int = 4) -> list[list[int]]:
+def generated(
+    bench: Bench, slots: list[int], loads: tuple[AdapterLoad, ...], steps: int = 4
+) -> list[list[int]]:
     """The tokens of a row for each slot, all with the same prompt."""
     added = [replace(bench.new(row, [3, 1, 4]), adapter=slot) for row, slot in enumerate(slots)]
     batch = bench.batch(dict.fromkeys(range(len(slots)), 3), added, [], [])
@@ -71,7 +75,9 @@ def generated(bench: Bench, slots: list[int], loads: tuple[AdapterLoad, ...], st
 
 
 def test_decodes_with_adapters_have_graphs_of_their_own(bench: Bench, tmp_path: Path) -> None:
-    loads = tuple(AdapterLoad(slot, random_file(tmp_path / f"{slot}", slot), f"{slot}") for slot in (1, 2))
+    loads = tuple(
+        AdapterLoad(slot, random_file(tmp_path / f"{slot}", slot), f"{slot}") for slot in (1, 2)
+    )
     expected = generated(bench, [1, 0, 2], loads)
     assert len({*map(tuple, expected)}) == 3
     bench.run({3: 2}, [bench.new(3, [7, 5])], removed=[0, 1, 2])
@@ -80,17 +86,27 @@ def test_decodes_with_adapters_have_graphs_of_their_own(bench: Bench, tmp_path: 
     assert graphs.replayed == [(Kind.ADAPTED_DECODE, 4)] * 4
     bench.run({3: 1})
     bench.run({1: 1, 3: 1})
-    assert graphs.replayed[4:] == [(Kind.DECODE, 1), (Kind.DECODE, 2)], "rows without adapters replay the plain graphs"
+    assert graphs.replayed[4:] == [(Kind.DECODE, 1), (Kind.DECODE, 2)], (
+        "rows without adapters replay the plain graphs"
+    )
 
 
 def with_graphs(bench: Bench) -> WatchedGraphs:
     bench.sampler.__class__ = CapturableGreedy
     plain = decode_steps(bench)
-    return give_graphs(bench, [*plain, *(builder.with_adapters() for builder in plain if builder.kind in ADAPTED_KINDS)])
+    return give_graphs(
+        bench,
+        [*plain, *(builder.with_adapters() for builder in plain if builder.kind in ADAPTED_KINDS)],
+    )
 
 
-def test_a_slot_gets_another_adapter_and_nothing_of_the_one_before(bench: Bench, tmp_path: Path) -> None:
-    first, second = random_file(tmp_path / "first", 1, rank=4), random_file(tmp_path / "second", 2, rank=1)
+def test_a_slot_gets_another_adapter_and_nothing_of_the_one_before(
+    bench: Bench, tmp_path: Path
+) -> None:
+    first, second = (
+        random_file(tmp_path / "first", 1, rank=4),
+        random_file(tmp_path / "second", 2, rank=1),
+    )
     alone = generated(bench, [2], (AdapterLoad(2, second, "second"),))
     bench.run({3: 2}, [bench.new(3, [7, 5])], removed=[0])
     generated(bench, [1], (AdapterLoad(1, first, "first"),))
@@ -99,7 +115,9 @@ def test_a_slot_gets_another_adapter_and_nothing_of_the_one_before(bench: Bench,
 
 
 def test_an_adapter_of_rank_zero_changes_nothing(bench: Bench, tmp_path: Path) -> None:
-    one, other = generated(bench, [0, 1], (AdapterLoad(1, random_file(tmp_path / "empty", 1, rank=0), "empty"),))
+    one, other = generated(
+        bench, [0, 1], (AdapterLoad(1, random_file(tmp_path / "empty", 1, rank=0), "empty"),)
+    )
     assert one == other
 
 
@@ -108,10 +126,26 @@ REFUSED: dict[str, tuple[str, Callable[[Path], str], int]] = {
     "slot 0": ("slot 0; there are", lambda path: random_file(path, 1), 0),
     "no file": ("No such file", str, 1),
     "rank": ("for r up to 4, found .5, ", lambda path: random_file(path, 1, rank=5), 1),
-    "shape of A": ("expected A", lambda path: saved(path, torch.zeros(2, HIDDEN + 1), torch.zeros(HIDDEN, 2)), 1),
-    "shape of B": ("expected A", lambda path: saved(path, torch.zeros(2, HIDDEN), torch.zeros(HIDDEN, 3)), 1),
-    "module": ("lm_head of the model can't have adapters", lambda path: saved(path, torch.zeros(2, 3), torch.zeros(4, 2), "lm_head"), 1),
-    "no B": ("lora_B", lambda path: save_file({f"{SHIFT}.lora_A": torch.zeros(2, HIDDEN)}, path) or str(path), 1),
+    "shape of A": (
+        "expected A",
+        lambda path: saved(path, torch.zeros(2, HIDDEN + 1), torch.zeros(HIDDEN, 2)),
+        1,
+    ),
+    "shape of B": (
+        "expected A",
+        lambda path: saved(path, torch.zeros(2, HIDDEN), torch.zeros(HIDDEN, 3)),
+        1,
+    ),
+    "module": (
+        "lm_head of the model can't have adapters",
+        lambda path: saved(path, torch.zeros(2, 3), torch.zeros(4, 2), "lm_head"),
+        1,
+    ),
+    "no B": (
+        "lora_B",
+        lambda path: save_file({f"{SHIFT}.lora_A": torch.zeros(2, HIDDEN)}, path) or str(path),
+        1,
+    ),
 }
 
 
@@ -133,7 +167,9 @@ def test_a_row_is_refused_whose_slot_is_empty_or_missing(bench: Bench) -> None:
 class Layers(nn.Module):
     """A model of some layers with rules."""
 
-    def __init__(self, layers: dict[str, Any], rules: Callable[[dict[str, Any]], list[WeightRule]]) -> None:
+    def __init__(
+        self, layers: dict[str, Any], rules: Callable[[dict[str, Any]], list[WeightRule]]
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
         self._rules = rules
@@ -159,9 +195,19 @@ def test_modules_are_those_of_layers_whose_products_take_adapters() -> None:
     }
 
     def rules(made: dict[str, Any]) -> list[WeightRule]:
-        parts = {"q0": "q_proj", "q1": "q_proj", "gate0": "q_proj", "gate1": "q_proj", "k": "k_proj", "v": "v_proj"}
+        parts = {
+            "q0": "q_proj",
+            "q1": "q_proj",
+            "gate0": "q_proj",
+            "gate1": "q_proj",
+            "k": "k_proj",
+            "v": "v_proj",
+        }
         return [
-            *(WeightRule(f"{name}.weight", made["qkv"].weight, part) for part, name in parts.items()),
+            *(
+                WeightRule(f"{name}.weight", made["qkv"].weight, part)
+                for part, name in parts.items()
+            ),
             WeightRule("o_proj.weight", made["o"].weight),
             WeightRule("own.weight", made["own"].weight),
             WeightRule("one.weight", made["twice"].weight),
@@ -170,7 +216,21 @@ def test_modules_are_those_of_layers_whose_products_take_adapters() -> None:
         ]
 
     bank = AdapterBank(Layers(layers, rules), 2, 8, torch.float32, CPU)
-    assert bank.capacity.modules == {"q_proj": (8, 16), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 6)}
+    assert bank.capacity.modules == {
+        "q_proj": (8, 16),
+        "k_proj": (8, 4),
+        "v_proj": (8, 4),
+        "o_proj": (8, 6),
+    }
     assert (bank.capacity.slots, bank.capacity.max_rank) == (2, 8)
     with pytest.raises(UnsupportedError, match="no layer that LoRA adapters can change"):
-        AdapterBank(Layers({"own": Own(8, 8, context())}, lambda made: [WeightRule("own.weight", made["own"].weight)]), 2, 8, torch.float32, CPU)
+        AdapterBank(
+            Layers(
+                {"own": Own(8, 8, context())},
+                lambda made: [WeightRule("own.weight", made["own"].weight)],
+            ),
+            2,
+            8,
+            torch.float32,
+            CPU,
+        )

@@ -16,7 +16,14 @@ SPECS = [LayerSpec(0, 8, 4, 32, 0.2), LayerSpec(1, 8, 4, 32, 0.2, window=16)]
 class WholeBlocks(TorchAttention):
     """Stands for a backend that can do little."""
 
-    capabilities = AttentionCapabilities(devices=("cuda",), dtypes=("bfloat16",), block_sizes=(64,), head_sizes=(128,), window=False, groups=True)
+    capabilities = AttentionCapabilities(
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        block_sizes=(64,),
+        head_sizes=(128,),
+        window=False,
+        groups=True,
+    )
 
 
 class BigBlocks(TorchAttention):
@@ -28,13 +35,24 @@ def target(backend: type[TorchAttention]) -> ComponentRef:
 
 
 def test_the_first_backend_with_no_reason_against_it_is_taken() -> None:
-    chosen = choose_attention((target(WholeBlocks), target(BigBlocks), target(TorchAttention)), SPECS, "cpu", "float32", None)
+    chosen = choose_attention(
+        (target(WholeBlocks), target(BigBlocks), target(TorchAttention)),
+        SPECS,
+        "cpu",
+        "float32",
+        None,
+    )
     assert chosen.name == "test:BigBlocks"
     assert chosen.backend.context.block_size == 32
 
 
 def test_a_block_size_that_was_asked_for_passes_over_backends_that_lack_it() -> None:
-    assert choose_attention((target(BigBlocks), target(TorchAttention)), SPECS, "cpu", "float32", 8).name == "test:TorchAttention"
+    assert (
+        choose_attention(
+            (target(BigBlocks), target(TorchAttention)), SPECS, "cpu", "float32", 8
+        ).name
+        == "test:TorchAttention"
+    )
 
 
 def test_if_no_backend_fits_every_reason_of_each_is_reported() -> None:
@@ -54,15 +72,22 @@ def test_if_no_backend_fits_every_reason_of_each_is_reported() -> None:
 def test_layers_with_sinks_or_capped_scores_pass_over_a_backend_that_declares_neither() -> None:
     specs = [LayerSpec(0, 8, 4, 32, 0.2, sinks=True), LayerSpec(1, 8, 4, 32, 0.2, softcap=50.0)]
     with pytest.raises(
-        UnsupportedError, match="BigBlocks: attention sinks aren't supported\n  - test:BigBlocks: a softcap of attention scores isn't supported"
+        UnsupportedError,
+        match="BigBlocks: attention sinks aren't supported\n  - test:BigBlocks: a softcap of attention scores isn't supported",
     ):
         choose_attention((target(BigBlocks),), specs, "cpu", "float32", None)
 
 
 def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
     missing = ComponentRef("attention", "test:flash", "no_such_package.flash:Flash")
-    assert choose_attention((missing, target(TorchAttention)), SPECS, "cpu", "float32", None).name == "test:TorchAttention"
-    with pytest.raises(UnsupportedError, match=r"attention test:flash: importing no_such_package\.flash failed: ModuleNotFoundError: No module"):
+    assert (
+        choose_attention((missing, target(TorchAttention)), SPECS, "cpu", "float32", None).name
+        == "test:TorchAttention"
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match=r"attention test:flash: importing no_such_package\.flash failed: ModuleNotFoundError: No module",
+    ):
         choose_attention((missing,), SPECS, "cpu", "float32", None)
 
 

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.executor import AdapterLoad, Batch, Drafts, Masks, NewRow, RowCheckpoint, RowPooling
+from dovetail.api.executor import (
+    AdapterLoad,
+    Batch,
+    Drafts,
+    Masks,
+    NewRow,
+    RowCheckpoint,
+    RowPooling,
+)
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
@@ -26,7 +34,9 @@ samplings = st.builds(
     allowed_token_ids=st.none() | st.lists(numbers, max_size=3).map(tuple),
     bad_words=st.lists(st.lists(numbers, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
-    extra_args=st.dictionaries(st.text(max_size=5), st.tuples(st.text(max_size=3)) | st.booleans(), max_size=2),
+    extra_args=st.dictionaries(
+        st.text(max_size=5), st.tuples(st.text(max_size=3)) | st.booleans(), max_size=2
+    ),
 )
 new_rows = st.builds(
     NewRow,
@@ -37,7 +47,8 @@ new_rows = st.builds(
     computed=numbers,
     pages=st.lists(arrays, max_size=3).map(tuple),
     sampling=samplings,
-    pooling=st.none() | st.builds(RowPooling, st.just("embed"), st.none() | st.integers(1, 99), st.booleans()),
+    pooling=st.none()
+    | st.builds(RowPooling, st.just("embed"), st.none() | st.integers(1, 99), st.booleans()),
     adapter=numbers,
 )
 
@@ -49,22 +60,38 @@ def batches(draw: st.DrawFn) -> Batch:
         draw(st.lists(st.tuples(numbers, numbers, st.booleans()), max_size=5)),
     )
     width = draw(st.integers(0, 4))
-    state = st.lists(numbers, min_size=width, max_size=width).map(lambda values: np.array(values, np.int32))
+    state = st.lists(numbers, min_size=width, max_size=width).map(
+        lambda values: np.array(values, np.int32)
+    )
     return Batch(
         step=draw(st.integers(-1, 2**40)),
         removed=draw(arrays),
         added=tuple(draw(st.lists(new_rows, max_size=3))),
         new_pages=np.array(pages, np.int32).reshape(-1, 3),
-        copies=tuple(PageCopy(*pair) for pair in draw(st.lists(st.tuples(numbers, numbers), max_size=3))),
-        checkpoints=tuple(draw(st.lists(st.builds(RowCheckpoint, numbers, numbers, state), max_size=3))),
+        copies=tuple(
+            PageCopy(*pair) for pair in draw(st.lists(st.tuples(numbers, numbers), max_size=3))
+        ),
+        checkpoints=tuple(
+            draw(st.lists(st.builds(RowCheckpoint, numbers, numbers, state), max_size=3))
+        ),
         rows=np.array([row[0] for row in rows], np.int32),
         num_tokens=np.array([row[1] for row in rows], np.int32),
         yields_token=np.array([row[2] for row in rows], np.bool_),
         shared_prefix_blocks=draw(numbers),
         late=draw(st.booleans()),
         pooled=draw(st.none() | arrays),
-        adapters=tuple(draw(st.lists(st.builds(AdapterLoad, numbers, st.text(max_size=9), st.text(max_size=9)), max_size=2))),
-        drafts=draw(st.none() | st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).map(drafted)),
+        adapters=tuple(
+            draw(
+                st.lists(
+                    st.builds(AdapterLoad, numbers, st.text(max_size=9), st.text(max_size=9)),
+                    max_size=2,
+                )
+            )
+        ),
+        drafts=draw(
+            st.none()
+            | st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).map(drafted)
+        ),
     )
 
 
@@ -102,8 +129,13 @@ def test_a_batch_is_the_same_after_the_way_as_words(batch: Batch) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_masks_are_the_same_after_the_way_as_words(count: int) -> None:
-    masks = Masks(np.arange(count, dtype=np.int32), np.arange(count * 7, dtype=np.uint32).reshape(count, 7) * np.uint32(2**29))
-    assert values(masks_from_words(np.concatenate(masks_to_words(masks)))) == (values(masks) if count else [("int32", []), ("uint32", [])])
+    masks = Masks(
+        np.arange(count, dtype=np.int32),
+        np.arange(count * 7, dtype=np.uint32).reshape(count, 7) * np.uint32(2**29),
+    )
+    assert values(masks_from_words(np.concatenate(masks_to_words(masks)))) == (
+        values(masks) if count else [("int32", []), ("uint32", [])]
+    )
 
 
 def test_a_decode_step_is_sent_without_a_python_object_for_each_row() -> None:

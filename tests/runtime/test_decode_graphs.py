@@ -18,7 +18,13 @@ from dovetail.runtime.graphs import Builder, DecodeSteps, Graphs, Kind, decode_b
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines
-from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes, sharing_row_sizes
+from dovetail.runtime.token_sizes import (
+    ALWAYS_TOKENS,
+    most_recorded,
+    padded_sizes,
+    row_sizes,
+    sharing_row_sizes,
+)
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate, layout
 from tests.runtime.recorded import WatchedGraphs, give_graphs, play_graphs_on_the_cpu
@@ -33,7 +39,9 @@ class CapturableGreedy(Greedy):
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
         return Capture.TOKENS
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         if capture is Capture.FULL:
             return super().sample_captured(logits, lines, capture)
         return SampledTokens(logits.argmax(dim=1))
@@ -53,18 +61,30 @@ def with_graphs(bench: Bench, max_rows: int | None = None) -> WatchedGraphs:
 
 
 def decode_steps(bench: Bench, max_rows: int | None = None) -> list[Builder]:
-    return [builder for builder in decode_builders(bench.runner.parts, max_rows or bench.max_rows) if isinstance(builder, DecodeSteps)]
+    return [
+        builder
+        for builder in decode_builders(bench.runner.parts, max_rows or bench.max_rows)
+        if isinstance(builder, DecodeSteps)
+    ]
 
 
 def begin(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
     """Each prompt in its own row: the first token of each."""
-    result = bench.run({row: len(prompt) for row, prompt in enumerate(prompts)}, [bench.new(row, prompt) for row, prompt in enumerate(prompts)])
+    result = bench.run(
+        {row: len(prompt) for row, prompt in enumerate(prompts)},
+        [bench.new(row, prompt) for row, prompt in enumerate(prompts)],
+    )
     return [[int(token)] for token in result.token_ids]
 
 
 @examples(quick=8, full=200)
-@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5), st.sampled_from([0, 6, TABLE_ENTRIES]))
-def test_whichever_rows_are_replayed_get_their_tokens_and_padding_harms_nobody(steps: list[set[int]], table_entries: int) -> None:
+@given(
+    st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5),
+    st.sampled_from([0, 6, TABLE_ENTRIES]),
+)
+def test_whichever_rows_are_replayed_get_their_tokens_and_padding_harms_nobody(
+    steps: list[set[int]], table_entries: int
+) -> None:
     bench = Bench(max_rows=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_inputs, "TABLE_ENTRIES", table_entries)
@@ -76,7 +96,9 @@ def test_whichever_rows_are_replayed_get_their_tokens_and_padding_harms_nobody(s
             for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
                 tokens[row].append(token)
     assert len(graphs.replayed) == len(steps)
-    assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
+    assert tokens == [
+        generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)
+    ]
     assert bench.rows.num_tokens[:4].tolist() == bench.rows.known.tolist()
     assert bench.rows.num_tokens[4] == 1, "nobody's row stays as it was"
 
@@ -104,7 +126,11 @@ def test_every_size_has_run_before_it_is_recorded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(DecodeSteps, "run", count)
     bench.sampler.__class__ = CapturableGreedy
     give_graphs(bench, decode_steps(bench), rerun=())
-    assert runs == {(kind, size): times for kind, times in (("DECODE", 2), ("MODEL", 1)) for size in (1, 2, 4, 7)}
+    assert runs == {
+        (kind, size): times
+        for kind, times in (("DECODE", 2), ("MODEL", 1))
+        for size in (1, 2, 4, 7)
+    }
 
 
 def test_the_longest_rows_are_replayed_first() -> None:
@@ -128,7 +154,9 @@ def test_the_sampler_hears_of_a_row_before_it_is_asked_whether_a_graph_serves_it
     assert graphs.replayed == [(Kind.DECODE, 1)]
 
 
-def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SharingAttention)
     monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
     bench = Bench(max_rows=4)
@@ -137,7 +165,9 @@ def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_ca
     batch = bench.batch({0: 1, 1: 1}, [], [], [])
     result = bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
     assert graphs.replayed == [(Kind.DECODE_SHARING, 4)]
-    assert [[*told, int(token)] for told, token in zip(tokens, result.token_ids, strict=True)] == [generate(prompt, 2) for prompt in PROMPTS[:2]]
+    assert [[*told, int(token)] for told, token in zip(tokens, result.token_ids, strict=True)] == [
+        generate(prompt, 2) for prompt in PROMPTS[:2]
+    ]
 
 
 def test_no_graph_is_larger_than_a_step_may_be() -> None:
@@ -180,7 +210,9 @@ def test_what_a_graph_reads_of_a_step_is_padded_with_nobodys_row() -> None:
     assert [slots.tolist() for slots in batch.slots] == [[[302 * 4, *[4 * POOL] * 3]]]
     assert batch.kv_lens.tolist() == [9, 0, 0, 0]
     assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert [table.tolist() for table in batch.block_tables] == [[[[300, 301, 302], [0, 0, 0], [0, 0, 0], [0, 0, 0]]]]
+    assert [table.tolist() for table in batch.block_tables] == [
+        [[[300, 301, 302], [0, 0, 0], [0, 0, 0], [0, 0, 0]]]
+    ]
     assert (batch.num_rows, batch.num_tokens, batch.shared_prefix_blocks) == (1, 1, 2)
     assert (batch.host_query_lens.tolist(), batch.host_kv_lens.tolist()) == ([1], [9])
 
@@ -193,25 +225,47 @@ def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small(more: i
     inputs = DecodeInputs(8, state)
     ((table,),) = inputs.fill(lines([0, 1, 2]), 0).block_tables
     assert table.shape == (8, width)
-    assert table[:3].tolist() == (np.zeros((3, width)) if more else state.host_tables[0, :3, :width]).tolist()
+    assert (
+        table[:3].tolist()
+        == (np.zeros((3, width)) if more else state.host_tables[0, :3, :width]).tolist()
+    )
     assert not table[3:].any()
 
 
 def test_inputs_keep_their_addresses() -> None:
     inputs = DecodeInputs(4, state_of({0: 3, 1: 8}))
     batches = [inputs.fill(lines(rows), 0) for rows in ([0], [1, 0])]
-    assert len({(batch.slots[0].data_ptr(), batch.kv_lens.data_ptr(), batch.query_starts.data_ptr()) for batch in batches}) == 1
+    assert (
+        len(
+            {
+                (batch.slots[0].data_ptr(), batch.kv_lens.data_ptr(), batch.query_starts.data_ptr())
+                for batch in batches
+            }
+        )
+        == 1
+    )
 
 
 @given(st.integers(1, 3000))
 @examples(quick=50, full=2000)
 def test_sizes_rise_from_a_small_one_to_the_largest_step(most: int) -> None:
-    for sizes, largest in ((row_sizes(most), most), (sharing_row_sizes(most + 1), most + 1), (padded_sizes(most), most)):
+    for sizes, largest in (
+        (row_sizes(most), most),
+        (sharing_row_sizes(most + 1), most + 1),
+        (padded_sizes(most), most),
+    ):
         assert list(sizes) == sorted(set(sizes))
         assert sizes[0] <= 32
         assert sizes[-1] == largest
 
 
 @given(st.integers(1, 40_000), st.integers(1, 10**12))
-def test_the_smaller_a_model_the_larger_the_steps_that_are_recorded(max_tokens: int, parameters: int) -> None:
-    assert min(max_tokens, ALWAYS_TOKENS) <= most_recorded(max_tokens, 2 * parameters) <= most_recorded(max_tokens, parameters) <= max_tokens
+def test_the_smaller_a_model_the_larger_the_steps_that_are_recorded(
+    max_tokens: int, parameters: int
+) -> None:
+    assert (
+        min(max_tokens, ALWAYS_TOKENS)
+        <= most_recorded(max_tokens, 2 * parameters)
+        <= most_recorded(max_tokens, parameters)
+        <= max_tokens
+    )

@@ -67,7 +67,10 @@ class Step:
         """Remove the drafts from the state's rows. Return what `last_tokens` is given instead."""
         for row, tokens in enumerate(self.tokens):
             state.token_ids[row, len(tokens) :] = 0
-        of_lines = [self.drafts[row][ahead - 1] if ahead else -1 for row, ahead in zip(self.rows, self.ahead, strict=True)]
+        of_lines = [
+            self.drafts[row][ahead - 1] if ahead else -1
+            for row, ahead in zip(self.rows, self.ahead, strict=True)
+        ]
         return torch.tensor(of_lines, dtype=torch.int32, device=state.device)
 
 
@@ -85,14 +88,31 @@ def steps(draw: st.DrawFn) -> Step:
     drafts = [draw(st.lists(ids, max_size=min(4, max_len - len(known)))) for known in tokens]
     own = draw(st.permutations(range(len(tokens))))[draw(st.integers(0, len(tokens))) :]
     lines = [(row, ahead) for row in own for ahead in range(1 + len(drafts[row]))]
-    sampled = [drafts[row][ahead] if ahead < len(drafts[row]) and draw(st.integers(0, 3)) else draw(ids) for row, ahead in lines]
+    sampled = [
+        drafts[row][ahead] if ahead < len(drafts[row]) and draw(st.integers(0, 3)) else draw(ids)
+        for row, ahead in lines
+    ]
     padding = draw(st.integers(0 if own else 1, 4))
     lines += [(len(tokens), 0)] * padding
     sampled += [draw(ids) for _ in range(padding)]
     size = draw(st.sampled_from([1, 2, 48, 64, 1000, 5120]))
-    oddity = st.tuples(st.integers(0, len(lines) - 1), st.sampled_from([0, size // 2, size - 1]), st.sampled_from([NAN, -NAN, INF, -INF]))
+    oddity = st.tuples(
+        st.integers(0, len(lines) - 1),
+        st.sampled_from([0, size // 2, size - 1]),
+        st.sampled_from([NAN, -NAN, INF, -INF]),
+    )
     odd, dtype = draw(st.lists(oddity, max_size=4)), draw(st.sampled_from(DTYPES))
-    return Step(max_len, tokens, drafts, [row for row, _ in lines], [ahead for _, ahead in lines], sampled, size, odd, dtype)
+    return Step(
+        max_len,
+        tokens,
+        drafts,
+        [row for row, _ in lines],
+        [ahead for _, ahead in lines],
+        sampled,
+        size,
+        odd,
+        dtype,
+    )
 
 
 def assert_same(ours: torch.Tensor, twins: torch.Tensor) -> None:
@@ -109,25 +129,41 @@ def test_the_kernels_are_their_twins(step: Step) -> None:
     ours, twins = step.state(DEVICE), step.state(CPU)
     lines, sampled, hidden = step.numbers(DEVICE)
     token_ids, positions = kernels.last_tokens(ours, lines)
-    for our, twin in zip((token_ids, positions), decode_rows.last_tokens(twins, on(CPU, lines)), strict=True):
+    for our, twin in zip(
+        (token_ids, positions), decode_rows.last_tokens(twins, on(CPU, lines)), strict=True
+    ):
         assert_same(our, twin)
     outputs = kernels.append(ours, lines, positions, sampled, hidden)
-    assert_same(outputs, decode_rows.append(twins, on(CPU, lines), positions.cpu(), sampled.cpu(), hidden.cpu()))
+    assert_same(
+        outputs,
+        decode_rows.append(twins, on(CPU, lines), positions.cpu(), sampled.cpu(), hidden.cpu()),
+    )
     assert_same(ours.num_tokens, twins.num_tokens)
     assert_same(ours.token_ids[: step.nobody], twins.token_ids[: step.nobody])
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="a GPU compiles what it runs, and the interpreter nothing")
+@pytest.mark.skipif(
+    ON_GPU or INTERPRETED, reason="a GPU compiles what it runs, and the interpreter nothing"
+)
 def test_the_kernels_compile_for_a_hopper() -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
-    state, lines = RowState(8, 100, layout(16), CPU), Lines(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32))
+    state, lines = (
+        RowState(8, 100, layout(16), CPU),
+        Lines(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)),
+    )
     with compiling_for_hopper() as compiled:
         token_ids, positions = kernels.last_tokens(state, lines)
         kernels.last_tokens(state, lines, lines.ahead)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             kernels.append(state, lines, positions, token_ids, torch.zeros(3, 1024, dtype=dtype))
-    assert [kernel.name for kernel in compiled] == ["_last_tokens", "_last_tokens", "_append", "_append", "_append"]
+    assert [kernel.name for kernel in compiled] == [
+        "_last_tokens",
+        "_last_tokens",
+        "_append",
+        "_append",
+        "_append",
+    ]
     for kernel in compiled:
         assert "griddepcontrol.wait" in kernel.ptx
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
@@ -145,7 +181,11 @@ def test_drafts_that_come_with_the_lines_are_written_to_their_rows(step: Step) -
     told, untold = step.state(DEVICE), step.state(DEVICE)
     lines = step.numbers(DEVICE)[0]
     drafts = step.take_drafts(told)
-    for our, other in zip(decode_rows.last_tokens(told, lines, drafts), decode_rows.last_tokens(untold, lines), strict=True):
+    for our, other in zip(
+        decode_rows.last_tokens(told, lines, drafts),
+        decode_rows.last_tokens(untold, lines),
+        strict=True,
+    ):
         assert_same(our, other.cpu())
     for row in set(step.rows) - {step.nobody}:
         assert_same(told.token_ids[row], untold.token_ids[row].cpu())
@@ -154,21 +194,31 @@ def test_drafts_that_come_with_the_lines_are_written_to_their_rows(step: Step) -
 @pytest.mark.usefixtures("with_kernels")
 @given(steps())
 @some
-def test_rows_grow_by_what_was_sampled_up_to_a_draft_that_differs_and_nobody_stays_as_it_was(step: Step) -> None:
+def test_rows_grow_by_what_was_sampled_up_to_a_draft_that_differs_and_nobody_stays_as_it_was(
+    step: Step,
+) -> None:
     state = step.state(DEVICE)
     lines, sampled, hidden = step.numbers(DEVICE)
-    before = [tokens + drafts for tokens, drafts in zip(step.tokens, step.drafts, strict=True)] + [[0]]
+    before = [tokens + drafts for tokens, drafts in zip(step.tokens, step.drafts, strict=True)] + [
+        [0]
+    ]
     lengths = [*map(len, step.tokens), 1]
     token_ids, positions = decode_rows.last_tokens(state, lines)
-    assert positions.tolist() == [lengths[row] - 1 + ahead for row, ahead in zip(step.rows, step.ahead, strict=True)]
-    assert token_ids.tolist() == [before[row][position] for row, position in zip(step.rows, positions.tolist(), strict=True)]
+    assert positions.tolist() == [
+        lengths[row] - 1 + ahead for row, ahead in zip(step.rows, step.ahead, strict=True)
+    ]
+    assert token_ids.tolist() == [
+        before[row][position] for row, position in zip(step.rows, positions.tolist(), strict=True)
+    ]
     outputs = decode_rows.append(state, lines, positions, sampled, hidden)
     grown, counts = [*map(list, step.tokens), [0]], [0] * len(step.rows)
     for first, row in enumerate(step.rows):
         if step.ahead[first] == 0:
             drafts = step.drafts[row] if row < step.nobody else []
             own = step.sampled[first : first + len(drafts) + 1]
-            counts[first] = 1 + next((index for index, draft in enumerate(drafts) if own[index] != draft), len(drafts))
+            counts[first] = 1 + next(
+                (index for index, draft in enumerate(drafts) if own[index] != draft), len(drafts)
+            )
             grown[row] += own[: counts[first]] if row < step.nobody else []
     assert outputs.tolist() == [step.sampled, hidden.isnan().any(dim=1).long().tolist(), counts]
     assert state.num_tokens.tolist() == [len(tokens) for tokens in grown]
@@ -179,14 +229,21 @@ def test_rows_grow_by_what_was_sampled_up_to_a_draft_that_differs_and_nobody_sta
         assert not any(kept[max(len(tokens), len(before[row])) :]), "what lies behind isn't touched"
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="without the interpreter, test_decode_graphs says so of the twins, and tests/gpu of real graphs")
+@pytest.mark.skipif(
+    not INTERPRETED,
+    reason="without the interpreter, test_decode_graphs says so of the twins, and tests/gpu of real graphs",
+)
 @pytest.mark.usefixtures("with_kernels")
 def test_decodes_with_the_kernels_say_the_same() -> None:
     bench = Bench(max_rows=4)
     with_graphs(bench)
     tokens = begin(bench, PROMPTS)
     for rows in ((0, 1, 2), (3,), (2, 0)):
-        for row, token in zip(rows, bench.run(dict.fromkeys(rows, 1)).token_ids.tolist(), strict=True):
+        for row, token in zip(
+            rows, bench.run(dict.fromkeys(rows, 1)).token_ids.tolist(), strict=True
+        ):
             tokens[row].append(token)
-    assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
+    assert tokens == [
+        generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)
+    ]
     assert bench.rows.num_tokens.tolist() == [*bench.rows.known.tolist(), 1]

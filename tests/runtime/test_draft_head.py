@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime.graphs import DecodeSteps, HeadSteps, Kind, MixedSteps, decode_builders, mixed_builders
+from dovetail.runtime.graphs import (
+    DecodeSteps,
+    HeadSteps,
+    Kind,
+    MixedSteps,
+    decode_builders,
+    mixed_builders,
+)
 from dovetail.runtime.recording import LayerSplitter
 from tests.models.oracle import DenseAttention
 from tests.runtime.fakes import NAN_TOKEN, TAPS, Bench, TinyHead, TinyModel, generate, spec_of
@@ -58,7 +65,10 @@ class Drafting:
         return give_graphs(self.bench, builders, rerun=(MixedSteps, DecodeSteps, HeadSteps))
 
     def begin(self, *rows: int) -> None:
-        result = self.bench.run({row: len(PROMPTS[row]) for row in rows}, [self.bench.new(row, PROMPTS[row]) for row in rows])
+        result = self.bench.run(
+            {row: len(PROMPTS[row]) for row in rows},
+            [self.bench.new(row, PROMPTS[row]) for row in rows],
+        )
         self.got |= {row: [int(token)] for row, token in zip(rows, result.token_ids, strict=True)}
 
     def known(self, row: int) -> tuple[int, ...]:
@@ -69,7 +79,11 @@ class Drafting:
         drafts = {}
         for row, asked in rows.items():
             right = answer(PROMPTS[row])[len(self.got[row]) :]
-            drafts[row] = [-1] * asked if isinstance(asked, int) else [t if r else (t + 1) % NAN_TOKEN for t, r in zip(right, asked, strict=False)]
+            drafts[row] = (
+                [-1] * asked
+                if isinstance(asked, int)
+                else [t if r else (t + 1) % NAN_TOKEN for t, r in zip(right, asked, strict=False)]
+            )
         self.check(drafts)
 
     def check(self, drafts: dict[int, list[int]]) -> None:
@@ -82,7 +96,9 @@ class Drafting:
             for row, own in drafts.items():
                 if own and own[0] < 0:
                     known = self.known(row)
-                    assert ids[row, len(known) : len(known) + len(own)].tolist() == drafted(known, len(own)), (row, known)
+                    assert ids[row, len(known) : len(known) + len(own)].tolist() == drafted(
+                        known, len(own)
+                    ), (row, known)
                     self.drafts += len(own)
 
         head.propose = checked  # type: ignore[method-assign]
@@ -104,8 +120,12 @@ asked = st.one_of(st.integers(0, MOST), st.lists(st.booleans(), max_size=MOST))
 
 @pytest.mark.parametrize("graphs", [False, True])
 @examples(quick=15, full=300)
-@given(steps=st.lists(st.dictionaries(st.integers(0, 3), asked, min_size=1), min_size=1, max_size=6))
-def test_drafts_are_those_of_the_head_alone(graphs: bool, steps: list[dict[int, int | list[bool]]]) -> None:
+@given(
+    steps=st.lists(st.dictionaries(st.integers(0, 3), asked, min_size=1), min_size=1, max_size=6)
+)
+def test_drafts_are_those_of_the_head_alone(
+    graphs: bool, steps: list[dict[int, int | list[bool]]]
+) -> None:
     """After steps without drafts, and after drafts that were right, wrong, or right at first."""
     rows = Drafting()
     if graphs:
@@ -124,7 +144,17 @@ def test_prompts_in_chunks_beside_decodes_and_drafts(graphs: bool) -> None:
     bench = rows.bench
     rows.begin(1)
     long = [*PROMPTS[0], *answer(PROMPTS[0])[:9]]
-    bench.runner.collect(bench.runner.submit(bench.batch({1: 1, 0: 6}, [bench.new(0, long, prompt_len=5)], [], [], {1: [NAN_TOKEN - 1], 0: []})))
+    bench.runner.collect(
+        bench.runner.submit(
+            bench.batch(
+                {1: 1, 0: 6},
+                [bench.new(0, long, prompt_len=5)],
+                [],
+                [],
+                {1: [NAN_TOKEN - 1], 0: []},
+            )
+        )
+    )
     rows.got[1] = bench.rows.token_ids[1, 2 : bench.rows.known[1]].tolist()
     bench.run({0: 7})
     assert bench.run({0: 1}).token_ids.tolist() == answer(PROMPTS[0])[9:10]
@@ -144,7 +174,9 @@ def test_a_found_prefix_has_the_heads_k_and_v_too() -> None:
     result = bench.check({1: 1}, {1: [-1] * 3})
     assert result.counts is not None
     expected, drafts = answer(prompt)[1:4], drafted((*prompt, *answer(prompt)[:1]), 3)
-    assert result.counts[0] - 1 == next((i for i, (a, b) in enumerate(zip(expected, drafts, strict=True)) if a != b), 3)
+    assert result.counts[0] - 1 == next(
+        (i for i, (a, b) in enumerate(zip(expected, drafts, strict=True)) if a != b), 3
+    )
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -194,8 +226,13 @@ def test_a_request_that_comes_back_drafts_nothing_from_anothers_state() -> None:
         bench.blocks[2] = blocks
         head, drafts = bench.runner.draft, list[int]()
         propose = head.propose  # type: ignore[union-attr]
-        head.propose = lambda *args: (propose(*args), drafts.extend(bench.rows.token_ids[2, len(known) : len(known) + 2].tolist()))  # type: ignore
-        result = bench.check({2: 1}, {2: [-1, -1]}, [bench.new(2, known, prompt_len=5, computed=len(known) - 1)])
+        head.propose = lambda *args: (
+            propose(*args),
+            drafts.extend(bench.rows.token_ids[2, len(known) : len(known) + 2].tolist()),
+        )  # type: ignore
+        result = bench.check(
+            {2: 1}, {2: [-1, -1]}, [bench.new(2, known, prompt_len=5, computed=len(known) - 1)]
+        )
         assert result.token_ids[0] == answer(PROMPTS[0])[1]
         return drafts
 

@@ -49,7 +49,10 @@ class Drafting:
         return give_graphs(self.bench, decode_builders(self.bench.runner.parts, MAX_LINES))
 
     def begin(self, *rows: int) -> None:
-        result = self.bench.run({row: len(PROMPTS[row]) for row in rows}, [self.bench.new(row, PROMPTS[row]) for row in rows])
+        result = self.bench.run(
+            {row: len(PROMPTS[row]) for row in rows},
+            [self.bench.new(row, PROMPTS[row]) for row in rows],
+        )
         self.got |= {row: [int(token)] for row, token in zip(rows, result.token_ids, strict=True)}
 
     def known(self, row: int) -> list[int]:
@@ -58,11 +61,15 @@ class Drafting:
     def step(self, drafts: dict[int, int], *, exact: bool = True) -> None:
         """A step of decodes, with as many drafts of each row; all 0: one without drafts. `exact`: the draft model sees all tokens."""
         if not any(drafts.values()):
-            for row, token in zip(drafts, self.bench.run(dict.fromkeys(drafts, 1)).token_ids, strict=True):
+            for row, token in zip(
+                drafts, self.bench.run(dict.fromkeys(drafts, 1)).token_ids, strict=True
+            ):
                 self.got[row].append(int(token))
         else:
             before = {row: self.known(row) for row in drafts}
-            result = self.bench.check(dict.fromkeys(drafts, 1), {row: [-1] * count for row, count in drafts.items()})
+            result = self.bench.check(
+                dict.fromkeys(drafts, 1), {row: [-1] * count for row, count in drafts.items()}
+            )
             assert result.counts is not None
             ends = result.counts.cumsum()
             for row, start, end in zip(drafts, ends - result.counts, ends, strict=True):
@@ -70,7 +77,9 @@ class Drafting:
                 self.got[row] += result.token_ids[start:end].tolist()
                 self.accepted += end - start - 1
                 if exact:
-                    assert end - start - 1 == right(tuple(before[row]), tuple(expected[: drafts[row]])), (row, before[row])
+                    assert end - start - 1 == right(
+                        tuple(before[row]), tuple(expected[: drafts[row]])
+                    ), (row, before[row])
         for row in drafts:
             assert self.got[row] == answer(PROMPTS[row])[: len(self.got[row])]
 
@@ -81,7 +90,9 @@ counts = st.dictionaries(st.integers(0, 2), st.integers(0, MOST), min_size=1)
 @pytest.mark.parametrize("graphs", [False, True])
 @examples(quick=15, full=200)
 @given(steps=st.lists(counts, min_size=1, max_size=6))
-def test_drafts_are_those_of_the_draft_model_alone(graphs: bool, steps: list[dict[int, int]]) -> None:
+def test_drafts_are_those_of_the_draft_model_alone(
+    graphs: bool, steps: list[dict[int, int]]
+) -> None:
     """Also after steps without drafts, which it hasn't seen."""
     rows = Drafting()
     if graphs:
@@ -116,7 +127,9 @@ def test_a_prefix_that_was_computed_has_the_draft_models_k_and_v_too() -> None:
     first = bench.run({1: 1}, [bench.new(1, prompt, computed=bench.block_size)])
     result = bench.check({1: 1}, {1: [-1] * 3})
     assert result.counts is not None
-    assert result.counts[0] - 1 == right((*prompt, *first.token_ids.tolist()), tuple(answer(prompt)[1:4]))
+    assert result.counts[0] - 1 == right(
+        (*prompt, *first.token_ids.tolist()), tuple(answer(prompt)[1:4])
+    )
 
 
 def test_prompts_in_chunks_beside_decodes_and_drafts() -> None:
@@ -124,7 +137,13 @@ def test_prompts_in_chunks_beside_decodes_and_drafts() -> None:
     bench = rows.bench
     rows.begin(1)
     long = [*PROMPTS[0], *answer(PROMPTS[0])[:9]]
-    bench.runner.collect(bench.runner.submit(bench.batch({1: 1, 0: 6}, [bench.new(0, long, prompt_len=5)], [], [], {1: [-1, -1], 0: []})))
+    bench.runner.collect(
+        bench.runner.submit(
+            bench.batch(
+                {1: 1, 0: 6}, [bench.new(0, long, prompt_len=5)], [], [], {1: [-1, -1], 0: []}
+            )
+        )
+    )
     bench.run({0: 7})
     result = bench.run({0: 1})
     assert result.token_ids.tolist() == answer(PROMPTS[0])[9:10]
@@ -148,7 +167,12 @@ def test_which_graphs_are_replayed() -> None:
     rows.begin(0, 1)
     graphs.replayed.clear()
     rows.step({0: 3, 1: 1})
-    assert graphs.replayed == [(Kind.DRAFT_FIRST, 2), (Kind.DRAFT_NEXT, 1), (Kind.DRAFT_NEXT, 1), (Kind.DECODE, 6)]
+    assert graphs.replayed == [
+        (Kind.DRAFT_FIRST, 2),
+        (Kind.DRAFT_NEXT, 1),
+        (Kind.DRAFT_NEXT, 1),
+        (Kind.DECODE, 6),
+    ]
 
 
 def test_drafts_of_a_row_that_are_only_partly_the_models_are_refused() -> None:

@@ -29,7 +29,9 @@ from tests.support import examples
 
 pytest.importorskip("triton")
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter, which another test starts")
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="needs Triton's interpreter, which another test starts"
+)
 ROWS = 2
 BIAS = ((3, 1.5), (4, -2.0), (NAN_TOKEN, -100.0))
 token = st.integers(0, NAN_TOKEN - 1)
@@ -61,7 +63,11 @@ steps = st.builds(
     Step,
     st.none() | st.integers(0, ROWS - 1),
     st.none() | st.integers(0, ROWS - 1),
-    st.none() | st.tuples(st.lists(token, min_size=1, max_size=6), st.one_of(samplings, st.just(RowSampling(temperature=0.0)))),
+    st.none()
+    | st.tuples(
+        st.lists(token, min_size=1, max_size=6),
+        st.one_of(samplings, st.just(RowSampling(temperature=0.0))),
+    ),
 )
 
 
@@ -71,12 +77,20 @@ class Story:
 
     bench: Bench
     tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> prompt and output
-    asked: dict[int, tuple[int, RowSampling]] = field(default_factory=dict)  # row -> tokens of the prompt, and the rest
+    asked: dict[int, tuple[int, RowSampling]] = field(
+        default_factory=dict
+    )  # row -> tokens of the prompt, and the rest
     gone: list[int] = field(default_factory=list)  # rows given up since the last step
-    told: list[float] = field(default_factory=list)  # tokens, and log-probabilities that were asked for
+    told: list[float] = field(
+        default_factory=list
+    )  # tokens, and log-probabilities that were asked for
 
     def play(self, step: Step) -> None:
-        leaving = {row: row == step.comes_back for row in (step.leaves, step.comes_back) if row in self.tokens}
+        leaving = {
+            row: row == step.comes_back
+            for row in (step.leaves, step.comes_back)
+            if row in self.tokens
+        }
         gone = {row: (self.tokens.pop(row), self.asked.pop(row)) for row in leaving}
         new = [self.begin(*gone[row]) for row, returns in leaving.items() if returns]
         if step.joins is not None and len(self.tokens) < ROWS:
@@ -84,7 +98,10 @@ class Story:
             new.append(self.begin(list(prompt), (len(prompt), sampling)))
         self.gone += gone
         if self.tokens:
-            added = [self.bench.new(row, self.tokens[row], self.asked[row][1], self.asked[row][0]) for row in new]
+            added = [
+                self.bench.new(row, self.tokens[row], self.asked[row][1], self.asked[row][0])
+                for row in new
+            ]
             work = {row: len(known) if row in new else 1 for row, known in self.tokens.items()}
             self.take(list(work), self.bench.run(work, added, self.gone))
             self.gone = []
@@ -97,7 +114,9 @@ class Story:
 
     def take(self, rows: list[int], result: Result) -> None:
         assert not result.failed
-        assert (result.logprobs is not None) == any(self.asked[row][1].logprobs is not None for row in rows)
+        assert (result.logprobs is not None) == any(
+            self.asked[row][1].logprobs is not None for row in rows
+        )
         for place, (row, sampled) in enumerate(zip(rows, result.token_ids.tolist(), strict=True)):
             self.tokens[row].append(sampled)
             self.told.append(sampled)
@@ -110,7 +129,9 @@ class Story:
 
 def bench_with_the_default_sampler(max_lines: int = ROWS) -> Bench:
     bench = Bench(max_rows=ROWS, num_blocks=400, max_lines=max_lines)
-    sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, bench.rows.history, max_lines - ROWS))
+    sampler = DefaultSampler(
+        NoOptions(), SamplerContext("cpu", VOCAB, bench.rows.history, max_lines - ROWS)
+    )
     sampler.prepare(ROWS)
     bench.sampler = bench.runner.sampler = sampler  # type: ignore[assignment]
     return bench
@@ -128,7 +149,9 @@ def replaying(patch: pytest.MonkeyPatch, max_lines: int = ROWS) -> tuple[Bench, 
 @interpreted
 @examples(quick=2, full=100)
 @given(story=st.lists(steps, min_size=4, max_size=8))
-def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(story: list[Step]) -> None:
+def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(
+    story: list[Step],
+) -> None:
     plain = Story(bench_with_the_default_sampler())
     with pytest.MonkeyPatch.context() as patch:
         replayed = Story(replaying(patch)[0])
@@ -141,14 +164,21 @@ def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(st
 
 @interpreted
 @examples(quick=1, full=50)
-@given(asked=st.tuples(samplings, samplings), steps=st.lists(st.tuples(*[st.lists(st.booleans(), max_size=2)] * ROWS), min_size=2, max_size=3))
+@given(
+    asked=st.tuples(samplings, samplings),
+    steps=st.lists(
+        st.tuples(*[st.lists(st.booleans(), max_size=2)] * ROWS), min_size=2, max_size=3
+    ),
+)
 def test_lines_are_drawn_in_graphs_as_plain_sampling_draws_tokens_one_by_one(
     asked: tuple[RowSampling, RowSampling], steps: list[tuple[list[bool], list[bool]]]
 ) -> None:
     """`steps`: of the drafts of each row, which are right."""
 
     def begun(bench: Bench) -> list[list[int]]:
-        first = bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4], asked[0]), bench.new(1, [5], asked[1])])
+        first = bench.run(
+            {0: 3, 1: 1}, [bench.new(0, [3, 1, 4], asked[0]), bench.new(1, [5], asked[1])]
+        )
         return [[token] for token in first.token_ids.tolist()]
 
     plain = bench_with_the_default_sampler()
@@ -162,12 +192,18 @@ def test_lines_are_drawn_in_graphs_as_plain_sampling_draws_tokens_one_by_one(
         for rights in steps:
             comes = [tokens[len(own) :] for tokens, own in zip(expected, got, strict=True)]
             drafts = [
-                [token if right else (token + 1) % NAN_TOKEN for token, right in zip(own, flags, strict=False)]
+                [
+                    token if right else (token + 1) % NAN_TOKEN
+                    for token, right in zip(own, flags, strict=False)
+                ]
                 for own, flags in zip(comes, rights, strict=True)
             ]
             result = bench.check({0: 1, 1: 1}, dict(enumerate(drafts)))
             assert result.counts is not None
-            assert result.logprobs is None or result.logprobs.token_ids[:, 0].tolist() == result.token_ids.tolist()
+            assert (
+                result.logprobs is None
+                or result.logprobs.token_ids[:, 0].tolist() == result.token_ids.tolist()
+            )
             tokens = result.token_ids.tolist()
             for own, flags, count in zip(got, rights, result.counts.tolist(), strict=True):
                 assert count == 1 + [*flags, False].index(False)
@@ -178,17 +214,32 @@ def test_lines_are_drawn_in_graphs_as_plain_sampling_draws_tokens_one_by_one(
 
 
 @interpreted
-def test_each_step_replays_the_plainest_graph_that_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_replays_the_plainest_graph_that_serves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SharingAttention)
     monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
     bench, graphs = replaying(monkeypatch)
-    bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4]), bench.new(1, [5], RowSampling(repetition_penalty=2.0, logit_bias=BIAS))])
+    bench.run(
+        {0: 3, 1: 1},
+        [
+            bench.new(0, [3, 1, 4]),
+            bench.new(1, [5], RowSampling(repetition_penalty=2.0, logit_bias=BIAS)),
+        ],
+    )
     for rows in ([0], [1], [0, 1]):
         bench.run(dict.fromkeys(rows, 1))
-    assert graphs.replayed == [(Kind.SAMPLING_FULL, 2), (Kind.DECODE, 1), (Kind.DECODE_FULL, 1), (Kind.DECODE_FULL, 2)]
+    assert graphs.replayed == [
+        (Kind.SAMPLING_FULL, 2),
+        (Kind.DECODE, 1),
+        (Kind.DECODE_FULL, 1),
+        (Kind.DECODE_FULL, 2),
+    ]
     shared = replace(bench.batch({0: 1, 1: 1}, [], [], []), shared_prefix_blocks=1)
     bench.runner.collect(bench.runner.submit(shared))
-    assert graphs.replayed[4:] == [(Kind.SAMPLING_FULL, 2)], "a prefix is read once by the graphs of other steps"
+    assert graphs.replayed[4:] == [(Kind.SAMPLING_FULL, 2)], (
+        "a prefix is read once by the graphs of other steps"
+    )
 
 
 class AsksForWhatTheDeviceLacks(GreedyWithoutLogprobs):
@@ -204,10 +255,18 @@ def test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is() -> None:
     bench = Bench(max_rows=ROWS)
     sampler = with_sampling_graphs(bench, AsksForWhatTheDeviceLacks)
     graphs = with_graphs(bench)
-    results = [bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4]), bench.new(1, [5], RowSampling(logprobs=2))])]
+    results = [
+        bench.run(
+            {0: 3, 1: 1}, [bench.new(0, [3, 1, 4]), bench.new(1, [5], RowSampling(logprobs=2))]
+        )
+    ]
     results += [bench.run(dict.fromkeys(rows, 1)) for rows in ([0, 1], [1], [0])]
     told = [
-        [int(result.token_ids[place]) for result, place in zip(results, places, strict=False) if place is not None]
+        [
+            int(result.token_ids[place])
+            for result, place in zip(results, places, strict=False)
+            if place is not None
+        ]
         for places in ((0, 0, None, 0), (1, 1, 0))
     ]
     assert told == [generate([3, 1, 4], 3), generate([5], 3)]

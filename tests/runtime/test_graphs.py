@@ -47,7 +47,10 @@ from tests.runtime.recorded import GraphOnCpu, give_graphs, play_graphs_on_the_c
 from tests.runtime.test_decode_graphs import CapturableGreedy
 from tests.support import FULL
 
-noted = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="what a GPU would be given is noted, and nothing is launched")
+noted = pytest.mark.skipif(
+    INTERPRETED or torch.cuda.is_available(),
+    reason="what a GPU would be given is noted, and nothing is launched",
+)
 
 MAX_ROWS, MAX_TOKENS = (64, 1024) if FULL else (16, 256)
 BLOCK_SIZE = 16
@@ -77,13 +80,23 @@ class Noting(launch.Compiler):
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Graphs:
+def graphs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> Graphs:
     """Return the graphs of a small model whose layers have the sizes of a large one, as if on a Hopper."""
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[90])
     monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
-    write_checkpoint(replace(SHAPES[request.param], layers=1, vocab=4096, intermediate=1024, max_len=2048), tmp_path)
-    config = EngineConfig.load({"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16"})
-    parts, backend = find_parts(config, Registry.discover()), TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK_SIZE))
+    write_checkpoint(
+        replace(SHAPES[request.param], layers=1, vocab=4096, intermediate=1024, max_len=2048),
+        tmp_path,
+    )
+    config = EngineConfig.load(
+        {"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16"}
+    )
+    parts, backend = (
+        find_parts(config, Registry.discover()),
+        TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK_SIZE)),
+    )
     assert (backend.tilings, backend.processors) == (HOPPER, 132)
     splitter, device = LayerSplitter(), torch.device("cpu")
     targets = tuple(model.ref() for model in parts.models)
@@ -94,9 +107,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
     rows = RowState(MAX_ROWS, plan.max_model_len, pool.planned.layout, device)
     sampler = parts.sampler.ref().make(SamplerContext("cpu", plan.vocab_size, rows.history))
     runner = Runner(model, backend, pool, sampler, rows, WallClock(), plan.vocab_size)
-    for module in list(sys.modules.values()):  # but not where they come from: what is imported meanwhile would keep them
+    for module in list(
+        sys.modules.values()
+    ):  # but not where they come from: what is imported meanwhile would keep them
         for name in ("use_kernels", "has_many_rows"):
-            if module.__name__.startswith("dovetail") and module is not available and name in vars(module):
+            if (
+                module.__name__.startswith("dovetail")
+                and module is not available
+                and name in vars(module)
+            ):
                 monkeypatch.setattr(module, name, lambda *asked: True)
     sampler.prepare(MAX_ROWS)
     play_graphs_on_the_cpu(monkeypatch)
@@ -107,20 +126,32 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
 
 
 @noted
-@pytest.mark.parametrize("graphs", ["qwen3-0.6b", pytest.param("llama-3.2-1b", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize(
+    "graphs", ["qwen3-0.6b", pytest.param("llama-3.2-1b", marks=pytest.mark.full)], indirect=True
+)
 def test_what_recording_launches_was_compiled_before(graphs: Graphs) -> None:
     ahead, recording = Noting(), Noting()
     with ahead.instead():
         graphs.rehearse()
     with recording.instead():
         graphs.capture()
-    assert {"_linear", "prefill_hopper", "decode_shares", "_choose", "_change", "_append", "_embed"} <= set(recording.names.values())
+    assert {
+        "_linear",
+        "prefill_hopper",
+        "decode_shares",
+        "_choose",
+        "_change",
+        "_append",
+        "_embed",
+    } <= set(recording.names.values())
     assert {kind: name for kind, name in recording.names.items() if kind not in ahead.names} == {}
 
 
 @noted
 @pytest.mark.parametrize("graphs", ["qwen3-0.6b"], indirect=True)
-def test_what_fails_ahead_is_told_and_left_to_the_recording(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fails_ahead_is_told_and_left_to_the_recording(
+    graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "dovetail")
 
     def fails() -> None:
@@ -135,7 +166,9 @@ def test_what_fails_ahead_is_told_and_left_to_the_recording(graphs: Graphs, capl
 
 @noted
 @pytest.mark.parametrize("graphs", ["qwen3-0.6b"], indirect=True)
-def test_without_triton_nothing_is_done_ahead(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_nothing_is_done_ahead(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs_module, "has_triton", lambda: False)
     monkeypatch.setattr(graphs, "rehearse", lambda: pytest.fail("nothing to rehearse"))
     graphs.compile_ahead(lambda: pytest.fail("nothing to prepare for"))
@@ -186,7 +219,10 @@ def test_larger_sizes_are_recorded_first_and_kinds_in_their_order() -> None:
             return super().inputs(size)
 
     bench = Bench()
-    graphs = Graphs([Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)], bench.runner.parts)
+    graphs = Graphs(
+        [Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)],
+        bench.runner.parts,
+    )
     with pytest.MonkeyPatch.context() as patch:
         play_graphs_on_the_cpu(patch)
         graphs.capture(lambda *progress: told.append(progress))
@@ -194,7 +230,9 @@ def test_larger_sizes_are_recorded_first_and_kinds_in_their_order() -> None:
     assert told == [("capturing CUDA graphs", done, 4) for done in (1, 2, 3, 4)]
 
 
-def test_all_is_recorded_on_one_stream_and_warmed_up_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_recorded_on_one_stream_and_warmed_up_on_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Memory isn't reused across streams; and replays are slower where warm-ups ran on the stream that is recorded."""
     current: list[object] = []  # streams, the inner ones last
     warmed_up: list[object] = []
@@ -212,10 +250,17 @@ def test_all_is_recorded_on_one_stream_and_warmed_up_on_others(monkeypatch: pyte
             return super().run(inputs)
 
     play_graphs_on_the_cpu(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device, wait_stream=lambda other: None))
+    monkeypatch.setattr(
+        torch.cuda,
+        "Stream",
+        lambda device: SimpleNamespace(device=device, wait_stream=lambda other: None),
+    )
     monkeypatch.setattr(torch.cuda, "stream", on)
     bench = Bench()
-    Graphs([Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)], bench.runner.parts).capture()
+    Graphs(
+        [Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)],
+        bench.runner.parts,
+    ).capture()
     assert len(warmed_up) == len(recorded) == 4
     assert all(stream is recorded[0] for stream in recorded)
     assert all(stream is not recorded[0] for stream in warmed_up)
@@ -230,7 +275,10 @@ def test_the_device_may_lack_what_an_optional_kind_needs(optional: bool) -> None
             return super().run(inputs)
 
     bench = Bench()
-    lacking, other = Lacking(Another.TWICE, (1, 2), bench.runner.parts), Twice(Kind.MODEL, (1,), bench.runner.parts)
+    lacking, other = (
+        Lacking(Another.TWICE, (1, 2), bench.runner.parts),
+        Twice(Kind.MODEL, (1,), bench.runner.parts),
+    )
     lacking.optional = optional
     if not optional:
         with pytest.raises(UnsupportedError, match="no kernel for one row"):
@@ -245,7 +293,10 @@ def test_recordings_of_steps_with_prompts_have_memory_of_their_own() -> None:
     """Their hidden states must outlive the replay that samples from them."""
     bench = Bench()
     bench.sampler.__class__ = CapturableGreedy
-    builders = [*mixed_builders(bench.runner.parts, LayerSplitter(), 64), *decode_builders(bench.runner.parts, 4)]
+    builders = [
+        *mixed_builders(bench.runner.parts, LayerSplitter(), 64),
+        *decode_builders(bench.runner.parts, 4),
+    ]
     pools = {builder.kind: builder.pool for builder in builders}
     mixed = pools.pop(Kind.MIXED)
     assert set(pools) == {Kind.DECODE, Kind.MODEL, Kind.SAMPLING}

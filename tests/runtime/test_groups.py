@@ -36,7 +36,9 @@ def on_ranks(size: int, act: Callable[[TorchGroup], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sum_is_over_all_ranks_in_place_and_the_same_on_each(size: int, dtype: torch.dtype) -> None:
+def test_a_sum_is_over_all_ranks_in_place_and_the_same_on_each(
+    size: int, dtype: torch.dtype
+) -> None:
     def act(group: TorchGroup) -> tuple[torch.Tensor, bool]:
         mine = torch.arange(12, dtype=dtype).view(3, 4) * (group.rank + 1)
         return mine, group.all_reduce(mine) is mine
@@ -50,7 +52,9 @@ def test_a_sum_is_over_all_ranks_in_place_and_the_same_on_each(size: int, dtype:
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_what_is_gathered_lies_in_the_order_of_ranks(dim: int) -> None:
     parts = [torch.full((2, 3), float(rank)) for rank in range(3)]
-    for gathered in on_ranks(3, lambda group: group.all_gather(parts[group.rank].t().contiguous().t(), dim)):
+    for gathered in on_ranks(
+        3, lambda group: group.all_gather(parts[group.rank].t().contiguous().t(), dim)
+    ):
         assert torch.equal(gathered, torch.cat(parts, dim))
 
 
@@ -75,7 +79,10 @@ def test_nothing_is_sent_while_kernels_are_only_compiled() -> None:
 
 def test_ranks_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "JOIN_S", 0.05)
-    with store() as path, pytest.raises(DovetailError, match=r"^of 2 other ranks 0 have come within 0.05 s$"):
+    with (
+        store() as path,
+        pytest.raises(DovetailError, match=r"^of 2 other ranks 0 have come within 0.05 s$"),
+    ):
         TorchGroup(0, 3, CPU, "test", path, 1.0).join()
 
 
@@ -121,6 +128,8 @@ def test_a_group_remembers_that_a_sum_failed() -> None:
 
     with store() as path, ThreadPoolExecutor(2) as pool:
         ranks = [TorchGroup(rank, 2, CPU, "test", path, 0.2) for rank in range(2)]
-        first, second = (future.result(LIMIT_S) for future in [pool.submit(act, rank) for rank in ranks])
+        first, second = (
+            future.result(LIMIT_S) for future in [pool.submit(act, rank) for rank in ranks]
+        )
     assert first.failure is not None
     assert second.failure is None

@@ -24,16 +24,29 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def blocks_of(
-    *, num_blocks: int | None = None, device: torch.device = CPU, profile: Callable[[], int] = lambda: pytest.fail("profiled"), **config: Any
+    *,
+    num_blocks: int | None = None,
+    device: torch.device = CPU,
+    profile: Callable[[], int] = lambda: pytest.fail("profiled"),
+    **config: Any,
 ) -> int:
     """The pool of the demo model, for sequences of 64 tokens: 4 blocks of 16."""
     return pool_pages(replace(CONFIG, **config), LAYOUT, 64, num_blocks, device, profile)
 
 
 def test_layers_are_grouped_by_how_far_they_look() -> None:
-    specs = [LayerSpec(0, 8, 4, 32, 0.2), LayerSpec(1, 8, 4, 32, 0.2, window=16), LayerSpec(2, 8, 4, 32, 0.2)]
-    layout = kv_layout(TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 8)), specs, "float32").layout
-    assert layout.groups == (CacheGroup((0, 2), 8, None, pages_per_block=2), CacheGroup((1,), 8, 16))
+    specs = [
+        LayerSpec(0, 8, 4, 32, 0.2),
+        LayerSpec(1, 8, 4, 32, 0.2, window=16),
+        LayerSpec(2, 8, 4, 32, 0.2),
+    ]
+    layout = kv_layout(
+        TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 8)), specs, "float32"
+    ).layout
+    assert layout.groups == (
+        CacheGroup((0, 2), 8, None, pages_per_block=2),
+        CacheGroup((1,), 8, 16),
+    )
     assert layout.page_bytes == 2 * 8 * 4 * 32 * 4, "K and V of the smaller group's layer"
 
 
@@ -43,10 +56,22 @@ def test_num_blocks_decides_and_then_kv_cache_memory() -> None:
     assert blocks_of(kv_cache_memory=8 * BLOCK_BYTES, device=GPU) == 8
 
 
-def test_on_a_gpu_the_pool_takes_what_the_biggest_step_leaves_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 * BLOCK_BYTES))
-    assert blocks_of(device=GPU, gpu_memory_utilization=0.5, profile=lambda: 20 * BLOCK_BYTES + 1) == 29
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: 0\.5 of 9\.4 MiB, less 9\.4 MiB for the model, gives 0\. Raise gpu_memory_util"):
+def test_on_a_gpu_the_pool_takes_what_the_biggest_step_leaves_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(total_memory=100 * BLOCK_BYTES),
+    )
+    assert (
+        blocks_of(device=GPU, gpu_memory_utilization=0.5, profile=lambda: 20 * BLOCK_BYTES + 1)
+        == 29
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"gpu_memory_utilization: 0\.5 of 9\.4 MiB, less 9\.4 MiB for the model, gives 0\. Raise gpu_memory_util",
+    ):
         blocks_of(device=GPU, gpu_memory_utilization=0.5, profile=lambda: 100 * BLOCK_BYTES)
 
 
@@ -54,7 +79,11 @@ def test_on_a_gpu_the_pool_takes_what_the_biggest_step_leaves_of_the_memory(monk
     ("asked", "there_is", "remedy"),
     [
         ({"num_blocks": 3}, "num_blocks: 3 gives 3", "raise num_blocks to 4"),
-        ({"kv_cache_memory": 3 * BLOCK_BYTES}, "kv_cache_memory: 288.0 KiB gives 3", "raise kv_cache_memory to 384.0 KiB"),
+        (
+            {"kv_cache_memory": 3 * BLOCK_BYTES},
+            "kv_cache_memory: 288.0 KiB gives 3",
+            "raise kv_cache_memory to 384.0 KiB",
+        ),
     ],
 )
 def test_a_pool_too_small_for_one_sequence_says_what_was_asked_what_there_is_and_what_to_change(
@@ -63,11 +92,15 @@ def test_a_pool_too_small_for_one_sequence_says_what_was_asked_what_there_is_and
     with pytest.raises(ConfigError) as caught:
         blocks_of(**asked)
     needed = "64 tokens need 4 pages (96.0 KiB each)"
-    assert f"{needed}, and {there_is}. Lower max_model_len to 48 or less, or {remedy}." in str(caught.value)
+    assert f"{needed}, and {there_is}. Lower max_model_len to 48 or less, or {remedy}." in str(
+        caught.value
+    )
 
 
 def test_a_pool_of_no_block_gives_no_advice_to_lower_the_length_to_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"1000 B gives 0\. Raise kv_cache_memory to 384\.0 KiB\.$"):
+    with pytest.raises(
+        ConfigError, match=r"1000 B gives 0\. Raise kv_cache_memory to 384\.0 KiB\.$"
+    ):
         blocks_of(kv_cache_memory=1000)
 
 
@@ -89,5 +122,8 @@ def test_without_a_size_the_pool_on_the_cpu_takes_a_share_of_the_free_ram(
 
 def test_too_little_ram_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "available_ram_bytes", lambda: 6 * BLOCK_BYTES)
-    with pytest.raises(ConfigError, match=r"one part in 2 of 576.0 KiB free RAM gives 3.*set kv_cache_memory to 384.0 KiB"):
+    with pytest.raises(
+        ConfigError,
+        match=r"one part in 2 of 576.0 KiB free RAM gives 3.*set kv_cache_memory to 384.0 KiB",
+    ):
         blocks_of()

@@ -47,11 +47,16 @@ def scales_of(rank: Worker) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
-def test_a_layer_that_shares_a_cache_has_the_scales_of_the_layer_that_writes_it(calibrate: bool) -> None:
+def test_a_layer_that_shares_a_cache_has_the_scales_of_the_layer_that_writes_it(
+    calibrate: bool,
+) -> None:
     backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 16, "float8_e4m3fn"))
     scales = CacheScales(CPU, calibrate=calibrate)
     make = scales.wrap(backend.make_layer)
-    first, second, shared = (make(LayerSpec(index, 1, 1, 8, 1.0, shares=shares)) for index, shares in enumerate([None, None, 0]))
+    first, second, shared = (
+        make(LayerSpec(index, 1, 1, 8, 1.0, shares=shares))
+        for index, shares in enumerate([None, None, 0])
+    )
     assert shared.kv_scales is first.kv_scales
     assert shared.kv_scales is not second.kv_scales
 
@@ -62,16 +67,23 @@ def checkpoint(tmp_path: Path) -> Any:
 
     def make(tensors: dict[str, torch.Tensor]) -> str:
         shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-        save_file(load_file(Path(DEMO) / "model.safetensors") | tensors, tmp_path / "model" / "model.safetensors")
+        save_file(
+            load_file(Path(DEMO) / "model.safetensors") | tensors,
+            tmp_path / "model" / "model.safetensors",
+        )
         return str(tmp_path / "model")
 
     return make
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_scales_of_a_checkpoint_are_taken_by_layer_whoever_wrote_it(name: str, checkpoint: Any) -> None:
+def test_scales_of_a_checkpoint_are_taken_by_layer_whoever_wrote_it(
+    name: str, checkpoint: Any
+) -> None:
     tensors = {
-        f"model.layers.{layer}.{name.format(of)}": torch.tensor([base + layer], dtype=torch.bfloat16)
+        f"model.layers.{layer}.{name.format(of)}": torch.tensor(
+            [base + layer], dtype=torch.bfloat16
+        )
         for layer in range(LAYERS)
         for of, base in (("k", 1.0), ("v", 16.0))
     }
@@ -82,12 +94,22 @@ def test_scales_of_a_checkpoint_are_taken_by_layer_whoever_wrote_it(name: str, c
 
 
 def test_one_scale_for_k_and_v_is_taken_for_both(checkpoint: Any) -> None:
-    rank, _ = loaded(model=checkpoint({f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5) for layer in range(LAYERS)}), **FP8)
+    rank, _ = loaded(
+        model=checkpoint(
+            {
+                f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5)
+                for layer in range(LAYERS)
+            }
+        ),
+        **FP8,
+    )
     assert scales_of(rank) == [(0.5, 0.5)] * LAYERS
 
 
 def test_a_checkpoint_with_scales_is_served_as_well_without_fp8(checkpoint: Any) -> None:
-    rank, capacity = loaded(model=checkpoint({"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}))
+    rank, capacity = loaded(
+        model=checkpoint({"model.layers.0.self_attn.k_scale": torch.tensor(0.5)})
+    )
     assert "kv_cache" not in capacity.details
     rank.stop()
 
@@ -95,21 +117,45 @@ def test_a_checkpoint_with_scales_is_served_as_well_without_fp8(checkpoint: Any)
 @pytest.mark.parametrize(
     ("tensors", "told"),
     [
-        ({"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}, "lacks v_scale of layer 0; set kv_cache_scales: calibrate"),
-        ({"model.layers.3.self_attn.v_scale": torch.tensor(-1.0)}, "layers.3.self_attn.v_scale: expected one positive number for the whole layer"),
-        ({"model.layers.3.self_attn.v_scale": torch.tensor(torch.nan)}, "layers.3.self_attn.v_scale: expected one positive number"),
-        ({"model.layers.3.self_attn.k_scale": torch.ones(4000)}, r"expected one positive number .*, got \[1\.0.{73}\.\.\.$"),
-        ({"model.layers.3.self_attn.k_scale": torch.ones(4)}, "layers.3.self_attn.k_scale: expected one positive number"),
+        (
+            {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)},
+            "lacks v_scale of layer 0; set kv_cache_scales: calibrate",
+        ),
+        (
+            {"model.layers.3.self_attn.v_scale": torch.tensor(-1.0)},
+            "layers.3.self_attn.v_scale: expected one positive number for the whole layer",
+        ),
+        (
+            {"model.layers.3.self_attn.v_scale": torch.tensor(torch.nan)},
+            "layers.3.self_attn.v_scale: expected one positive number",
+        ),
+        (
+            {"model.layers.3.self_attn.k_scale": torch.ones(4000)},
+            r"expected one positive number .*, got \[1\.0.{73}\.\.\.$",
+        ),
+        (
+            {"model.layers.3.self_attn.k_scale": torch.ones(4)},
+            "layers.3.self_attn.k_scale: expected one positive number",
+        ),
     ],
 )
-def test_scales_that_can_not_be_used_are_refused_by_name(tensors: dict[str, torch.Tensor], told: str, checkpoint: Any) -> None:
+def test_scales_that_can_not_be_used_are_refused_by_name(
+    tensors: dict[str, torch.Tensor], told: str, checkpoint: Any
+) -> None:
     with pytest.raises(ModelLoadError, match=told):
         loaded(model=checkpoint(tensors), **FP8)
 
 
 def test_other_scales_of_a_checkpoint_are_not_taken_for_those_of_k_and_v() -> None:
     assert not any(
-        map(is_kv_scale, ("model.layers.0.self_attn.k_proj.weight_scale", "model.layers.0.mlp.k_scale", "model.layers.0.self_attn.q_scale"))
+        map(
+            is_kv_scale,
+            (
+                "model.layers.0.self_attn.k_proj.weight_scale",
+                "model.layers.0.mlp.k_scale",
+                "model.layers.0.self_attn.q_scale",
+            ),
+        )
     )
 
 
@@ -157,7 +203,11 @@ def test_sinks_reach_a_layer_that_is_calibrated_and_recorded_in_pieces() -> None
     made: list[AttentionLayer] = []
 
     def make_layer(spec: LayerSpec) -> AttentionLayer:
-        made.append(TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 16, "float8_e4m3fn")).make_layer(spec))
+        made.append(
+            TorchAttention(
+                NoOptions(), AttentionContext("cpu", "float32", 16, "float8_e4m3fn")
+            ).make_layer(spec)
+        )
         return made[-1]
 
     wrapped = LayerSplitter().wrap(CacheScales(CPU, calibrate=True).wrap(make_layer))
@@ -166,14 +216,22 @@ def test_sinks_reach_a_layer_that_is_calibrated_and_recorded_in_pieces() -> None
 
 
 def test_only_fp8_is_calibrated() -> None:
-    with pytest.raises(ConfigError, match="kv_cache_scales: calibrate: only K and V in fp8 have scales"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_scales: calibrate: only K and V in fp8 have scales"
+    ):
         loaded(kv_cache_scales="calibrate")
 
 
 def test_the_pool_holds_as_many_more_tokens_as_fp8_is_smaller() -> None:
     for dtype, times in (("float32", 4), ("bfloat16", 2)):
         blocks = [
-            Worker(context(dtype=dtype, kv_cache_memory=20 * BLOCK_BYTES, kv_cache_dtype=name), SINGLE, "ours").load(CPU).num_pages
+            Worker(
+                context(dtype=dtype, kv_cache_memory=20 * BLOCK_BYTES, kv_cache_dtype=name),
+                SINGLE,
+                "ours",
+            )
+            .load(CPU)
+            .num_pages
             for name in ("auto", "float8_e4m3fn")
         ]
         assert blocks[1] == times * blocks[0]
@@ -182,6 +240,11 @@ def test_the_pool_holds_as_many_more_tokens_as_fp8_is_smaller() -> None:
 def test_a_cache_dtype_that_no_backend_keeps_is_refused_with_each_ones_reason() -> None:
     with pytest.raises(UnsupportedError) as error:
         loaded(kv_cache_dtype="bfloat16")
-    assert "no attention backend can serve this model on cpu in float32 with K and V in bfloat16" in str(error.value)
-    assert "dovetail:torch: the KV cache can't be bfloat16, only in float8_e4m3fn" in str(error.value)
+    assert (
+        "no attention backend can serve this model on cpu in float32 with K and V in bfloat16"
+        in str(error.value)
+    )
+    assert "dovetail:torch: the KV cache can't be bfloat16, only in float8_e4m3fn" in str(
+        error.value
+    )
     assert "dovetail:flash_attn: the KV cache can't be bfloat16\n" in str(error.value) + "\n"

@@ -30,14 +30,18 @@ def bench_with(graphs: bool) -> Bench:
 @GRAPHS
 @examples(quick=8, full=100)
 @given(steps=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5))
-def test_late_steps_without_masks_give_the_tokens_of_others(graphs: bool, steps: list[set[int]]) -> None:
+def test_late_steps_without_masks_give_the_tokens_of_others(
+    graphs: bool, steps: list[set[int]]
+) -> None:
     bench = bench_with(graphs)
     tokens = begin(bench, PROMPTS)
     for rows in steps:
         result = bench.run_late(dict.fromkeys(sorted(rows), 1))
         for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
             tokens[row].append(token)
-    assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
+    assert tokens == [
+        generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)
+    ]
     assert bench.rows.num_tokens[:4].tolist() == bench.rows.known.tolist()
 
 
@@ -53,16 +57,24 @@ def test_a_late_decode_replays_the_model_alone() -> None:
 @GRAPHS
 @examples(quick=10, full=200)
 @given(data=st.data())
-def test_masked_rows_draw_the_likeliest_that_is_allowed_and_others_what_they_would(graphs: bool, data: st.DataObject) -> None:
+def test_masked_rows_draw_the_likeliest_that_is_allowed_and_others_what_they_would(
+    graphs: bool, data: st.DataObject
+) -> None:
     bench = bench_with(graphs)
     plain = Bench()
     begin(bench, PROMPTS)
     begin(plain, PROMPTS)
     for _ in range(3):
         rows = sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))
-        allowed = {row: sorted(data.draw(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=4))) for row in rows if data.draw(st.booleans())}
+        allowed = {
+            row: sorted(data.draw(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=4)))
+            for row in rows
+            if data.draw(st.booleans())
+        }
         tokens = bench.run_late(dict.fromkeys(rows, 1), allowed=allowed).token_ids.tolist()
-        assert plain.run_late(dict.fromkeys(rows, 1), allowed=allowed).token_ids.tolist() == tokens, "with graphs as without"
+        assert (
+            plain.run_late(dict.fromkeys(rows, 1), allowed=allowed).token_ids.tolist() == tokens
+        ), "with graphs as without"
         for row, token in zip(rows, tokens, strict=True):
             assert token in allowed.get(row, range(VOCAB))
 
@@ -70,7 +82,9 @@ def test_masked_rows_draw_the_likeliest_that_is_allowed_and_others_what_they_wou
 def test_log_probabilities_are_raw_beside_a_mask() -> None:
     bench = Bench()
     raw = bench.run({0: 3}, [bench.new(0, [3, 1, 4], RowSampling(logprobs=3))]).logprobs
-    masked = bench.run_late({1: 3}, [bench.new(1, [3, 1, 4], RowSampling(logprobs=3))], allowed={1: [7]}).logprobs
+    masked = bench.run_late(
+        {1: 3}, [bench.new(1, [3, 1, 4], RowSampling(logprobs=3))], allowed={1: [7]}
+    ).logprobs
     assert raw is not None
     assert masked is not None
     assert masked.token_ids[0, 0] == 7
@@ -90,11 +104,20 @@ def test_what_is_late_must_be_sampled_and_what_is_not_cannot_be() -> None:
 
 
 @examples(quick=30, full=500)
-@given(vocab=st.integers(1, 100), rows=st.integers(1, 4), lines=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
-def test_a_mask_forbids_just_the_tokens_whose_bit_is_not_set(vocab: int, rows: int, lines: int, seed: int) -> None:
+@given(
+    vocab=st.integers(1, 100),
+    rows=st.integers(1, 4),
+    lines=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_mask_forbids_just_the_tokens_whose_bit_is_not_set(
+    vocab: int, rows: int, lines: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn((rows, vocab), generator=generator)
-    words = torch.randint(-(2**31), 2**31, (lines, -(-vocab // 32)), generator=generator, dtype=torch.int64).to(torch.int32)
+    words = torch.randint(
+        -(2**31), 2**31, (lines, -(-vocab // 32)), generator=generator, dtype=torch.int64
+    ).to(torch.int32)
     at = torch.randint(-1, lines, (rows,), generator=generator)
     masked = logits.clone()
     mask_tokens(masked, at, words)

@@ -39,12 +39,16 @@ def bench_with_graphs(**sizes: int) -> tuple[Bench, WatchedGraphs]:
     return bench, with_graphs(bench, 13)
 
 
-def test_the_median_of_some_replays_is_taken_for_each_number_of_lines_that_a_step_may_have() -> None:
+def test_the_median_of_some_replays_is_taken_for_each_number_of_lines_that_a_step_may_have() -> (
+    None
+):
     bench, graphs = bench_with_graphs()
     costs = line_costs(bench.runner, graphs)
     assert [lines for lines, _ in costs] == [lines for lines in LINES if lines <= 13]
     assert [seconds for _, seconds in costs] == [TIMES * n + 2 for n in range(len(costs))]
-    assert graphs.replayed[:: 1 + TIMES] == [(Kind.DECODE, size) for size in (1, 2, 3, 4, 5, 6, 8, 12)]
+    assert graphs.replayed[:: 1 + TIMES] == [
+        (Kind.DECODE, size) for size in (1, 2, 3, 4, 5, 6, 8, 12)
+    ]
     assert graphs.replayed_rows[4] == [0, 0, 1, 2, 3], "drafts are dealt to all rows"
 
 

@@ -22,9 +22,13 @@ from tests.models.oracle import reference
 GIB = 1 << 30
 
 
-def machine(folder: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str]) -> None:
+def machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str]
+) -> None:
     """A machine of 16 GiB, 12 of them available, with a process in `cgroup` and `files` below /sys/fs/cgroup."""
-    (folder / "meminfo").write_text(f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n")
+    (folder / "meminfo").write_text(
+        f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n"
+    )
     (folder / "cgroup").write_text(cgroup)
     for name, text in files.items():
         path = folder / "groups" / name
@@ -63,24 +67,47 @@ VERSION_1 = {
         ("0::/a/b\n", version_2("a/", 6 * GIB, 2 * GIB) | version_2("a/b/", "max", GIB), 4, 6),
         ("4:memory:/box\n0::/\n", VERSION_1, 3, 4),
     ],
-    ids=["no limit", "max", "a container's", "cached files are available", "a service's parent", "version 1"],
+    ids=[
+        "no limit",
+        "max",
+        "a container's",
+        "cached files are available",
+        "a service's parent",
+        "version 1",
+    ],
 )
 def test_memory_is_the_machines_or_the_tightest_limit_around_the_process(
-    cgroup: str, files: dict[str, str], available: int, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cgroup: str,
+    files: dict[str, str],
+    available: int,
+    total: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine(tmp_path, monkeypatch, cgroup, files)
     assert (available_ram_bytes(), total_ram_bytes()) == (available * GIB, total * GIB)
 
 
-def test_ranks_of_one_machine_are_held_against_all_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_machine_are_held_against_all_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Available memory changes while other ranks load."""
     machine(tmp_path, monkeypatch, "0::/\n", {})
     require_ram(8 * GIB, "they", ranks=2)
-    with pytest.raises(ConfigError, match=r"they need 18.0 GiB of memory \(9.0 GiB in each of 2 ranks\), and 16.0 GiB are there"):
+    with pytest.raises(
+        ConfigError,
+        match=r"they need 18.0 GiB of memory \(9.0 GiB in each of 2 ranks\), and 16.0 GiB are there",
+    ):
         require_ram(9 * GIB, "they", ranks=2)
 
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +118,9 @@ def ready() -> None:
         pass
 
 
-@pytest.mark.parametrize("config_class", [Qwen3Config, StableLmConfig], ids=["native", "through transformers"])
+@pytest.mark.parametrize(
+    "config_class", [Qwen3Config, StableLmConfig], ids=["native", "through transformers"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_they_are_read(
     config_class: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,13 +132,27 @@ def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_they_are_r
         size = file.stat().st_size
         opened.truncate(8 + int.from_bytes(opened.read(8), "little"))
         opened.truncate(size)
-    needed = sum(parameter.numel() for parameter in model.parameters()) * getattr(torch, dtype).itemsize
+    needed = (
+        sum(parameter.numel() for parameter in model.parameters()) * getattr(torch, dtype).itemsize
+    )
     monkeypatch.setattr(memory, "available_ram_bytes", lambda: needed // 2)
     with pytest.raises(ConfigError) as caught:
-        LLMEngine.from_config({"model": str(tmp_path), "dtype": dtype, "generation_config": "none", "executor": {"name": "local", "num_blocks": 64}})
-    told = re.search(rf"the weights in {dtype} need ([\d.]+) KiB of memory, and ([\d.]+) KiB are available", str(caught.value))
+        LLMEngine.from_config(
+            {
+                "model": str(tmp_path),
+                "dtype": dtype,
+                "generation_config": "none",
+                "executor": {"name": "local", "num_blocks": 64},
+            }
+        )
+    told = re.search(
+        rf"the weights in {dtype} need ([\d.]+) KiB of memory, and ([\d.]+) KiB are available",
+        str(caught.value),
+    )
     assert told is not None, caught.value
-    assert needed <= float(told[1]) * 1024 + 52 <= 1.05 * needed, "rounded to 0.1 KiB; some layers are padded"
+    assert needed <= float(told[1]) * 1024 + 52 <= 1.05 * needed, (
+        "rounded to 0.1 KiB; some layers are padded"
+    )
     assert float(told[2]) == round(needed // 2 / 1024, 1)
 
 

@@ -13,7 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerCache, LayerSpec
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionLayer,
+    LayerCache,
+    LayerSpec,
+)
 from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask, RowPooling
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
@@ -73,7 +80,9 @@ class PoolWideAttention(AttentionBackend):
         self.slots[:count] = slots
         self.sees[:count] = False
         token = 0
-        for table, queries, length in zip(tables.numpy(), batch.host_query_lens, batch.host_kv_lens, strict=True):
+        for table, queries, length in zip(
+            tables.numpy(), batch.host_query_lens, batch.host_kv_lens, strict=True
+        ):
             positions = np.arange(length)
             slots = table[positions // size] * size + positions % size
             for seen in range(length - queries + 1, length + 1):
@@ -88,25 +97,42 @@ class PoolWideLayer(AttentionLayer):
 
     def bind(self, cache: LayerCache) -> None:
         self.cache = cache
-        self.k, self.v = (memory.view(torch.float32).view(-1, self.spec.kv_heads, self.spec.head_size) for memory in cache.memory)
+        self.k, self.v = (
+            memory.view(torch.float32).view(-1, self.spec.kv_heads, self.spec.head_size)
+            for memory in cache.memory
+        )
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         for cache, new in ((self.k, k), (self.v, v)):
             cache.index_copy_(0, self.backend.slots[: len(new)], new)
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        k, v = (cache.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1) for cache in (self.k, self.v))
+        k, v = (
+            cache.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1)
+            for cache in (self.k, self.v)
+        )
         scores = torch.einsum("thd,shd->hts", q, k) * self.spec.scale
-        weights = scores.masked_fill(~self.backend.sees[: len(q)], float("-inf")).softmax(dim=-1).nan_to_num()
+        weights = (
+            scores.masked_fill(~self.backend.sees[: len(q)], float("-inf"))
+            .softmax(dim=-1)
+            .nan_to_num()
+        )
         return torch.einsum("hts,shd->thd", weights, v)
 
 
-def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch, max_rows: int = 4) -> Bench:
+def bench_with_graphs(
+    backend: type[AttentionBackend],
+    sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    max_rows: int = 4,
+) -> Bench:
     """With 4 rows recordings of 8 tokens or more compute the states of 4 wanted tokens alone."""
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
     monkeypatch.setattr(graphs_module, "padded_sizes", lambda most: tuple(sizes[::-1]))
     bench, splitter = Bench(max_rows), LayerSplitter()
-    bench.model = bench.runner.model = TinyModel(splitter.wrap(bench.pool.wrap(bench.backend.make_layer)))
+    bench.model = bench.runner.model = TinyModel(
+        splitter.wrap(bench.pool.wrap(bench.backend.make_layer))
+    )
     bench.pool.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
     give_graphs(bench, mixed_builders(bench.runner.parts, splitter, 256))
@@ -120,7 +146,9 @@ def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]
     while work := {
         row: min(chunk, len(prompt) + len(tokens[row]) - computed)
         for row, prompt in enumerate(PROMPTS)
-        if (computed := 0 if added else int(bench.rows.computed[row])) < len(prompt) + len(tokens[row]) and len(tokens[row]) < outputs
+        if (computed := 0 if added else int(bench.rows.computed[row]))
+        < len(prompt) + len(tokens[row])
+        and len(tokens[row]) < outputs
     }:
         result = bench.run(work, added)
         added = []
@@ -132,7 +160,11 @@ def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 @examples(quick=8, full=100)
-@given(chunk=st.integers(1, 13), sizes=st.sampled_from([[40], [16, 8, 4], [8]]), max_rows=st.sampled_from([4, 21]))
+@given(
+    chunk=st.integers(1, 13),
+    sizes=st.sampled_from([[40], [16, 8, 4], [8]]),
+    max_rows=st.sampled_from([4, 21]),
+)
 def test_the_tokens_are_those_of_the_model_however_prompts_are_cut_and_steps_padded(
     backend: type[AttentionBackend], chunk: int, sizes: list[int], max_rows: int
 ) -> None:
@@ -152,7 +184,9 @@ def recorded(bench: Bench, sizes: list[int]) -> list[Graph]:
     return [graph for graph in graphs if graph is not None]
 
 
-@pytest.mark.parametrize(("backend", "pieces"), [(SlotsThatStay, [True, True, False]), (PoolWideAttention, [False])])
+@pytest.mark.parametrize(
+    ("backend", "pieces"), [(SlotsThatStay, [True, True, False]), (PoolWideAttention, [False])]
+)
 def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded_too(
     backend: type[AttentionBackend], pieces: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +196,9 @@ def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded
 
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
-def test_recording_that_fails_leaves_nothing_capturing(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_that_fails_leaves_nothing_capturing(
+    backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise memory that is released next would be released while a stream captures."""
     graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))
     play_graphs_on_the_cpu(monkeypatch)
@@ -179,13 +215,19 @@ def test_recording_that_fails_leaves_nothing_capturing(backend: type[AttentionBa
     assert GraphOnCpu.active is None
 
 
-def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = recorded(bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch), [16, 8, 7, 4])
+def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = recorded(
+        bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch), [16, 8, 7, 4]
+    )
     assert [len(graph.recording.outputs.hidden) for graph in graphs] == [4, 4, 7, 4]
     assert [graph.inputs.all_states for graph in graphs] == [False, False, True, True]
 
 
-def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = bench_with_graphs(PoolWideAttention, [16, 4], monkeypatch)
     backend: Any = bench.backend
     prompt = [3, 1, 4, 1, 5, 9, 2]
@@ -193,43 +235,82 @@ def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_o
     assert not backend.planned[-1].mixed_graph
     alone = Bench()
     expected = alone.run({0: len(prompt)}, [alone.new(0, prompt, RowSampling(prompt_logprobs=2))])
-    assert_rounded(result.prompt_logprobs[0].logprobs, expected.prompt_logprobs[0].logprobs, ROUNDINGS)
+    assert_rounded(
+        result.prompt_logprobs[0].logprobs, expected.prompt_logprobs[0].logprobs, ROUNDINGS
+    )
     bench.run({0: 1, 1: 5}, [bench.new(1, prompt[:5])])
     assert backend.planned[-1].mixed_graph, "its prompt is computed"
 
 
-def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graphs = recorded(bench_with_graphs(SlotsThatStay, [16, 8, 4], monkeypatch), [16, 8, 4])
-    splitter = [(piece.q, piece.out) for graph in graphs for piece in graph.recording.pieces if piece.layer is not None]
-    assert len({(q.data_ptr(), out.data_ptr()) for q, out in splitter if q is not None and out is not None}) == 1
+    splitter = [
+        (piece.q, piece.out)
+        for graph in graphs
+        for piece in graph.recording.pieces
+        if piece.layer is not None
+    ]
+    assert (
+        len(
+            {
+                (q.data_ptr(), out.data_ptr())
+                for q, out in splitter
+                if q is not None and out is not None
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
-def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(
+    backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))
     found = [graphs.for_model(tokens, 0, all_states=False) for tokens in (1, 4, 5, 8, 9)]
     assert [graph and graph.size for graph in found] == [4, 4, 8, 8, None]
 
 
-def test_steps_that_share_a_prefix_have_recordings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_share_a_prefix_have_recordings_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
     bench = bench_with_graphs(PoolWideAttention, [8, 4], monkeypatch)
     backend: Any = bench.backend
-    assert [batch.shared_prefix_blocks for batch in backend.planned] == [0, 0, 1], "few: the largest, and powers of two from 256 on"
-    batch = bench.batch({0: 5, 1: 5}, [bench.new(0, [1, 2, 3, 4, 5]), bench.new(1, [1, 2, 3, 4, 6])], [], [])
+    assert [batch.shared_prefix_blocks for batch in backend.planned] == [0, 0, 1], (
+        "few: the largest, and powers of two from 256 on"
+    )
+    batch = bench.batch(
+        {0: 5, 1: 5}, [bench.new(0, [1, 2, 3, 4, 5]), bench.new(1, [1, 2, 3, 4, 6])], [], []
+    )
     bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
-    assert (backend.planned[-1].mixed_graph, backend.planned[-1].shared_prefix_blocks) == (False, 1), "ten tokens are too many"
+    assert (backend.planned[-1].mixed_graph, backend.planned[-1].shared_prefix_blocks) == (
+        False,
+        1,
+    ), "ten tokens are too many"
     batch = bench.batch({0: 1, 1: 1}, [], [], [])
     bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
     assert (backend.planned[-1].mixed_graph, backend.planned[-1].slots[0].shape[1]) == (True, 8)
 
 
-def pooled_in_chunks(bench: Bench, method: PoolingMethod, tasks: Sequence[PoolingTask], chunk: int) -> list[Any]:
+def pooled_in_chunks(
+    bench: Bench, method: PoolingMethod, tasks: Sequence[PoolingTask], chunk: int
+) -> list[Any]:
     """What the prompts pool, each by its task, beside one that generates."""
-    bench.runner.pooler = Pooler(PoolingPlan(Path(), PoolingCapacity(tuple(tasks), method, 1), normalize=False), [], [], bench.rows)
+    bench.runner.pooler = Pooler(
+        PoolingPlan(Path(), PoolingCapacity(tuple(tasks), method, 1), normalize=False),
+        [],
+        [],
+        bench.rows,
+    )
     added = [
         bench.new(3, PROMPTS[0]),
-        *(replace(bench.new(row, prompt), pooling=RowPooling(task)) for row, (prompt, task) in enumerate(zip(PROMPTS, tasks, strict=True))),
+        *(
+            replace(bench.new(row, prompt), pooling=RowPooling(task))
+            for row, (prompt, task) in enumerate(zip(PROMPTS, tasks, strict=True))
+        ),
     ]
     left = {3: len(PROMPTS[0]), **{row: len(prompt) for row, prompt in enumerate(PROMPTS)}}
     found: dict[int, Any] = {}
@@ -238,7 +319,11 @@ def pooled_in_chunks(bench: Bench, method: PoolingMethod, tasks: Sequence[Poolin
         batch = bench.batch(work, added, [], [])
         due = [index for index, row in enumerate(work) if row < 3 and work[row] == left[row]]
         pools = np.array([row < 3 for row in work])
-        batch = replace(batch, yields_token=batch.yields_token & ~pools, pooled=np.array(due, np.int32) if due else None)
+        batch = replace(
+            batch,
+            yields_token=batch.yields_token & ~pools,
+            pooled=np.array(due, np.int32) if due else None,
+        )
         result = bench.runner.collect(bench.runner.submit(batch))
         found |= {row: result.pooled[index] for index, row in enumerate(work) if index in due}
         left = {row: count - work[row] for row, count in left.items() if count > work[row]}
@@ -249,12 +334,21 @@ def pooled_in_chunks(bench: Bench, method: PoolingMethod, tasks: Sequence[Poolin
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 @pytest.mark.parametrize("method", ["last", "mean", "cls"])
-def test_rows_pool_from_recordings_what_they_pool_without(backend: type[AttentionBackend], method: PoolingMethod) -> None:
+def test_rows_pool_from_recordings_what_they_pool_without(
+    backend: type[AttentionBackend], method: PoolingMethod
+) -> None:
     """With recordings of all states and of wanted ones alone, too small ones, and with more wanted tokens than these compute."""
     for tasks in (("embed",) * 3, ("embed", "token_embed", "embed")):
         expected = pooled_in_chunks(Bench(), method, tasks, 13)
-        for sizes, chunk, max_rows in (([40], 5, 4), ([16, 8, 4], 13, 4), ([8], 2, 4), ([16, 8], 3, 21)):
+        for sizes, chunk, max_rows in (
+            ([40], 5, 4),
+            ([16, 8, 4], 13, 4),
+            ([8], 2, 4),
+            ([16, 8], 3, 21),
+        ):
             with pytest.MonkeyPatch.context() as patch:
-                found = pooled_in_chunks(bench_with_graphs(backend, sizes, patch, max_rows), method, tasks, chunk)
+                found = pooled_in_chunks(
+                    bench_with_graphs(backend, sizes, patch, max_rows), method, tasks, chunk
+                )
             for one, other in zip(found, expected, strict=True):
                 assert_rounded(one, other, ROUNDINGS)

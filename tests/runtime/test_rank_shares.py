@@ -145,19 +145,32 @@ print("released")
 """
 
 
-@pytest.fixture(scope="module", params=[2, 3] if ON_GPUS or FULL else [3])  # of two ranks the order can't be wrong
+@pytest.fixture(
+    scope="module", params=[2, 3] if ON_GPUS or FULL else [3]
+)  # of two ranks the order can't be wrong
 def printed(request: pytest.FixtureRequest) -> Iterator[list[list[str]]]:
     """Run the programs above on all ranks, and yield what each rank printed: the names of the programs that it completed, in order."""
     pytest.importorskip("triton")
     size = request.param
-    environment = {**os.environ, **ENVIRONMENT, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     if not ON_GPUS:
         environment["TRITON_INTERPRET"] = "1"
     with TemporaryDirectory() as folder:
         (Path(folder) / "store").touch()
         command = [sys.executable, "-c", COMMON + SUMS + EXCHANGES + RELEASE]
         started = [
-            subprocess.Popen([*command, str(rank), str(size), folder], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(size)
+            subprocess.Popen(
+                [*command, str(rank), str(size), folder],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(size)
         ]
         try:
             yield [rank.communicate(timeout=LIMIT_S)[0].split() for rank in started]
@@ -172,7 +185,9 @@ def test_every_sum_is_that_of_all_ranks_one_by_one_and_in_a_graph(printed: list[
     assert all("sums" in names for names in printed)
 
 
-def test_what_is_exchanged_is_summed_or_gathered_in_the_order_of_ranks(printed: list[list[str]]) -> None:
+def test_what_is_exchanged_is_summed_or_gathered_in_the_order_of_ranks(
+    printed: list[list[str]],
+) -> None:
     assert all("exchanges" in names for names in printed)
 
 

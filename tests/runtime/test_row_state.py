@@ -31,7 +31,11 @@ class PlainRow:
     blocks: list[int] = field(default_factory=list)
 
 
-def batch(removed: list[int] | None = None, added: list[NewRow] | None = None, blocks: list[tuple[int, int]] | None = None) -> Batch:
+def batch(
+    removed: list[int] | None = None,
+    added: list[NewRow] | None = None,
+    blocks: list[tuple[int, int]] | None = None,
+) -> Batch:
     nothing = np.zeros(0, np.int32)
     return Batch(
         0,
@@ -46,13 +50,27 @@ def batch(removed: list[int] | None = None, added: list[NewRow] | None = None, b
 
 
 def new(row: int, tokens: list[int], blocks: list[int]) -> NewRow:
-    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), 0, (np.array(blocks, np.int32),), RowSampling())
+    return NewRow(
+        row,
+        f"r{row}",
+        np.array(tokens, np.int32),
+        len(tokens),
+        0,
+        (np.array(blocks, np.int32),),
+        RowSampling(),
+    )
 
 
 def grow(state: RowState, rows: list[int], tokens: list[int]) -> None:
     """Append a token to each of these rows, as a step does."""
     lines = Lines(torch.tensor(rows, dtype=torch.int64), torch.zeros(len(rows), dtype=torch.int32))
-    append(state, lines, last_tokens(state, lines)[1], torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(rows), 1))
+    append(
+        state,
+        lines,
+        last_tokens(state, lines)[1],
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.zeros(len(rows), 1),
+    )
     state.known[rows] += 1
 
 
@@ -69,21 +87,35 @@ def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
     plain: dict[int, PlainRow] = {}
     ids = st.integers(0, 99)
     for _ in range(data.draw(st.integers(1, 6), label="steps")):
-        removed = data.draw(st.lists(st.sampled_from(sorted(plain)), unique=True) if plain else st.just([]), label="removed")
+        removed = data.draw(
+            st.lists(st.sampled_from(sorted(plain)), unique=True) if plain else st.just([]),
+            label="removed",
+        )
         for row in removed:
             del plain[row]
         free = [row for row in range(MAX_ROWS) if row not in plain]
         added = []
-        for row in data.draw(st.lists(st.sampled_from(free), unique=True) if free else st.just([]), label="added"):
-            plain[row] = PlainRow(data.draw(st.lists(ids, min_size=1, max_size=12)), data.draw(st.lists(ids, max_size=4)))
+        for row in data.draw(
+            st.lists(st.sampled_from(free), unique=True) if free else st.just([]), label="added"
+        ):
+            plain[row] = PlainRow(
+                data.draw(st.lists(ids, min_size=1, max_size=12)),
+                data.draw(st.lists(ids, max_size=4)),
+            )
             added.append(new(row, plain[row].tokens, plain[row].blocks))
         appended = []
-        for row in data.draw(st.lists(st.sampled_from(sorted(plain)), max_size=3) if plain else st.just([]), label="appended to"):
+        for row in data.draw(
+            st.lists(st.sampled_from(sorted(plain)), max_size=3) if plain else st.just([]),
+            label="appended to",
+        ):
             if len(plain[row].blocks) < MAX_LEN // BLOCK_SIZE:
                 appended.append((row, data.draw(ids)))
                 plain[row].blocks.append(appended[-1][1])
         state.update(batch(removed, added, appended))
-        sampling = data.draw(st.lists(st.sampled_from(sorted(plain)), unique=True) if plain else st.just([]), label="sampling")
+        sampling = data.draw(
+            st.lists(st.sampled_from(sorted(plain)), unique=True) if plain else st.just([]),
+            label="sampling",
+        )
         sampled = [data.draw(ids) for _ in sampling]
         for row, token in zip(sampling, sampled, strict=True):
             plain[row].tokens.append(token)
@@ -108,7 +140,10 @@ def test_counts_within_begin_at_zero_in_each_group(sizes: list[int]) -> None:
     ("added", "message"),
     [
         (new(MAX_ROWS, [1], [1]), "was given row 4; there are 4"),
-        (new(0, [1] * (MAX_LEN + 1), [1]), "has 25 tokens in 1 pages of a group; a row holds 24 tokens in 8 pages"),
+        (
+            new(0, [1] * (MAX_LEN + 1), [1]),
+            "has 25 tokens in 1 pages of a group; a row holds 24 tokens in 8 pages",
+        ),
         (new(0, [1], [1] * 9), "has 1 tokens in 9 pages"),
     ],
 )
@@ -117,9 +152,19 @@ def test_a_request_that_fits_no_row_is_rejected_by_name(added: NewRow, message: 
         RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu")).update(batch(added=[added]))
 
 
-def test_appended_blocks_are_sent_when_the_table_is_read_or_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, sent, send = RowState(MAX_ROWS, 300, layout(1), torch.device("cpu")), [], row_state.all_to_device
-    monkeypatch.setattr(row_state, "all_to_device", lambda arrays, device: sent.append(len(arrays[0])) or send(arrays, device))
+def test_appended_blocks_are_sent_when_the_table_is_read_or_many_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, sent, send = (
+        RowState(MAX_ROWS, 300, layout(1), torch.device("cpu")),
+        [],
+        row_state.all_to_device,
+    )
+    monkeypatch.setattr(
+        row_state,
+        "all_to_device",
+        lambda arrays, device: sent.append(len(arrays[0])) or send(arrays, device),
+    )
     state.update(batch(added=[new(1, [1], [7])]))
     sent.clear()
     for block in (8, 9):
@@ -149,10 +194,17 @@ def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
 
 
 def test_a_step_beyond_the_end_of_a_row_is_refused() -> None:
-    state = RowState(MAX_ROWS, 2 * BLOCK_SIZE - 1, LAYOUT, torch.device("cpu"))  # the last block could hold one token more
+    state = RowState(
+        MAX_ROWS, 2 * BLOCK_SIZE - 1, LAYOUT, torch.device("cpu")
+    )  # the last block could hold one token more
     state.update(batch(added=[new(0, [5] * 5, [1, 2])]))
     grow(state, [0], [9])
-    beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([6], np.int32), yields_token=np.array([True]))
+    beyond = replace(
+        batch(),
+        rows=np.array([0], np.int32),
+        num_tokens=np.array([6], np.int32),
+        yields_token=np.array([True]),
+    )
     with pytest.raises(DovetailError, match=r"request 'r0'.*a row holds 5"):
         state.check(beyond)
 
@@ -177,18 +229,40 @@ def test_a_block_of_several_pages_has_each_in_a_table_of_its_own() -> None:
     assert state.waste_slots.tolist() == [150, 300, 300]
     slots = torch.zeros((3, 3), dtype=torch.int64)
     state.put_slots(torch.tensor([state.row_width + 8, state.row_width + 11, 0]), 2, slots)
-    assert slots.tolist() == [[7 * 3 + 2, 8 * 3 + 2, 150], [20 * 6 + 2, 20 * 6 + 5, 300], [21 * 6 + 2, 21 * 6 + 5, 300]]
+    assert slots.tolist() == [
+        [7 * 3 + 2, 8 * 3 + 2, 150],
+        [20 * 6 + 2, 20 * 6 + 5, 300],
+        [21 * 6 + 2, 21 * 6 + 5, 300],
+    ]
 
 
 def test_a_row_holds_as_many_tokens_as_its_shortest_table() -> None:
     state = RowState(MAX_ROWS, MAX_LEN, layout(3, (6, 8, 2)), torch.device("cpu"))
-    state.update(batch(added=[replace(new(0, [1] * 12, []), pages=(np.arange(4, dtype=np.int32), np.array([9, 10, 11], np.int32)))]))
-    beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([7], np.int32), yields_token=np.array([False]))
+    state.update(
+        batch(
+            added=[
+                replace(
+                    new(0, [1] * 12, []),
+                    pages=(np.arange(4, dtype=np.int32), np.array([9, 10, 11], np.int32)),
+                )
+            ]
+        )
+    )
+    beyond = replace(
+        batch(),
+        rows=np.array([0], np.int32),
+        num_tokens=np.array([7], np.int32),
+        yields_token=np.array([False]),
+    )
     with pytest.raises(DovetailError, match="its blocks hold 6"):
         state.check(beyond)
     state.check(replace(beyond, num_tokens=np.array([6], np.int32)))
 
 
 def test_a_new_row_without_a_table_for_each_group_is_refused() -> None:
-    with pytest.raises(DovetailError, match="request 'r0' has 1 block tables; the layout has 2 groups"):
-        RowState(MAX_ROWS, MAX_LEN, layout(3, (3, 8, 1)), torch.device("cpu")).update(batch(added=[new(0, [1], [1])]))
+    with pytest.raises(
+        DovetailError, match="request 'r0' has 1 block tables; the layout has 2 groups"
+    ):
+        RowState(MAX_ROWS, MAX_LEN, layout(3, (3, 8, 1)), torch.device("cpu")).update(
+            batch(added=[new(0, [1], [1])])
+        )

@@ -25,7 +25,9 @@ NONE = np.zeros(0, np.int32)
 
 Step = list[tuple[int, int, int]]  # row, tokens computed before, tokens to compute
 steps = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, unique=True).flatmap(
-    lambda rows: st.tuples(*(st.tuples(st.just(row), st.integers(0, 6), st.integers(1, 6)) for row in rows)).map(list)
+    lambda rows: st.tuples(
+        *(st.tuples(st.just(row), st.integers(0, 6), st.integers(1, 6)) for row in rows)
+    ).map(list)
 )
 
 
@@ -42,9 +44,22 @@ def rows_of() -> RowState:
 def inputs_of(step: Step) -> HostInputs:
     state = rows_of()
     tokens = np.zeros(MAX_LEN, np.int32)
-    added = tuple(NewRow(row, str(row), tokens, MAX_LEN, computed, (np.array(blocks_of(row), np.int32),), RowSampling()) for row, computed, _ in step)
+    added = tuple(
+        NewRow(
+            row,
+            str(row),
+            tokens,
+            MAX_LEN,
+            computed,
+            (np.array(blocks_of(row), np.int32),),
+            RowSampling(),
+        )
+        for row, computed, _ in step
+    )
     rows, _, counts = (np.array(column, np.int32) for column in zip(*step, strict=True))
-    batch = Batch(0, NONE, added, NONE.reshape(0, 3), (), rows, counts, np.zeros(len(rows), np.bool_))
+    batch = Batch(
+        0, NONE, added, NONE.reshape(0, 3), (), rows, counts, np.zeros(len(rows), np.bool_)
+    )
     state.update(batch)
     return HostInputs.of(batch, state)
 
@@ -54,15 +69,33 @@ def lists_of(inputs: HostInputs | DeviceInputs) -> dict[str, list[Any]]:
 
 
 def expected_of(step: Step) -> dict[str, list[Any]]:
-    tokens = [(row, position) for row, computed, count in step for position in range(computed, computed + count)]
+    tokens = [
+        (row, position)
+        for row, computed, count in step
+        for position in range(computed, computed + count)
+    ]
     return {
         "token_indices": [row * (MAX_LEN + 1) + position for row, position in tokens],
         "positions": [position for _, position in tokens],
-        "slots": [[blocks_of(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in tokens]],
+        "slots": [
+            [
+                blocks_of(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                for row, position in tokens
+            ]
+        ],
         "rows": [row for row, _, _ in step],
-        "query_starts": [sum(count for _, _, count in step[:index]) for index in range(len(step) + 1)],
+        "query_starts": [
+            sum(count for _, _, count in step[:index]) for index in range(len(step) + 1)
+        ],
         "kv_lens": [computed + count for _, computed, count in step],
-        "tables": [[blocks_of(row)[: -(-max(computed + count for _, computed, count in step) // BLOCK_SIZE)] for row, _, _ in step]],
+        "tables": [
+            [
+                blocks_of(row)[
+                    : -(-max(computed + count for _, computed, count in step) // BLOCK_SIZE)
+                ]
+                for row, _, _ in step
+            ]
+        ],
     }
 
 
@@ -84,13 +117,24 @@ def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: 
     at = [getattr(fixed.rows(1), name).data_ptr() for name in names]
     for step in sequence:
         host = inputs_of(step)
-        filled, expected, padding = lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)), expected_of(step), SIZE - host.num_tokens
-        for padded, number in ((expected["token_indices"], 0), (expected["positions"], 0), (expected["slots"][0], POOL * BLOCK_SIZE)):
+        filled, expected, padding = (
+            lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)),
+            expected_of(step),
+            SIZE - host.num_tokens,
+        )
+        for padded, number in (
+            (expected["token_indices"], 0),
+            (expected["positions"], 0),
+            (expected["slots"][0], POOL * BLOCK_SIZE),
+        ):
             padded += [number] * padding
         assert filled == expected
         assert fixed.wanted[: len(step)].tolist() == (host.ends - 1).tolist()
         assert [getattr(fixed.rows(1), name).data_ptr() for name in names] == at
-    assert (fixed.token_indices.tolist(), fixed.positions.tolist()) == (expected["token_indices"], expected["positions"])
+    assert (fixed.token_indices.tolist(), fixed.positions.tolist()) == (
+        expected["token_indices"],
+        expected["positions"],
+    )
 
 
 def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +144,20 @@ def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.Monkey
         host = inputs_of(step)
         assert host.max_blocks == 3
         fixed = MixedInputs(SIZE, rows_of(), 0).fill(host, np.zeros(0, np.int64))
-        assert [inputs.tables is not None for inputs in (host, host.to_device(rows_of()), fixed)] == [comes] * 3
+        assert [
+            inputs.tables is not None for inputs in (host, host.to_device(rows_of()), fixed)
+        ] == [comes] * 3
 
 
 def test_fixed_inputs_begin_as_padding() -> None:
     fixed = MixedInputs(SIZE, rows_of(), 0)
     tokens = fixed.rows(0)
-    assert [set(part.tolist()) for part in (tokens.token_indices, tokens.positions, tokens.slots[0])] == [{0}, {0}, {POOL * BLOCK_SIZE}]
-    assert (len(tokens.rows), tokens.query_starts.tolist(), len(tokens.kv_lens), len(fixed.wanted)) == (0, [0], 0, 0)
+    assert [
+        set(part.tolist()) for part in (tokens.token_indices, tokens.positions, tokens.slots[0])
+    ] == [{0}, {0}, {POOL * BLOCK_SIZE}]
+    assert (
+        len(tokens.rows),
+        tokens.query_starts.tolist(),
+        len(tokens.kv_lens),
+        len(fixed.wanted),
+    ) == (0, [0], 0, 0)

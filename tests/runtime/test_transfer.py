@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.runtime import transfer
-from dovetail.runtime.transfer import ALIGNMENT, HostCopy, Mirror, PinnedRing, all_to_device, parts_of, to_device, upload
+from dovetail.runtime.transfer import (
+    ALIGNMENT,
+    HostCopy,
+    Mirror,
+    PinnedRing,
+    all_to_device,
+    parts_of,
+    to_device,
+    upload,
+)
 from tests.support import examples
 
 CPU = torch.device("cpu")
@@ -67,8 +76,16 @@ class LateTensor:
         self.values[: len(source)] = source
 
 
-def ring_of(device: LateDevice, slots: int = 3, slot_bytes: int = 64, together: int = 1) -> PinnedRing:
-    return PinnedRing(slots, slot_bytes, lambda count: torch.zeros(count, dtype=torch.uint8), device.event, together)
+def ring_of(
+    device: LateDevice, slots: int = 3, slot_bytes: int = 64, together: int = 1
+) -> PinnedRing:
+    return PinnedRing(
+        slots,
+        slot_bytes,
+        lambda count: torch.zeros(count, dtype=torch.uint8),
+        device.event,
+        together,
+    )
 
 
 @st.composite
@@ -81,7 +98,9 @@ def some_arrays(draw: st.DrawFn) -> list[np.ndarray]:
 
 @examples(quick=100, full=3000)
 @given(st.lists(some_arrays(), max_size=12), st.integers(1, 5), st.integers(1, 5))
-def test_sent_values_arrive_even_if_the_device_is_late_and_arrays_change(sent: list[list[np.ndarray]], slots: int, together: int) -> None:
+def test_sent_values_arrive_even_if_the_device_is_late_and_arrays_change(
+    sent: list[list[np.ndarray]], slots: int, together: int
+) -> None:
     device, arrived = LateDevice(), []
     ring = ring_of(device, slots, together=together)
     for arrays in sent:
@@ -107,24 +126,44 @@ def test_the_host_waits_for_nothing_until_it_is_a_whole_ring_ahead(together: int
     assert device.done == 0
     for _ in range(together):
         ring.send([array], [0], device.tensor(16))
-        assert device.done == together, "for the copies whose event stands for the one whose buffer it needs"
+        assert device.done == together, (
+            "for the copies whose event stands for the one whose buffer it needs"
+        )
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_arrays_sent_together_keep_their_shapes_and_dtypes(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_sent_together_keep_their_shapes_and_dtypes(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For "cuda", with memory of the CPU instead of both the GPU's and the pinned."""
-    arrays = [np.arange(3), np.zeros(0, np.int64), np.array([[1, 2], [3, 4]], np.int32).T, np.array([True]), np.arange(5, dtype=np.float32)]
+    arrays = [
+        np.arange(3),
+        np.zeros(0, np.int64),
+        np.array([[1, 2], [3, 4]], np.int32).T,
+        np.array([True]),
+        np.arange(5, dtype=np.float32),
+    ]
     device, late = CPU, LateDevice()
     if device_type == "cuda":
         device, empty = torch.device("cuda:0"), torch.empty
         monkeypatch.setattr(transfer, "_ring", lambda device: ring_of(late, slot_bytes=256))
-        monkeypatch.setattr(transfer.torch, "empty", lambda *size, device, **other: empty(*size, **other))
+        monkeypatch.setattr(
+            transfer.torch, "empty", lambda *size, device, **other: empty(*size, **other)
+        )
     sent = all_to_device(arrays, device)
-    assert [tensor.dtype for tensor in sent] == [torch.int64, torch.int64, torch.int32, torch.bool, torch.float32]
+    assert [tensor.dtype for tensor in sent] == [
+        torch.int64,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+        torch.float32,
+    ]
     for tensor, array in zip(sent, arrays, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), array)
     if device_type == "cuda":
-        assert [tensor.storage_offset() * tensor.itemsize % ALIGNMENT for tensor in sent] == [0] * len(sent)
+        assert [tensor.storage_offset() * tensor.itemsize % ALIGNMENT for tensor in sent] == [
+            0
+        ] * len(sent)
 
 
 def test_a_mirror_sends_what_its_arrays_hold_and_keeps_its_addresses() -> None:
@@ -132,22 +171,45 @@ def test_a_mirror_sends_what_its_arrays_hold_and_keeps_its_addresses() -> None:
     at = [tensor.data_ptr() for tensor in mirror.tensors]
     assert [place % ALIGNMENT for place in at] == [at[0] % ALIGNMENT] * 4
     mirror.send()
-    assert [tensor.tolist() for tensor in mirror.tensors] == [[7, 7, 7], [[0, 0], [0, 0]], [], [True]]
+    assert [tensor.tolist() for tensor in mirror.tensors] == [
+        [7, 7, 7],
+        [[0, 0], [0, 0]],
+        [],
+        [True],
+    ]
     mirror.arrays[0][1], mirror.arrays[1][1] = 5, 6
     mirror.arrays[3][0] = False
     assert mirror.tensors[0].tolist() == [7, 7, 7], "until it is sent"
     mirror.send()
     mirror.arrays[0][:] = 0
-    assert [tensor.tolist() for tensor in mirror.tensors] == [[7, 5, 7], [[0, 0], [6, 6]], [], [False]]
+    assert [tensor.tolist() for tensor in mirror.tensors] == [
+        [7, 5, 7],
+        [[0, 0], [6, 6]],
+        [],
+        [False],
+    ]
     assert [tensor.data_ptr() for tensor in mirror.tensors] == at
-    assert [tensor.dtype for tensor in mirror.tensors] == [torch.int64, torch.int32, torch.float64, torch.bool]
+    assert [tensor.dtype for tensor in mirror.tensors] == [
+        torch.int64,
+        torch.int32,
+        torch.float64,
+        torch.bool,
+    ]
 
 
 @pytest.mark.parametrize(
     ("last", "numbers", "expected"),
-    [(-1, None, [9] * 6), (-1, 1, [9] * 5 + [0]), (2, 0, [9] * 4 + [0] * 2), (0, 1, [9] + [0] * 5), (1, None, [9] * 4 + [0] * 2)],
+    [
+        (-1, None, [9] * 6),
+        (-1, 1, [9] * 5 + [0]),
+        (2, 0, [9] * 4 + [0] * 2),
+        (0, 1, [9] + [0] * 5),
+        (1, None, [9] * 4 + [0] * 2),
+    ],
 )
-def test_of_a_mirror_as_much_is_sent_as_is_said(last: int, numbers: int | None, expected: list[int]) -> None:
+def test_of_a_mirror_as_much_is_sent_as_is_said(
+    last: int, numbers: int | None, expected: list[int]
+) -> None:
     mirror = Mirror([np.zeros(3), np.zeros(1, np.int32), np.zeros(2, np.int64)], CPU)
     for array in mirror.arrays:
         array[:] = 9

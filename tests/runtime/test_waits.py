@@ -34,7 +34,9 @@ class Zeros(nn.Module):
         super().__init__()
         self.layers = [make_layer(spec) for spec in SPECS]
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return torch.zeros(len(token_ids if wanted is None else wanted), HIDDEN)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,7 +70,9 @@ def bench_of(backend: AttentionBackend) -> Bench:
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_planning_a_step_waits_for_nothing(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_a_step_waits_for_nothing(
+    name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = bench_of(backend_of(name, monkeypatch))
     if graphs:
         with_graphs(bench)
@@ -78,9 +82,20 @@ def test_planning_a_step_waits_for_nothing(name: str, graphs: bool, monkeypatch:
             pending = bench.runner.submit(batch)
         bench.runner.collect(pending)
 
-    step(bench.batch({0: 200, 1: 3}, [bench.new(0, list(range(20)) * 15), bench.new(1, [1, 2, 3])], [], []))
+    step(
+        bench.batch(
+            {0: 200, 1: 3}, [bench.new(0, list(range(20)) * 15), bench.new(1, [1, 2, 3])], [], []
+        )
+    )
     step(bench.batch({0: 100, 1: 1}, [], [], []))
     step(bench.batch({0: 1, 1: 1}, [], [], []))
     bench.blocks[2] = [bench.free_blocks.pop()]
-    step(bench.batch({2: 1, 0: 1}, [bench.new(2, [1, 2, 3], computed=2)], [1], [PageCopy(bench.blocks[0][0], bench.blocks[2][0])]))
+    step(
+        bench.batch(
+            {2: 1, 0: 1},
+            [bench.new(2, [1, 2, 3], computed=2)],
+            [1],
+            [PageCopy(bench.blocks[0][0], bench.blocks[2][0])],
+        )
+    )
     assert np.array_equal(bench.rows.known[[0, 2]], [303, 4])

@@ -43,12 +43,18 @@ def loaded(**changes: Any) -> tuple[Worker, Capacity]:
     return rank, capacity
 
 
-def test_it_tells_how_many_blocks_fit_and_makes_as_many_as_were_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_tells_how_many_blocks_fit_and_makes_as_many_as_were_agreed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rank, made = worker(kv_cache_memory=20 * BLOCK_BYTES), []
     assert rank.load(CPU).num_pages == 20
     assert rank.runner is not None
     allocate = rank.runner.pool.allocate
-    monkeypatch.setattr(rank.runner.pool, "allocate", lambda num_pages: made.append(num_pages) or allocate(num_pages))
+    monkeypatch.setattr(
+        rank.runner.pool,
+        "allocate",
+        lambda num_pages: made.append(num_pages) or allocate(num_pages),
+    )
     rank.allocate(8)
     assert made == [8]
     rank.stop()
@@ -86,7 +92,9 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     allocate_pages = KVPool.allocate
     monkeypatch.setattr(KVPool, "allocate", allocate)
 
-    def make_runner(rank: Worker, plan: ModelPlan, model: Any, backend: Any, pool: KVPool, device: torch.device) -> Runner:
+    def make_runner(
+        rank: Worker, plan: ModelPlan, model: Any, backend: Any, pool: KVPool, device: torch.device
+    ) -> Runner:
         steps.append("load")
         pool.device = CPU
         runner = on_the_cpu(rank, plan, model, backend, pool, CPU)
@@ -99,21 +107,34 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(worker_module, "choose_attention", choose)
     monkeypatch.setattr(loading, "resolve_dtype", lambda *_: torch.float32)
     monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:4], CPU))
-    monkeypatch.setattr(worker_module, "peak_bytes", lambda runner, max_tokens: steps.append(f"profile {max_tokens} tokens") or 20 * BLOCK_BYTES)
+    monkeypatch.setattr(
+        worker_module,
+        "peak_bytes",
+        lambda runner, max_tokens: steps.append(f"profile {max_tokens} tokens") or 20 * BLOCK_BYTES,
+    )
     monkeypatch.setattr(gc, "freeze", lambda: steps.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: steps.append("unfreeze"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 * BLOCK_BYTES))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(total_memory=100 * BLOCK_BYTES),
+    )
     return steps
 
 
-def test_on_a_gpu_the_biggest_step_is_measured_once_kernels_are_compiled_and_graphs_are_recorded_in_the_real_pool(start_up: list[str]) -> None:
+def test_on_a_gpu_the_biggest_step_is_measured_once_kernels_are_compiled_and_graphs_are_recorded_in_the_real_pool(
+    start_up: list[str],
+) -> None:
     rank = worker(gpu_memory_utilization=0.5)
     capacity = rank.load(torch.device("cuda", 0))
     assert start_up == ["load", "freeze", "compile", "pool of 1", "pool of 1", "profile 128 tokens"]
     assert (capacity.num_pages, capacity.max_in_flight) == (30, 2)
-    assert (capacity.details["device"], capacity.details["cuda_graphs"]) == ("cuda:0 (Imaginary)", "decode, mixed")
+    assert (capacity.details["device"], capacity.details["cuda_graphs"]) == (
+        "cuda:0 (Imaginary)",
+        "decode, mixed",
+    )
     start_up.clear()
     rank.allocate(8)
     assert start_up == ["pool of 8", "record", "freeze"]
@@ -131,10 +152,15 @@ def test_where_no_graphs_are_wanted_none_are_made(start_up: list[str]) -> None:
 
 def test_a_rank_of_two_has_its_share_of_the_model_and_of_each_block() -> None:
     whole, half = worker(), Worker(context(), SingleGroup(rank=1, size=2), "ours")
-    assert (whole.load(CPU, 30).layout.page_bytes, half.load(CPU, 30).layout.page_bytes) == (BLOCK_BYTES, BLOCK_BYTES // 2)
+    assert (whole.load(CPU, 30).layout.page_bytes, half.load(CPU, 30).layout.page_bytes) == (
+        BLOCK_BYTES,
+        BLOCK_BYTES // 2,
+    )
     assert whole.runner is not None
     assert half.runner is not None
-    sizes = [sum(weight.numel() for weight in rank.runner.model.parameters()) for rank in (whole, half)]
+    sizes = [
+        sum(weight.numel() for weight in rank.runner.model.parameters()) for rank in (whole, half)
+    ]
     assert sizes[1] < sizes[0]
 
 
@@ -158,7 +184,10 @@ def test_a_step_that_fails_names_its_requests_and_ends_the_worker() -> None:
         raise RuntimeError("the device caught fire")
 
     rank.runner.model.forward = broken  # type: ignore[union-attr]
-    with pytest.raises(DovetailError, match="step 7 failed: RuntimeError: the device caught fire; requests in it: request-0, request-1"):
+    with pytest.raises(
+        DovetailError,
+        match="step 7 failed: RuntimeError: the device caught fire; requests in it: request-0, request-1",
+    ):
         rank.submit(decode(2, 7))
     with pytest.raises(DovetailError, match=r"^executor ours stopped computing: step 7 failed"):
         rank.check()
@@ -179,15 +208,22 @@ def test_an_error_that_shows_late_names_the_requests_of_its_own_step() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     rank.runner._wait = lost  # type: ignore[method-assign, union-attr]
-    with pytest.raises(DovetailError, match=r"step 1 failed: .*device-side assert triggered; requests in it: request-0, request-1$"):
+    with pytest.raises(
+        DovetailError,
+        match=r"step 1 failed: .*device-side assert triggered; requests in it: request-0, request-1$",
+    ):
         rank.collect(first)
     rank.stop()
 
 
-def test_steps_run_on_the_workers_own_gpu_whichever_thread_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_on_the_workers_own_gpu_whichever_thread_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rank, current = worker(), []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    rank.runner = SimpleNamespace(device=torch.device("cuda", 1), submit=lambda batch: current.append("submitted"))  # type: ignore[assignment]
+    rank.runner = SimpleNamespace(
+        device=torch.device("cuda", 1), submit=lambda batch: current.append("submitted")
+    )  # type: ignore[assignment]
     rank.submit(decode(1, 0))
     assert current == [torch.device("cuda", 1), "submitted"]
 
@@ -200,22 +236,37 @@ def test_a_model_length_beyond_the_models_own_is_refused() -> None:
 def test_a_model_that_nobody_serves_is_refused_by_name(tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["NobodyForCausalLM"]}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({**config, "architectures": ["NobodyForCausalLM"]})
+    )
     with pytest.raises(UnsupportedError, match="NobodyForCausalLM"):
         worker(model=str(tmp_path / "model")).load(CPU)
 
 
-def test_speculation_is_refused_where_drafts_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_is_refused_where_drafts_cannot_be_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert loaded()[1].max_lines == 0
     assert loaded(max_drafts=3)[1].max_lines == 16
     assert loaded(max_drafts=100)[1].max_lines == 128, "no more than the tokens of a step"
     plan = ModelPlan.of(context().config, context().models, SINGLE, CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(ModelPlan, "of", lambda *asked: replace(plan, states=[StateSpec(7, (StateTensor(8, 4),))]))
-        with pytest.raises(UnsupportedError, match="states of layer 7 can't take back a rejected draft"):
+        patch.setattr(
+            ModelPlan,
+            "of",
+            lambda *asked: replace(plan, states=[StateSpec(7, (StateTensor(8, 4),))]),
+        )
+        with pytest.raises(
+            UnsupportedError, match="states of layer 7 can't take back a rejected draft"
+        ):
             loaded(max_drafts=3)
-    monkeypatch.setattr(DefaultSampler, "capabilities", replace(DefaultSampler.capabilities, drafts=False))
-    with pytest.raises(UnsupportedError, match=r"sampler dovetail:default can't check drafts \(SamplerCapabilities.drafts\)"):
+    monkeypatch.setattr(
+        DefaultSampler, "capabilities", replace(DefaultSampler.capabilities, drafts=False)
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match=r"sampler dovetail:default can't check drafts \(SamplerCapabilities.drafts\)",
+    ):
         loaded(max_drafts=3)
 
 

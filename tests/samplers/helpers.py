@@ -29,17 +29,35 @@ class Ready:
 
 def plain(rows: Sequence[int], device: str = "cpu") -> Lines:
     """A line of each of these rows, without drafts."""
-    return Lines(torch.tensor(rows, dtype=torch.int64, device=device), torch.zeros(len(rows), dtype=torch.int32, device=device))
+    return Lines(
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.zeros(len(rows), dtype=torch.int32, device=device),
+    )
 
 
-def with_drafts(rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> tuple[list[Row], list[int], list[Row]]:
+def with_drafts(
+    rows: Sequence[Row], drafts: Sequence[Sequence[int]]
+) -> tuple[list[Row], list[int], list[Row]]:
     """Return the lines of rows with these drafts, the row of each, and a row of its own for each, whose output the drafts are."""
-    lines = [replace(row, drafts=tuple(own[:ahead])) for row, own in zip(rows, drafts, strict=True) for ahead in range(len(own) + 1)]
+    lines = [
+        replace(row, drafts=tuple(own[:ahead]))
+        for row, own in zip(rows, drafts, strict=True)
+        for ahead in range(len(own) + 1)
+    ]
     places = [place for place, own in enumerate(drafts) for _ in range(len(own) + 1)]
-    return lines, places, [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
+    return (
+        lines,
+        places,
+        [replace(line, output=line.output + line.drafts, drafts=()) for line in lines],
+    )
 
 
-def ready(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Ready:
+def ready(
+    rows: Sequence[Row],
+    places: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Ready:
     """One batch of all; `places` are their rows in the history (0, 1, … if not given). Lines of one row have the same place, and share its drafts:
     the last has the most."""
     vocab = len(rows[0].logits)
@@ -52,17 +70,34 @@ def ready(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch
     )
     for place, row in zip(places, rows, strict=True):
         history.token_ids[place, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
-        history.num_tokens[place], history.prompt_lens[place] = len(row.prompt) + len(row.output), len(row.prompt)
-    history = RowHistory(history.token_ids.to(device), history.num_tokens.to(device), history.prompt_lens.to(device))
-    sampler = DefaultSampler(NoOptions(), SamplerContext(device, vocab, history, max(len(r.drafts) for r in rows)))
+        history.num_tokens[place], history.prompt_lens[place] = (
+            len(row.prompt) + len(row.output),
+            len(row.prompt),
+        )
+    history = RowHistory(
+        history.token_ids.to(device), history.num_tokens.to(device), history.prompt_lens.to(device)
+    )
+    sampler = DefaultSampler(
+        NoOptions(), SamplerContext(device, vocab, history, max(len(r.drafts) for r in rows))
+    )
     sampler.prepare(max_rows)
     sampler.update([], [(place, row.sampling) for place, row in zip(places, rows, strict=True)])
     logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
     ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
-    return Ready(sampler, logits, Lines(torch.tensor(places, device=device), ahead), np.array(places, dtype=np.int32))
+    return Ready(
+        sampler,
+        logits,
+        Lines(torch.tensor(places, device=device), ahead),
+        np.array(places, dtype=np.int32),
+    )
 
 
-def sample(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> SampledTokens:
+def sample(
+    rows: Sequence[Row],
+    places: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> SampledTokens:
     return ready(rows, places, dtype, device).sample()
 
 

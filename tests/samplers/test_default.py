@@ -30,13 +30,21 @@ def any_rows(draw: st.DrawFn) -> Row:
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     logits = generator.normal(size=VOCAB).astype(np.float32) * draw(st.sampled_from([0.5, 4.0]))
     sampling = replace(draw(st.sampled_from(SORTS)), seed=draw(st.integers(-(2**63), 2**64 - 1)))
-    prompt, output = (tuple(generator.integers(0, VOCAB, draw(st.integers(low, 5))).tolist()) for low in (1, 0))
+    prompt, output = (
+        tuple(generator.integers(0, VOCAB, draw(st.integers(low, 5))).tolist()) for low in (1, 0)
+    )
     return Row(logits.tolist(), sampling, prompt, output)
 
 
 @examples(quick=60, full=1000)
-@given(st.lists(any_rows(), min_size=1, max_size=12), st.randoms(use_true_random=False), st.sampled_from([1, 3000, 2**17]))
-def test_a_row_gets_the_token_that_it_gets_alone(rows: list[Row], random: Random, chunk: int) -> None:
+@given(
+    st.lists(any_rows(), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+    st.sampled_from([1, 3000, 2**17]),
+)
+def test_a_row_gets_the_token_that_it_gets_alone(
+    rows: list[Row], random: Random, chunk: int
+) -> None:
     places = random.sample(range(40), len(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(default, "CPU_CHUNK", chunk)
@@ -71,7 +79,12 @@ def test_on_a_device_sampling_waits_for_nothing(rows: list[Row]) -> None:
 def test_a_gpu_draws_the_same_tokens() -> None:
     generator = np.random.default_rng(0)
     rows = [
-        Row((generator.normal(size=VOCAB) * 3).tolist(), replace(sampling, seed=seed), (1, 5, 1), (2, 3, 1, 2))
+        Row(
+            (generator.normal(size=VOCAB) * 3).tolist(),
+            replace(sampling, seed=seed),
+            (1, 5, 1),
+            (2, 3, 1, 2),
+        )
         for seed in range(20)
         for sampling in SORTS
     ]

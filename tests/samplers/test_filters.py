@@ -77,12 +77,17 @@ def test_top_p_counts_what_top_k_left(logits: np.ndarray, k: int, more: int, p: 
 def test_min_p_keeps_what_is_likely_enough(logits: np.ndarray, p: float) -> None:
     if (np.abs(np.exp(logits - logits.max()) / p - 1) > 1e-5).all():
         scores = scores_of(logits)
-        assert support(keep_min_p(scores.exp(), torch.tensor([p])), scores) == expected(logits, RowSampling(min_p=p))
+        assert support(keep_min_p(scores.exp(), torch.tensor([p])), scores) == expected(
+            logits, RowSampling(min_p=p)
+        )
 
 
 def test_top_p_that_is_reached_exactly_takes_no_more() -> None:
     scores = scores_of(np.zeros(4))
-    assert support(keep(scores, cut_top_p(scores, scores.exp(), torch.tensor([0.5]))), scores) == [0, 1]
+    assert support(keep(scores, cut_top_p(scores, scores.exp(), torch.tensor([0.5]))), scores) == [
+        0,
+        1,
+    ]
 
 
 def test_min_p_of_one_keeps_the_likeliest_and_its_equals() -> None:
@@ -91,7 +96,9 @@ def test_min_p_of_one_keeps_the_likeliest_and_its_equals() -> None:
 
 
 @examples(quick=30, full=300)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.3, 2.0, 8.0]), st.sampled_from([0.2, 0.9, 0.995]))
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([0.3, 2.0, 8.0]), st.sampled_from([0.2, 0.9, 0.995])
+)
 def test_top_p_is_the_same_whether_it_sorts_few_or_all(seed: int, spread: float, p: float) -> None:
     """Two rows, so that a flat one makes the batch sort all, which the peaked one wouldn't."""
     logits = np.random.default_rng(seed).normal(size=3 * FEW).astype(np.float32)
@@ -101,4 +108,6 @@ def test_top_p_is_the_same_whether_it_sorts_few_or_all(seed: int, spread: float,
     alone = [keep(row, cut_top_p(row, row.exp(), top_p[:1])) for row in rows]
     assert torch.equal(together, torch.cat(alone))
     if away_from_the_edge(logits * spread, 0, p):
-        assert support(alone[0], rows[0]) == expected((logits * spread).astype(np.float64), RowSampling(top_p=p))
+        assert support(alone[0], rows[0]) == expected(
+            (logits * spread).astype(np.float64), RowSampling(top_p=p)
+        )

@@ -13,7 +13,11 @@ from tests.rounding import allowed
 
 IDS = 4096
 ALPHA = 1e-5
-GOLDEN_BITS = [[649539806, 1829353461, 1069585102], [2089106234, 1363757467, 1631489937], [1539924736, 1282043675, 598470114]]
+GOLDEN_BITS = [
+    [649539806, 1829353461, 1069585102],
+    [2089106234, 1363757467, 1631489937],
+    [1539924736, 1282043675, 598470114],
+]
 
 
 def streams(seeds: list[int], positions: list[int]) -> torch.Tensor:
@@ -46,10 +50,14 @@ def test_neighbours_are_unrelated(x: np.ndarray) -> None:
         assert chisquare(np.bincount(nibbles[:-1] * 16 + nibbles[1:], minlength=256)).pvalue > ALPHA
 
 
-@pytest.mark.parametrize("shape", [([1] * 64, list(range(64))), (list(range(64)), [9] * 64)], ids=["positions", "seeds"])
+@pytest.mark.parametrize(
+    "shape", [([1] * 64, list(range(64))), (list(range(64)), [9] * 64)], ids=["positions", "seeds"]
+)
 def test_streams_are_uncorrelated(shape: tuple[list[int], list[int]]) -> None:
     x = bits(*shape).astype(np.float64)
-    off_diagonal = np.corrcoef(x)[np.triu_indices(64, 1)] * np.sqrt(IDS)  # standard normal, 2016 of them
+    off_diagonal = np.corrcoef(x)[np.triu_indices(64, 1)] * np.sqrt(
+        IDS
+    )  # standard normal, 2016 of them
     assert np.abs(off_diagonal).max() < 5.5
     assert kstest(off_diagonal, "norm").pvalue > ALPHA
 
@@ -58,14 +66,18 @@ def test_one_input_bit_changes_half_of_the_output_bits() -> None:
     seeds = [int(s) for s in np.random.default_rng(0).integers(0, 2**62, 200)]
     base = bits(seeds, [0] * 200, 64)
     for changed in (bits([s ^ (1 << b) for s in seeds], [0] * 200, 64) for b in range(0, 64, 7)):
-        flips = np.unpackbits((base ^ changed).view(np.uint8)).mean() * 32 / 31  # the top bit is always 0
+        flips = (
+            np.unpackbits((base ^ changed).view(np.uint8)).mean() * 32 / 31
+        )  # the top bit is always 0
         assert abs(flips - 0.5) < 0.01
 
 
 def test_no_two_ids_share_their_noise() -> None:
     hashes = id_hashes(200_000)
     assert len(hashes.unique()) == 200_000
-    same = sum(len(row) - len(row.unique()) for row in noise_bits(streams([1, 2, 3, 4], [0] * 4), hashes))
+    same = sum(
+        len(row) - len(row.unique()) for row in noise_bits(streams([1, 2, 3, 4], [0] * 4), hashes)
+    )
     assert same < 60  # 4 * 200,000**2 / 2 / 2**31 = 37 expected of random numbers
 
 
@@ -82,7 +94,9 @@ def test_small_exponentials_keep_their_precision() -> None:
     assert u.min() < 2.0**-19
     exact = -np.log1p(-u)
     np.testing.assert_allclose(e[u < 0.9], exact[u < 0.9], rtol=allowed(4))
-    np.testing.assert_allclose(e[u < 0.999], exact[u < 0.999], rtol=2e-5)  # above, 1 - u has few bits left, and never wins a race
+    np.testing.assert_allclose(
+        e[u < 0.999], exact[u < 0.999], rtol=2e-5
+    )  # above, 1 - u has few bits left, and never wins a race
 
 
 @pytest.mark.parametrize("extreme", [0, 1, 2**31 - 1, 2**31 - 64, 2**31 - 65])
@@ -102,7 +116,9 @@ def plain_bits(seed: int, position: int, token: int) -> int:
         return x ^ (x >> 31)
 
     def mix_32(x: int, added: int, shifts: tuple[int, ...]) -> int:
-        for step, (multiplier, shift) in enumerate(zip((0xED5AD4BB, 0xAC4C1B51, 0x31848BAB), shifts, strict=True)):
+        for step, (multiplier, shift) in enumerate(
+            zip((0xED5AD4BB, 0xAC4C1B51, 0x31848BAB), shifts, strict=True)
+        ):
             x = (x * multiplier + (added if step == 0 else 0)) % 2**32
             x ^= x >> shift
         return x
@@ -119,8 +135,14 @@ def plain_bits(seed: int, position: int, token: int) -> int:
 
 def test_the_bits_are_those_of_the_definition() -> None:
     generator = np.random.default_rng(5)
-    seeds, positions = [int(s) for s in generator.integers(-(2**63), 2**63, 30)], [int(p) for p in generator.integers(0, 2**20, 30)]
-    plain = [[plain_bits(s, p, token) for token in range(200)] for s, p in zip(seeds, positions, strict=True)]
+    seeds, positions = (
+        [int(s) for s in generator.integers(-(2**63), 2**63, 30)],
+        [int(p) for p in generator.integers(0, 2**20, 30)],
+    )
+    plain = [
+        [plain_bits(s, p, token) for token in range(200)]
+        for s, p in zip(seeds, positions, strict=True)
+    ]
     assert bits(seeds, positions, 200).tolist() == plain
 
 
@@ -132,7 +154,10 @@ def test_the_bits_never_change() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_makes_the_same_bits() -> None:
-    states, positions = torch.tensor([seed_state(s) for s in range(-32, 32)]), torch.arange(64) * 1000
+    states, positions = (
+        torch.tensor([seed_state(s) for s in range(-32, 32)]),
+        torch.arange(64) * 1000,
+    )
     keys, hashes = stream_keys(states, positions), id_hashes(50_000)
     on_gpu = noise_bits(stream_keys(states.cuda(), positions.cuda()), hashes.cuda())
     assert torch.equal(on_gpu.cpu(), noise_bits(keys, hashes))
@@ -143,13 +168,19 @@ def test_seeds_that_share_64_bits_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.5, 2.0])
-def test_samples_of_two_distributions_with_the_same_noise_agree_as_often_as_the_formula_says(scale: float) -> None:
+def test_samples_of_two_distributions_with_the_same_noise_agree_as_often_as_the_formula_says(
+    scale: float,
+) -> None:
     """The acceptance of drafts that are drawn with the noise of the model that checks them: see docs/speculation.md."""
     logits, difference = np.random.default_rng(1).normal(size=(2, 300)) * 2
     p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, logits + scale * difference))
     formula = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(len(p)))
     draws = 20_000
-    race = exponentials(streams([11] * draws, list(range(draws))), id_hashes(len(p))).double().numpy()
+    race = (
+        exponentials(streams([11] * draws, list(range(draws))), id_hashes(len(p))).double().numpy()
+    )
     measured = np.mean((race / p).argmin(1) == (race / q).argmin(1))
     assert abs(measured - formula) < 4 * np.sqrt(formula * (1 - formula) / draws)
-    assert formula < np.minimum(p, q).sum(), "rejection sampling would accept more, and give up that a seed has its tokens"
+    assert formula < np.minimum(p, q).sum(), (
+        "rejection sampling would accept more, and give up that a seed has its tokens"
+    )

@@ -24,9 +24,14 @@ FLAT = [0.0] * VOCAB
 def rule_rows(draw: st.DrawFn) -> Row:
     sampling = RowSampling(
         temperature=0.0,
-        logit_bias=tuple(draw(st.dictionaries(TOKEN, st.integers(-8, 8).map(float), max_size=3)).items()),
+        logit_bias=tuple(
+            draw(st.dictionaries(TOKEN, st.integers(-8, 8).map(float), max_size=3)).items()
+        ),
         allowed_token_ids=draw(st.none() | st.lists(TOKEN, min_size=1, max_size=5).map(tuple)),
-        bad_words=tuple(tuple(word) for word in draw(st.lists(st.lists(TOKEN, min_size=1, max_size=3), max_size=4))),
+        bad_words=tuple(
+            tuple(word)
+            for word in draw(st.lists(st.lists(TOKEN, min_size=1, max_size=3), max_size=4))
+        ),
         min_tokens=draw(st.integers(0, 4)),
         stop_token_ids=tuple(draw(st.lists(TOKEN, max_size=3))),
         repetition_penalty=draw(st.sampled_from([1.0, 0.5, 2.0, 4.0])),
@@ -34,13 +39,17 @@ def rule_rows(draw: st.DrawFn) -> Row:
         frequency_penalty=draw(st.sampled_from([0.0, 0.25, -0.5])),
     )
     logits = [x / 8 for x in draw(st.lists(st.integers(-64, 64), min_size=VOCAB, max_size=VOCAB))]
-    return Row(logits, sampling, tuple(draw(st.lists(TOKEN, min_size=1, max_size=6))), tuple(draw(TOKENS)))
+    return Row(
+        logits, sampling, tuple(draw(st.lists(TOKEN, min_size=1, max_size=6))), tuple(draw(TOKENS))
+    )
 
 
 @examples(quick=100, full=3000)
 @given(st.lists(rule_rows(), min_size=1, max_size=5))
 def test_changed_logits_are_those_of_the_oracle(rows: list[Row]) -> None:
-    assert_rounded(changed(rows), [changed_logits(r.logits, r.sampling, r.prompt, r.output) for r in rows], 4)
+    assert_rounded(
+        changed(rows), [changed_logits(r.logits, r.sampling, r.prompt, r.output) for r in rows], 4
+    )
 
 
 def greedy(**fields: object) -> RowSampling:
@@ -56,12 +65,23 @@ def test_allowed_tokens_that_the_model_excludes_are_still_the_only_ones() -> Non
 
 def test_what_lies_behind_a_rows_tokens_is_never_read() -> None:
     """The history's rows hold stale ids (7) behind their tokens."""
-    rows = [Row(FLAT, greedy(repetition_penalty=2.0, presence_penalty=1.0, bad_words=((7, 1), (1,)))), Row(FLAT, greedy(), prompt=(0,) * 9)]
-    np.testing.assert_array_equal(changed(rows)[0], changed_logits(FLAT, rows[0].sampling, (0,), ()))
+    rows = [
+        Row(FLAT, greedy(repetition_penalty=2.0, presence_penalty=1.0, bad_words=((7, 1), (1,)))),
+        Row(FLAT, greedy(), prompt=(0,) * 9),
+    ]
+    np.testing.assert_array_equal(
+        changed(rows)[0], changed_logits(FLAT, rows[0].sampling, (0,), ())
+    )
 
 
 def test_ids_outside_the_vocabulary_are_left_out() -> None:
-    sampling = greedy(logit_bias=((99, 5.0),), bad_words=((99,),), min_tokens=3, stop_token_ids=(99,), allowed_token_ids=(1, 99))
+    sampling = greedy(
+        logit_bias=((99, 5.0),),
+        bad_words=((99,),),
+        min_tokens=3,
+        stop_token_ids=(99,),
+        allowed_token_ids=(1, 99),
+    )
     assert tokens([Row([2.0, 1.0, 0.0], sampling)]) == [1]
 
 

@@ -36,9 +36,16 @@ def test_a_request_ahead_of_its_reader_runs_while_none_waits() -> None:
     assert plan(andes, running=[ahead("ahead", 5, andes)]).granted == {"ahead": 1}
 
 
-def test_who_is_ahead_pauses_while_another_waits_but_keeps_its_blocks_until_that_is_urgent() -> None:
+def test_who_is_ahead_pauses_while_another_waits_but_keeps_its_blocks_until_that_is_urgent() -> (
+    None
+):
     andes = policy(ttft_s=9.0)
-    done = plan(andes, running=[ahead("ahead", 5, andes), behind("behind")], waiting=[make_request("calm", 40, arrival_time=1.0)], free_blocks=2)
+    done = plan(
+        andes,
+        running=[ahead("ahead", 5, andes), behind("behind")],
+        waiting=[make_request("calm", 40, arrival_time=1.0)],
+        free_blocks=2,
+    )
     assert done.granted == {"behind": 1}
     assert not done.preempted
 
@@ -53,13 +60,23 @@ def test_the_furthest_ahead_makes_room_for_who_is_urgent() -> None:
 
 def test_who_was_preempted_as_often_as_allowed_never_pauses() -> None:
     andes = policy(max_preemptions=0)
-    done = plan(andes, running=[ahead("ahead", 9, andes)], waiting=[make_request("urgent", 40)], free_blocks=2)
+    done = plan(
+        andes,
+        running=[ahead("ahead", 9, andes)],
+        waiting=[make_request("urgent", 40)],
+        free_blocks=2,
+    )
     assert done.granted["ahead"] == 1
 
 
 def test_no_request_pauses_for_one_that_still_can_not_be_admitted() -> None:
     andes = policy(ttft_s=9.0)
-    done = plan(andes, running=[ahead("ahead", 5, andes)], waiting=[make_request("calm", 40, arrival_time=1.0)], free_blocks=2)
+    done = plan(
+        andes,
+        running=[ahead("ahead", 5, andes)],
+        waiting=[make_request("calm", 40, arrival_time=1.0)],
+        free_blocks=2,
+    )
     assert done.granted["ahead"] == 1
 
 
@@ -72,14 +89,29 @@ def test_a_reader_who_stalled_begins_again_with_the_next_token() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_in_scarce_memory_more_readers_get_their_first_token_in_time_than_in_order_of_arrival(overlap: bool) -> None:
+def test_in_scarce_memory_more_readers_get_their_first_token_in_time_than_in_order_of_arrival(
+    overlap: bool,
+) -> None:
     def first_tokens(scheduler: type[Scheduler], options: BaseModel) -> list[float]:
-        world = World(scheduler, Shape(num_blocks=16, max_model_len=64, overlap=overlap, reuse=False, seconds_per_step=0.1), options)
+        world = World(
+            scheduler,
+            Shape(
+                num_blocks=16, max_model_len=64, overlap=overlap, reuse=False, seconds_per_step=0.1
+            ),
+            options,
+        )
         for i in range(12):
             world.add(Spec(f"r{i}", tuple(range(8)), max_tokens=24, delay=i * 0.3))
         world.drain()
-        return [request.first_token_time - request.arrival_time for request in world.requests.values() if request.first_token_time is not None]
+        return [
+            request.first_token_time - request.arrival_time
+            for request in world.requests.values()
+            if request.first_token_time is not None
+        ]
 
     patience = 4.0
-    in_time = [sum(time <= patience for time in first_tokens(*case)) for case in ((Andes, policy(tokens_per_s=2.0).options), (FCFS, NoOptions()))]
+    in_time = [
+        sum(time <= patience for time in first_tokens(*case))
+        for case in ((Andes, policy(tokens_per_s=2.0).options), (FCFS, NoOptions()))
+    ]
     assert in_time[0] > in_time[1], in_time

@@ -34,7 +34,12 @@ def test_sixteen_policies_are_declared() -> None:
 
 def test_declaring_imports_no_policy() -> None:
     code = "import sys, dovetail_schedulers as d; d.dovetail_components(); print([m for m in sys.modules if m.startswith('dovetail_schedulers.')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 @every_policy
@@ -50,10 +55,21 @@ def test_a_policy_fits_on_two_screens(policy: Policy) -> None:
     assert len(inspect.getsource(inspect.getmodule(policy.cls) or policy.cls).splitlines()) <= 80
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if not policy.cls.claims.idles], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [policy for policy in POLICIES if not policy.cls.claims.idles], ids=repr
+)
 def test_decodes_run_beside_a_prompt_longer_than_the_budget(policy: Policy) -> None:
-    decodes = [make_request(f"d{i}", generated=2, arrival_time=i / 10, priority=i, deadline=9.0) for i in range(4)]
-    done = plan(policy.cls, running=decodes, waiting=[make_request("long", 200, priority=-1, deadline=8.0)], options=policy.options(), max_tokens=32)
+    decodes = [
+        make_request(f"d{i}", generated=2, arrival_time=i / 10, priority=i, deadline=9.0)
+        for i in range(4)
+    ]
+    done = plan(
+        policy.cls,
+        running=decodes,
+        waiting=[make_request("long", 200, priority=-1, deadline=8.0)],
+        options=policy.options(),
+        max_tokens=32,
+    )
     assert [done.granted[f"d{i}"] for i in range(4)] == [1, 1, 1, 1]
     assert done.granted["long"] == 28
 
@@ -79,12 +95,31 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
     running = []
     for i, prompt in enumerate(prompts[:count]):
         amid_prefill = draw(st.booleans()) and prompt > 1
-        running.append(request(f"r{i}", draw(st.integers(1, prompt - 1)) if amid_prefill else None, prompt))
-    waiting = [make_request(f"w{i}", prompt, arrival_time=0.3, priority=draw(st.integers(0, 2))) for i, prompt in enumerate(prompts[count:])]
-    held = sum(-(-r.num_computed // BLOCK if r.num_computed >= 0 else -(-(r.num_tokens - 1) // BLOCK)) for r in running)
-    enough = max(-(-r.num_tokens // BLOCK) for r in running + waiting)  # as the engine sees to: any request fits, alone
-    limits = {"max_tokens": draw(st.integers(1, 40)), "max_seqs": draw(st.integers(1, 5)), "block_size": BLOCK}
-    return {"running": running, "waiting": waiting, "free_blocks": max(draw(st.integers(0, 7)), enough - held), **limits}
+        running.append(
+            request(f"r{i}", draw(st.integers(1, prompt - 1)) if amid_prefill else None, prompt)
+        )
+    waiting = [
+        make_request(f"w{i}", prompt, arrival_time=0.3, priority=draw(st.integers(0, 2)))
+        for i, prompt in enumerate(prompts[count:])
+    ]
+    held = sum(
+        -(-r.num_computed // BLOCK if r.num_computed >= 0 else -(-(r.num_tokens - 1) // BLOCK))
+        for r in running
+    )
+    enough = max(
+        -(-r.num_tokens // BLOCK) for r in running + waiting
+    )  # as the engine sees to: any request fits, alone
+    limits = {
+        "max_tokens": draw(st.integers(1, 40)),
+        "max_seqs": draw(st.integers(1, 5)),
+        "block_size": BLOCK,
+    }
+    return {
+        "running": running,
+        "waiting": waiting,
+        "free_blocks": max(draw(st.integers(0, 7)), enough - held),
+        **limits,
+    }
 
 
 @every_policy
@@ -101,7 +136,9 @@ def test_some_request_runs_or_makes_room(policy: Policy, data: st.DataObject) ->
 def specs(draw: st.DrawFn, index: int) -> Spec:
     return Spec(
         f"r{index}",
-        tuple(draw(st.integers(0, 2)) for _ in range(draw(st.integers(1, 20)))),  # prefixes are shared often
+        tuple(
+            draw(st.integers(0, 2)) for _ in range(draw(st.integers(1, 20)))
+        ),  # prefixes are shared often
         max_tokens=draw(st.integers(1, 12)),
         n=draw(st.sampled_from([1, 1, 1, 2])),
         delay=draw(st.sampled_from([0.0, 0.0, 0.005, 0.3, 5.0])),
@@ -115,7 +152,9 @@ def specs(draw: st.DrawFn, index: int) -> Spec:
 @every_policy
 @examples(quick=6, full=500)
 @given(data=st.data())
-def test_whoever_comes_and_goes_all_are_answered_rightly(policy: Policy, data: st.DataObject) -> None:
+def test_whoever_comes_and_goes_all_are_answered_rightly(
+    policy: Policy, data: st.DataObject
+) -> None:
     block_size = data.draw(st.sampled_from([1, 2, 4]))
     shape = Shape(
         num_blocks=-(-32 // block_size) + data.draw(st.integers(0, 8)),
@@ -144,11 +183,19 @@ THREE_GROUPS = (  # (block_tokens, window, pages_per_block): full, and two windo
 @every_policy
 @examples(quick=5, full=500)
 @given(data=st.data())
-def test_over_three_cache_groups_nobody_stalls_and_nothing_leaks(policy: Policy, data: st.DataObject) -> None:
-    groups, max_tokens = data.draw(st.sampled_from(THREE_GROUPS)), data.draw(st.sampled_from([3, 8, 40]))
-    layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
+def test_over_three_cache_groups_nobody_stalls_and_nothing_leaks(
+    policy: Policy, data: st.DataObject
+) -> None:
+    groups, max_tokens = (
+        data.draw(st.sampled_from(THREE_GROUPS)),
+        data.draw(st.sampled_from([3, 8, 40])),
+    )
+    layout = KVLayout(
+        tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none"
+    )
     shape = Shape(
-        num_blocks=layout.most_pages(32, max_tokens) + data.draw(st.integers(0, 12)),  # one of full length fits; hardly two do
+        num_blocks=layout.most_pages(32, max_tokens)
+        + data.draw(st.integers(0, 12)),  # one of full length fits; hardly two do
         groups=groups,
         max_tokens=max_tokens,
         max_seqs=data.draw(st.integers(1, 5)),
@@ -161,14 +208,28 @@ def test_over_three_cache_groups_nobody_stalls_and_nothing_leaks(policy: Policy,
         for _ in range(data.draw(st.integers(0, 3))):
             world.step()
     world.drain(check=True)
-    reasons = {id: finish.stop_reason for id, finish in world.finished.items() if finish.reason == "length"}
-    assert "kv_capacity" not in reasons.values(), f"ended for lack of pages, although one of full length fits: {reasons}"
+    reasons = {
+        id: finish.stop_reason for id, finish in world.finished.items() if finish.reason == "length"
+    }
+    assert "kv_capacity" not in reasons.values(), (
+        f"ended for lack of pages, although one of full length fits: {reasons}"
+    )
 
 
 @every_policy
-def test_requests_that_fit_to_their_end_once_windows_release_pages_all_run_to_it(policy: Policy) -> None:
+def test_requests_that_fit_to_their_end_once_windows_release_pages_all_run_to_it(
+    policy: Policy,
+) -> None:
     groups = ((4, None, 1), (4, 8, 6))  # four tokens take 7 pages, until the window is full
-    shape = Shape(num_blocks=4 * (64 // 4 + 3 * 6), groups=groups, max_tokens=64, max_seqs=8, max_model_len=64, overlap=False, reuse=False)
+    shape = Shape(
+        num_blocks=4 * (64 // 4 + 3 * 6),
+        groups=groups,
+        max_tokens=64,
+        max_seqs=8,
+        max_model_len=64,
+        overlap=False,
+        reuse=False,
+    )
     world = World(policy.cls, shape, policy.options())
     for index in range(4):
         world.add(Spec(f"r{index}", tuple(range(index, index + 8)), max_tokens=50, priority=index))

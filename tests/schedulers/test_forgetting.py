@@ -86,9 +86,15 @@ class RPMKeepsAll(RPM):
             return True
         if defer:
             step.wake_at(recent[0] + window_s)
-            step.note(request, f"its client {request.client!r} is over its limit until {recent[0] + window_s:.3f} s")
+            step.note(
+                request,
+                f"its client {request.client!r} is over its limit until {recent[0] + window_s:.3f} s",
+            )
         else:
-            step.reject(request, f"its client {request.client!r} sent more than {self.options.limit} requests in {window_s:g} s")
+            step.reject(
+                request,
+                f"its client {request.client!r} sent more than {self.options.limit} requests in {window_s:g} s",
+            )
         return False
 
 
@@ -120,7 +126,17 @@ def acts(draw: st.DrawFn) -> list[tuple[str, Any]]:
         delay = draw(st.sampled_from([0.0, 0.0, 0.0, 0.02, 0.15, 0.6]))
         prompt = tuple(range(draw(st.integers(1, 12))))
         done.append(
-            ("add", Spec(f"r{index}", prompt, max_tokens=draw(st.integers(1, 12)), n=draw(st.sampled_from([1, 1, 1, 2])), delay=delay, client=client))
+            (
+                "add",
+                Spec(
+                    f"r{index}",
+                    prompt,
+                    max_tokens=draw(st.integers(1, 12)),
+                    n=draw(st.sampled_from([1, 1, 1, 2])),
+                    delay=delay,
+                    client=client,
+                ),
+            )
         )
         done.append(("steps", draw(st.sampled_from([0, 0, 1, 3, 8, 40]))))
         if draw(st.integers(0, 5)) == 0:
@@ -130,7 +146,11 @@ def acts(draw: st.DrawFn) -> list[tuple[str, Any]]:
 
 def played(policy: type[Scheduler], options: BaseModel, acts: list[tuple[str, Any]]) -> World:
     """An engine short of memory, so that requests are preempted, after `acts`."""
-    world = World(policy, Shape(num_blocks=16, block_size=2, max_seqs=3, max_tokens=16, max_model_len=32), options)
+    world = World(
+        policy,
+        Shape(num_blocks=16, block_size=2, max_seqs=3, max_tokens=16, max_model_len=32),
+        options,
+    )
     for act, argument in acts:
         if act == "add":
             world.add(argument)
@@ -155,7 +175,11 @@ class Bench:
     def perform(self, act: str, number: int) -> None:
         counters, some = self.counters, self.running[number % max(1, len(self.running)) :][:1]
         if act == "arrive":
-            request = make_request(f"{len(self.orders)}.{len(self.waiting)}.{number}", 1 + number % 7, client=f"c{number % CLIENTS}")
+            request = make_request(
+                f"{len(self.orders)}.{len(self.waiting)}.{number}",
+                1 + number % 7,
+                client=f"c{number % CLIENTS}",
+            )
             self.waiting.append(request)
             counters.arrived(request)
         elif act == "plan":
@@ -165,14 +189,23 @@ class Bench:
                 self.running.append(request)
             counters.still_wait(self.waiting)
         elif act == "generate":
-            counters.generated(StepDone(0, 0.0, 1.0, tuple(Ran(request, 1, 1 + number % 9) for request in some or self.running)))
+            counters.generated(
+                StepDone(
+                    0,
+                    0.0,
+                    1.0,
+                    tuple(Ran(request, 1, 1 + number % 9) for request in some or self.running),
+                )
+            )
         elif act == "preempt":
             for request in some:
                 self.running.remove(request)
                 self.waiting.append(request)
                 request.preemptions += 1
         else:
-            for request in self.waiting[number % max(1, len(self.waiting)) :][:1] if act == "abort" else some:
+            for request in (
+                self.waiting[number % max(1, len(self.waiting)) :][:1] if act == "abort" else some
+            ):
                 (self.waiting if act == "abort" else self.running).remove(request)
                 counters.finished(request)
         self.orders.append([request.id for request in counters.in_turn(tuple(self.waiting))])
@@ -184,8 +217,12 @@ ACTS = ["arrive"] * 3 + ["plan", "generate", "finish"] * 2 + ["abort", "preempt"
 @pytest.mark.parametrize("lift", [True, False])
 @pytest.mark.usefixtures("forgetful")
 @examples(quick=120, full=20_000)
-@given(script=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 62)), min_size=20, max_size=60))
-def test_turns_are_the_same_whether_the_idle_are_forgotten_or_not(lift: bool, script: list[tuple[str, int]]) -> None:
+@given(
+    script=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 62)), min_size=20, max_size=60)
+)
+def test_turns_are_the_same_whether_the_idle_are_forgotten_or_not(
+    lift: bool, script: list[tuple[str, int]]
+) -> None:
     forgets, keeps_all = (Bench(kind(CounterOptions(), lift=lift)) for kind in (Counters, KeepsAll))
     for act, number in script:
         forgets.perform(act, number)
@@ -204,14 +241,23 @@ def test_a_policy_decides_as_its_twin_that_forgets_nothing(
     assert played(policy, options, acts).story() == played(keeps_all, options, acts).story()
 
 
-ARRIVALS = st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 4)), max_size=3)  # (client, seconds ago)
+ARRIVALS = st.lists(
+    st.tuples(st.sampled_from("ab"), st.floats(0, 4)), max_size=3
+)  # (client, seconds ago)
 
 
 @pytest.mark.usefixtures("forgetful")
 @examples(quick=80, full=5_000)
 @given(
-    options=st.builds(RPMOptions, limit=st.integers(1, 2), window_s=st.just(1.0), over=st.sampled_from(["reject", "defer"])),
-    plannings=st.lists(st.tuples(st.sampled_from([0.1, 0.4, 0.7, 1.0, 3.0]), ARRIVALS), min_size=3, max_size=12),
+    options=st.builds(
+        RPMOptions,
+        limit=st.integers(1, 2),
+        window_s=st.just(1.0),
+        over=st.sampled_from(["reject", "defer"]),
+    ),
+    plannings=st.lists(
+        st.tuples(st.sampled_from([0.1, 0.4, 0.7, 1.0, 3.0]), ARRIVALS), min_size=3, max_size=12
+    ),
 )
 def test_rpm_decides_as_its_twin_however_far_requests_are_dated_back(
     options: RPMOptions, plannings: list[tuple[float, list[tuple[str, float]]]]
@@ -224,7 +270,10 @@ def test_rpm_decides_as_its_twin_however_far_requests_are_dated_back(
         decisions = [
             plan(
                 twin,
-                waiting=[make_request(f"{planning}.{index}", client=client, arrival_time=now - age) for index, (client, age) in enumerate(requests)],
+                waiting=[
+                    make_request(f"{planning}.{index}", client=client, arrival_time=now - age)
+                    for index, (client, age) in enumerate(requests)
+                ],
                 now=now,
             )
             for twin in twins
@@ -242,7 +291,12 @@ class Fleeting(RecordingExecutor):
 def entries(policy: Scheduler) -> int:
     """In all tables of a policy and of its counters."""
     owners = [policy, *(value for value in vars(policy).values() if isinstance(value, Turns))]
-    return sum(len(table) for owner in owners for table in vars(owner).values() if isinstance(table, dict | set))
+    return sum(
+        len(table)
+        for owner in owners
+        for table in vars(owner).values()
+        if isinstance(table, dict | set)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +307,14 @@ class Soak:
     mib: float
 
 
-def soak(policy: type[Scheduler], options: BaseModel, *, clients: int = 480, at_once: int = 8, pause_s: float = 1.0) -> Soak:
+def soak(
+    policy: type[Scheduler],
+    options: BaseModel,
+    *,
+    clients: int = 480,
+    at_once: int = 8,
+    pause_s: float = 1.0,
+) -> Soak:
     """Each client sends one request and has a long name. `at_once` come together; the next when all of them have ended, and after a pause."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_world, "watched", lambda policy: policy)  # it notes all that it sees
@@ -264,7 +325,9 @@ def soak(policy: type[Scheduler], options: BaseModel, *, clients: int = 480, at_
     try:
         for first in range(0, clients, at_once):
             for index in range(first, first + at_once):
-                world.add(Spec(f"r{index}", (1, 2, 3), max_tokens=2, client=f"c{index}".ljust(400, "x")))
+                world.add(
+                    Spec(f"r{index}", (1, 2, 3), max_tokens=2, client=f"c{index}".ljust(400, "x"))
+                )
             while world.core.has_unfinished():
                 world.core.step()
                 most = max(most, entries(world.policy))
@@ -278,17 +341,31 @@ def soak(policy: type[Scheduler], options: BaseModel, *, clients: int = 480, at_
 
 
 BOUNDED: dict[str, tuple[type[Scheduler], BaseModel, int]] = {  # and how many entries there may be
-    "vtc": (VTC, VTCOptions(), 2 * counters.LOOK_AFTER + 8 * 3),  # three tables have the clients with requests
+    "vtc": (
+        VTC,
+        VTCOptions(),
+        2 * counters.LOOK_AFTER + 8 * 3,
+    ),  # three tables have the clients with requests
     "lightllm by vtc": (LightLLM, LightLLMOptions(order="vtc"), 2 * counters.LOOK_AFTER + 8 * 3),
     "lightllm by arrival": (LightLLM, LightLLMOptions(), 0),
-    "rpm": (RPM, RPMOptions(window_s=2.0), 2 * (2 * 2 * 8) + rpm.LOOK_AFTER + 8),  # eight clients a second at most
-    "rpm, deferring": (RPM, RPMOptions(window_s=2.0, over="defer"), 2 * (2 * 2 * 8) + rpm.LOOK_AFTER + 8),
+    "rpm": (
+        RPM,
+        RPMOptions(window_s=2.0),
+        2 * (2 * 2 * 8) + rpm.LOOK_AFTER + 8,
+    ),  # eight clients a second at most
+    "rpm, deferring": (
+        RPM,
+        RPMOptions(window_s=2.0, over="defer"),
+        2 * (2 * 2 * 8) + rpm.LOOK_AFTER + 8,
+    ),
 }
 
 
 @pytest.mark.parametrize(("policy", "options", "most"), BOUNDED.values(), ids=BOUNDED)
 @pytest.mark.slow("tries large sizes")
-def test_clients_that_never_come_again_take_no_memory(policy: type[Scheduler], options: BaseModel, most: int) -> None:
+def test_clients_that_never_come_again_take_no_memory(
+    policy: type[Scheduler], options: BaseModel, most: int
+) -> None:
     soaked = soak(policy, options)
     assert soaked.most_entries <= most
     assert soaked.mib < 0.12, "a name and an entry of each client would be 0.23 MiB"

@@ -21,17 +21,32 @@ from tests.support import examples
 
 def admits(waiting: list[Request], pool_tokens: int, **options: Any) -> Plan:
     """Return what is admitted on an idle engine with blocks of one token."""
-    return plan(LightLLM, options=LightLLMOptions(**options), waiting=waiting, free_blocks=pool_tokens, block_size=1)
+    return plan(
+        LightLLM,
+        options=LightLLMOptions(**options),
+        waiting=waiting,
+        free_blocks=pool_tokens,
+        block_size=1,
+    )
 
 
 def peak_by_running(sizes: list[Size]) -> float:
     """Run them all, and look."""
     moments = range(max(size.left for size in sizes) + 1)
-    return max(sum(size.held + size.growth * moment for size in sizes if moment <= size.left) for moment in moments)
+    return max(
+        sum(size.held + size.growth * moment for size in sizes if moment <= size.left)
+        for moment in moments
+    )
 
 
 @examples(quick=100, full=2000)
-@given(sizes=st.lists(st.builds(Size, st.integers(1, 50), st.integers(0, 30), st.sampled_from([0, 0.25, 1])), min_size=1, max_size=8))
+@given(
+    sizes=st.lists(
+        st.builds(Size, st.integers(1, 50), st.integers(0, 30), st.sampled_from([0, 0.25, 1])),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_the_peak_is_that_of_a_run(sizes: list[Size]) -> None:
     assert peak_tokens(sizes) == peak_by_running(sizes)
 
@@ -51,13 +66,19 @@ class Pages:
 
 @examples(quick=50, full=1000)
 @given(tokens=st.integers(1, 200), left=st.integers(0, 100), block_size=st.sampled_from([1, 4, 16]))
-def test_without_windows_a_size_is_its_tokens_with_a_full_last_block(tokens: int, left: int, block_size: int) -> None:
-    assert Pages(CacheGroup((0,), block_size)).size(tokens, left) == Size(tokens + block_size - 1, left, 1)
+def test_without_windows_a_size_is_its_tokens_with_a_full_last_block(
+    tokens: int, left: int, block_size: int
+) -> None:
+    assert Pages(CacheGroup((0,), block_size)).size(tokens, left) == Size(
+        tokens + block_size - 1, left, 1
+    )
 
 
 @examples(quick=100, full=3000)
 @given(
-    windows=st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=3, unique=True),
+    windows=st.lists(
+        st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=3, unique=True
+    ),
     pages=st.integers(1, 6),
     block_size=st.sampled_from([1, 4, 16]),
     tokens=st.integers(1, 300),
@@ -66,13 +87,21 @@ def test_without_windows_a_size_is_its_tokens_with_a_full_last_block(tokens: int
 def test_with_windows_a_size_covers_what_is_held_and_is_exact_once_they_are_full(
     windows: list[int | None], pages: int, block_size: int, tokens: int, left: int
 ) -> None:
-    step = Pages(*(CacheGroup((index,), block_size, window, pages) for index, window in enumerate(windows)))
+    step = Pages(
+        *(CacheGroup((index,), block_size, window, pages) for index, window in enumerate(windows))
+    )
     size = step.size(tokens, left)
     full = max((window or 0) for window in windows)
     for moment in {0, left // 2, left}:
-        spare = size.held + size.growth * moment - block_size * step.layout.visible_pages(tokens + moment)
+        spare = (
+            size.held
+            + size.growth * moment
+            - block_size * step.layout.visible_pages(tokens + moment)
+        )
         assert spare > -1e-6
-        if tokens > full:  # at most the rest of a last block, and a block that leaves a window while it is begun
+        if (
+            tokens > full
+        ):  # at most the rest of a last block, and a block that leaves a window while it is begun
             assert spare < 2 * pages * len(windows) * block_size
 
 
@@ -110,16 +139,29 @@ def test_the_reservation_may_read_predictions() -> None:
 
 
 def test_the_cap_on_a_batch_s_prompt_tokens_holds_but_not_for_one_alone() -> None:
-    assert list(admits([make_request("a", 20), make_request("b", 20)], 999, batch_max_tokens=39).granted) == ["a"]
-    assert list(admits([make_request("a", 60), make_request("b", 1)], 999, batch_max_tokens=39).granted) == ["a"]
+    assert list(
+        admits([make_request("a", 20), make_request("b", 20)], 999, batch_max_tokens=39).granted
+    ) == ["a"]
+    assert list(
+        admits([make_request("a", 60), make_request("b", 1)], 999, batch_max_tokens=39).granted
+    ) == ["a"]
 
 
 def test_a_prompt_longer_than_the_cap_joins_others_if_memory_is_there() -> None:
     def joined(free_blocks: int) -> list[str]:
-        options, room = LightLLMOptions(every=1, batch_max_tokens=39), {"free_blocks": free_blocks, "block_size": 1}
-        policy = plan(LightLLM, options=options, running=[make_request("answer", 10, generated=2)], **room).policy
+        options, room = (
+            LightLLMOptions(every=1, batch_max_tokens=39),
+            {"free_blocks": free_blocks, "block_size": 1},
+        )
+        policy = plan(
+            LightLLM, options=options, running=[make_request("answer", 10, generated=2)], **room
+        ).policy
         running = [make_request("answer", 10, generated=2, max_tokens=20)]
-        return list(plan(policy, running=running, waiting=[make_request("long", 60, max_tokens=9)], **room).granted)
+        return list(
+            plan(
+                policy, running=running, waiting=[make_request("long", 60, max_tokens=9)], **room
+            ).granted
+        )
 
     assert joined(200) == ["long"]
     assert joined(62) == ["answer"], "both together would not fit to their end"
@@ -127,24 +169,41 @@ def test_a_prompt_longer_than_the_cap_joins_others_if_memory_is_there() -> None:
 
 def test_each_client_of_the_batch_takes_its_share_of_the_pool() -> None:
     def waiting(*clients: str) -> list[Request]:
-        return [make_request(f"r{i}", 10, max_tokens=10, client=client) for i, client in enumerate(clients)]
+        return [
+            make_request(f"r{i}", 10, max_tokens=10, client=client)
+            for i, client in enumerate(clients)
+        ]
 
     assert len(admits(waiting("a", "a", "a"), 66, client_tokens=5).granted) == 3
     assert len(admits(waiting("a", "a", "b"), 66, client_tokens=5).granted) == 2
 
 
 def test_prompts_are_admitted_every_few_decode_steps_and_never_with_answers() -> None:
-    policy = plan(LightLLM, options=LightLLMOptions(every=3), waiting=[make_request("first", 4)]).policy
+    policy = plan(
+        LightLLM, options=LightLLMOptions(every=3), waiting=[make_request("first", 4)]
+    ).policy
     granted = []
     for step in range(5):
-        running, waiting = [make_request(f"answer{step}", generated=2)], [make_request(f"prompt{step}", 4)]
-        granted.append([id.rstrip("0123456789") for id in plan(policy, running=running, waiting=waiting).granted])
+        running, waiting = (
+            [make_request(f"answer{step}", generated=2)],
+            [make_request(f"prompt{step}", 4)],
+        )
+        granted.append(
+            [
+                id.rstrip("0123456789")
+                for id in plan(policy, running=running, waiting=waiting).granted
+            ]
+        )
     assert granted == [["answer"], ["answer"], ["answer"], ["prompt"], ["answer"]]
 
 
-@pytest.mark.parametrize(("order", "admitted"), [("arrival", "a2 a3 b1"), ("vtc", "a2 b1 a3"), ("lcf", "b1 a2 a3")])
+@pytest.mark.parametrize(
+    ("order", "admitted"), [("arrival", "a2 a3 b1"), ("vtc", "a2 b1 a3"), ("lcf", "b1 a2 a3")]
+)
 def test_who_is_admitted_first_is_the_order_s_to_say(order: str, admitted: str) -> None:
-    policy = plan(LightLLM, options=LightLLMOptions(order=order), waiting=[make_request("a1", 8, client="a")]).policy
+    policy = plan(
+        LightLLM, options=LightLLMOptions(order=order), waiting=[make_request("a1", 8, client="a")]
+    ).policy
     waiting = [make_request(id, 8, client=id[0]) for id in ("a2", "a3", "b1")]
     assert list(plan(policy, waiting=waiting, free_blocks=100).granted) == admitted.split()
 
@@ -154,10 +213,22 @@ GROUPS = ((4, None, 1), (4, 8, 3))
 
 @pytest.mark.parametrize("order", ["arrival", "vtc", "lcf"])
 @pytest.mark.parametrize("groups", [(), GROUPS], ids=["one group", "with a window"])
-def test_no_request_is_preempted_since_memory_was_reserved(order: str, groups: tuple[tuple[int, int | None, int], ...]) -> None:
-    shape = Shape(num_blocks=60, block_size=1, groups=groups, max_tokens=12, max_model_len=32, overlap=False)
+def test_no_request_is_preempted_since_memory_was_reserved(
+    order: str, groups: tuple[tuple[int, int | None, int], ...]
+) -> None:
+    shape = Shape(
+        num_blocks=60, block_size=1, groups=groups, max_tokens=12, max_model_len=32, overlap=False
+    )
     world = World(LightLLM, shape, LightLLMOptions(every=2, order=order))
     for i in range(20):
-        world.add(Spec(f"r{i}", tuple(range(i, i + 3 + i % 9)), max_tokens=4 + i % 13, delay=i * 0.02, client="abc"[i % 3]))
+        world.add(
+            Spec(
+                f"r{i}",
+                tuple(range(i, i + 3 + i % 9)),
+                max_tokens=4 + i % 13,
+                delay=i * 0.02,
+                client="abc"[i % 3],
+            )
+        )
     world.drain()
     assert world.core.update_stats().preemptions == 0

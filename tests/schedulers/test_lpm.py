@@ -9,15 +9,29 @@ from tests.engine.world import Shape, Spec, World
 
 
 def test_the_longest_cached_prefix_goes_first_and_equals_by_arrival() -> None:
-    waiting = [make_request(id, 20, arrival_time=at) for id, at in [("none", 0.0), ("some", 0.1), ("most", 0.2), ("same", 0.3)]]
-    done = plan(LPM, options=LPMOptions(), waiting=waiting, cached={"some": 8, "most": 16, "same": 8})
+    waiting = [
+        make_request(id, 20, arrival_time=at)
+        for id, at in [("none", 0.0), ("some", 0.1), ("most", 0.2), ("same", 0.3)]
+    ]
+    done = plan(
+        LPM, options=LPMOptions(), waiting=waiting, cached={"some": 8, "most": 16, "same": 8}
+    )
     assert done.granted == {"most": 4, "some": 12, "same": 12, "none": 20}
     assert list(done.granted) == ["most", "some", "same", "none"]
 
 
 def test_who_has_waited_long_enough_goes_first_in_order_of_arrival() -> None:
-    waiting = [make_request(id, 8, arrival_time=at) for id, at in [("old", 0.0), ("older", -1.0), ("new", 9.5)]]
-    done = plan(LPM, options=LPMOptions(patience_s=5.0), waiting=waiting, now=10.0, cached={"new": 4, "old": 4})
+    waiting = [
+        make_request(id, 8, arrival_time=at)
+        for id, at in [("old", 0.0), ("older", -1.0), ("new", 9.5)]
+    ]
+    done = plan(
+        LPM,
+        options=LPMOptions(patience_s=5.0),
+        waiting=waiting,
+        now=10.0,
+        cached={"new": 4, "old": 4},
+    )
     assert list(done.granted) == ["older", "old", "new"]
 
 
@@ -36,7 +50,11 @@ def test_no_request_passes_one_that_lacks_memory() -> None:
 
 def test_more_tokens_are_found_in_the_cache_than_first_come_first_served_finds() -> None:
     def found(patience_s: float) -> int:
-        world = World(LPM, Shape(num_blocks=20, max_seqs=2, max_model_len=48), LPMOptions(patience_s=patience_s))
+        world = World(
+            LPM,
+            Shape(num_blocks=20, max_seqs=2, max_model_len=48),
+            LPMOptions(patience_s=patience_s),
+        )
         for i in range(24):  # three conversations in turns, in a pool that holds one and a half
             world.add(Spec(f"r{i}", (*[i % 3] * 30, i), max_tokens=4))
         world.drain()

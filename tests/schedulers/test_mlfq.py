@@ -20,7 +20,11 @@ def after_generating(request: Request, tokens: int) -> Scheduler:
 
 
 def test_a_prompt_joins_the_first_level_whose_quantum_holds_it() -> None:
-    waiting = [make_request("long", 33), make_request("middle", 32, arrival_time=0.1), make_request("short", 8, arrival_time=0.2)]
+    waiting = [
+        make_request("long", 33),
+        make_request("middle", 32, arrival_time=0.1),
+        make_request("short", 8, arrival_time=0.2),
+    ]
     assert list(plan(MLFQ, options=OPTIONS, waiting=waiting).granted) == ["short", "middle", "long"]
 
 
@@ -41,15 +45,26 @@ def test_lower_levels_pause_when_seats_lack_and_keep_their_blocks() -> None:
 
 
 def test_the_lowest_level_gives_way_when_memory_lacks() -> None:
-    running = [make_request("lowest", 40, generated=3), make_request("lower", 20, generated=2, arrival_time=0.1)]
-    done = plan(MLFQ, options=OPTIONS, running=running, waiting=[make_request("short", 4, arrival_time=0.5)], free_blocks=0)
+    running = [
+        make_request("lowest", 40, generated=3),
+        make_request("lower", 20, generated=2, arrival_time=0.1),
+    ]
+    done = plan(
+        MLFQ,
+        options=OPTIONS,
+        running=running,
+        waiting=[make_request("short", 4, arrival_time=0.5)],
+        free_blocks=0,
+    )
     assert done.preempted == ("lowest",)
     assert done.granted == {"short": 4, "lower": 1}
 
 
 def test_who_waits_takes_no_blocks_from_an_equal() -> None:
     running = [make_request("young", 7, generated=1, arrival_time=0.9)]
-    done = plan(MLFQ, options=OPTIONS, running=running, waiting=[make_request("old", 8)], free_blocks=0)
+    done = plan(
+        MLFQ, options=OPTIONS, running=running, waiting=[make_request("old", 8)], free_blocks=0
+    )
     assert done.preempted == ()
     assert done.granted == {"young": 1}
 
@@ -57,7 +72,9 @@ def test_who_waits_takes_no_blocks_from_an_equal() -> None:
 def test_the_starved_rise_and_are_served() -> None:
     options = MLFQOptions(levels=3, quantum=8, growth=4, starve_s=0.5)
     waiting = [make_request("starved", 40), make_request("short", 8, arrival_time=0.9)]
-    assert list(plan(MLFQ, options=options, waiting=waiting, now=1.0, max_tokens=16).granted) == ["starved"]
+    assert list(plan(MLFQ, options=options, waiting=waiting, now=1.0, max_tokens=16).granted) == [
+        "starved"
+    ]
     world = World(MLFQ, Shape(max_seqs=1, max_tokens=16, max_model_len=64), options)
     world.add(Spec("long", tuple(range(40)), max_tokens=8))
     for i in range(200):

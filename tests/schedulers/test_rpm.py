@@ -21,7 +21,11 @@ def from_a(times: Sequence[float]) -> list[Request]:
 
 
 def test_those_above_the_limit_are_rejected_with_the_reason() -> None:
-    done = plan(RPM, options=TWO, waiting=[*from_a([0.0, 0.1, 0.2]), make_request("b", 4, client="b", arrival_time=0.3)])
+    done = plan(
+        RPM,
+        options=TWO,
+        waiting=[*from_a([0.0, 0.1, 0.2]), make_request("b", 4, client="b", arrival_time=0.3)],
+    )
     assert list(done.granted) == ["a0", "a0.1", "b"]
     assert done.rejected == {"a0.2": "its client 'a' sent more than 2 requests in 10 s"}
 

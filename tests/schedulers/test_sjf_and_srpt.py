@@ -39,7 +39,10 @@ def test_a_job_that_runs_is_not_put_off_for_a_shorter_one() -> None:
 
 
 def test_the_longest_makes_room_for_a_shorter_one_that_runs() -> None:
-    running = [make_request("short", 7, generated=2, max_tokens=4), make_request("long", 7, generated=2, max_tokens=90)]
+    running = [
+        make_request("short", 7, generated=2, max_tokens=4),
+        make_request("long", 7, generated=2, max_tokens=90),
+    ]
     assert plan(SJF, running=running, free_blocks=0).preempted == ("long",)
 
 
@@ -52,14 +55,26 @@ def test_on_one_seat_answers_end_by_length(lengths: list[int]) -> None:
 
 def test_a_shorter_answer_takes_the_seat_of_one_that_runs() -> None:
     running = [make_request("long", generated=1, max_tokens=50)]
-    done = plan(SRPT, options=SRPTOptions(), running=running, waiting=[make_request("short", max_tokens=2)], max_seqs=1)
+    done = plan(
+        SRPT,
+        options=SRPTOptions(),
+        running=running,
+        waiting=[make_request("short", max_tokens=2)],
+        max_seqs=1,
+    )
     assert done.granted == {"short": 8}
     assert not done.preempted, "memory didn't lack"
 
 
 def test_a_shorter_answer_takes_the_memory_of_one_that_runs() -> None:
     running = [make_request("long", 8, generated=1, max_tokens=50)]
-    done = plan(SRPT, options=SRPTOptions(), running=running, waiting=[make_request("short", max_tokens=2)], free_blocks=0)
+    done = plan(
+        SRPT,
+        options=SRPTOptions(),
+        running=running,
+        waiting=[make_request("short", max_tokens=2)],
+        free_blocks=0,
+    )
     assert done.preempted == ("long",)
     assert done.granted == {"short": 8}
 
@@ -67,12 +82,22 @@ def test_a_shorter_answer_takes_the_memory_of_one_that_runs() -> None:
 def test_who_has_done_most_of_its_answer_is_finished() -> None:
     running = [make_request("nearly", 8, generated=41, max_tokens=50)]
     waiting = [make_request("short", max_tokens=2)]
-    assert plan(SRPT, options=SRPTOptions(preempt_until=0.8), running=running, waiting=waiting, max_seqs=1).granted == {"nearly": 1}
+    assert plan(
+        SRPT, options=SRPTOptions(preempt_until=0.8), running=running, waiting=waiting, max_seqs=1
+    ).granted == {"nearly": 1}
 
 
 def test_what_counts_is_what_is_left_not_what_was_expected() -> None:
     running = [make_request("half", generated=15, max_tokens=20)]
-    assert list(plan(SRPT, options=PURE, running=running, waiting=[make_request("new", max_tokens=6)], max_seqs=1).granted) == ["half"]
+    assert list(
+        plan(
+            SRPT,
+            options=PURE,
+            running=running,
+            waiting=[make_request("new", max_tokens=6)],
+            max_seqs=1,
+        ).granted
+    ) == ["half"]
 
 
 def test_of_answers_of_equal_length_the_first_is_never_preempted() -> None:
@@ -83,5 +108,10 @@ def test_of_answers_of_equal_length_the_first_is_never_preempted() -> None:
 
 
 @pytest.mark.parametrize(("guess", "expected"), [(None, 16), (5, 5), (1, 4), (99, 16)])
-def test_an_expected_length_is_more_than_there_is_and_no_more_than_allowed(guess: int | None, expected: int) -> None:
-    assert expected_tokens(make_request("r", generated=3, max_tokens=16, predicted_tokens=guess)) == expected
+def test_an_expected_length_is_more_than_there_is_and_no_more_than_allowed(
+    guess: int | None, expected: int
+) -> None:
+    assert (
+        expected_tokens(make_request("r", generated=3, max_tokens=16, predicted_tokens=guess))
+        == expected
+    )

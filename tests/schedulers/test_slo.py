@@ -15,7 +15,13 @@ STEP_S, TOKEN_S = 0.05, 0.001  # of the fake device
 
 
 def world(options: SLOOptions, **shape: int) -> World:
-    sizes = {"num_blocks": 4_000, "block_size": 16, "max_tokens": 2_000, "max_seqs": 32, "max_model_len": 6_000} | shape
+    sizes = {
+        "num_blocks": 4_000,
+        "block_size": 16,
+        "max_tokens": 2_000,
+        "max_seqs": 32,
+        "max_model_len": 6_000,
+    } | shape
     return World(SLO, Shape(**sizes, seconds_per_step=STEP_S, reuse=False), options)  # type: ignore[arg-type]
 
 
@@ -26,7 +32,12 @@ def prompt(index: int, tokens: int) -> tuple[int, ...]:
 def test_first_tokens_that_are_due_first_go_first_and_without_an_objective_last() -> None:
     due = {"never": None, "soon": 5.0, "later": 9.0, "sooner": 3.0}
     waiting = [make_request(id, 8, ttft_deadline=at) for id, at in due.items()]
-    assert list(plan(SLO, options=SLOOptions(ttft_s=None), waiting=waiting).granted) == ["sooner", "soon", "later", "never"]
+    assert list(plan(SLO, options=SLOOptions(ttft_s=None), waiting=waiting).granted) == [
+        "sooner",
+        "soon",
+        "later",
+        "never",
+    ]
 
 
 def test_who_says_nothing_has_the_objective_of_the_options() -> None:
@@ -35,16 +46,27 @@ def test_who_says_nothing_has_the_objective_of_the_options() -> None:
         make_request("before", 8, ttft_deadline=2.4),
         make_request("after", 8, ttft_deadline=2.6),
     ]
-    assert list(plan(SLO, options=SLOOptions(ttft_s=2.0), waiting=waiting).granted) == ["before", "default", "after"]
+    assert list(plan(SLO, options=SLOOptions(ttft_s=2.0), waiting=waiting).granted) == [
+        "before",
+        "default",
+        "after",
+    ]
 
 
 @pytest.mark.parametrize("late", ["reject", "last"])
 def test_what_is_late_is_rejected_or_comes_last(late: str) -> None:
-    waiting = [make_request("late", 8, ttft_deadline=0.5), make_request("fine", 8, ttft_deadline=1.5)]
+    waiting = [
+        make_request("late", 8, ttft_deadline=0.5),
+        make_request("fine", 8, ttft_deadline=1.5),
+    ]
     done = plan(SLO, options=SLOOptions(late=late), waiting=waiting, now=1.0)  # type: ignore[arg-type]
     assert list(done.granted) == (["fine"] if late == "reject" else ["fine", "late"])
-    assert done.rejected == ({"late": "its first token would be late: it is due in -0.500 s"} if late == "reject" else {})
-    assert done.policy.claims == Claims(idles=True, starves=True, rejects=late == "reject", paced=False)
+    assert done.rejected == (
+        {"late": "its first token would be late: it is due in -0.500 s"} if late == "reject" else {}
+    )
+    assert done.policy.claims == Claims(
+        idles=True, starves=True, rejects=late == "reject", paced=False
+    )
 
 
 def test_one_that_is_not_late_yet_but_will_be_is_turned_away_when_it_arrives() -> None:
@@ -60,7 +82,9 @@ def test_one_that_is_not_late_yet_but_will_be_is_turned_away_when_it_arrives() -
     assert served == ["r0", "r1", "r2"]
     firsts = [engine.requests[id].first_token_time for id in served]
     assert all(first is not None and first - start <= 4.0 for first in firsts)
-    assert all(engine.requests[f"r{i}"].first_scheduled_time is None for i in range(3, 9)), "nothing was computed of those turned away"
+    assert all(engine.requests[f"r{i}"].first_scheduled_time is None for i in range(3, 9)), (
+        "nothing was computed of those turned away"
+    )
 
 
 def test_steps_keep_the_tightest_bound_among_those_that_decode() -> None:
@@ -72,14 +96,25 @@ def test_steps_keep_the_tightest_bound_among_those_that_decode() -> None:
     engine.add(Spec("other", (4, 5, 6), max_tokens=120, delay=8.0))
     engine.add(Spec("long", prompt(50, 5_000), max_tokens=1, delay=10.0))
     engine.drain()
-    events = [e for e in engine.observer.events if isinstance(e, StepFinished) and e.decode_tokens and e.prefill_tokens and e.planned > 9.0]
+    events = [
+        e
+        for e in engine.observer.events
+        if isinstance(e, StepFinished) and e.decode_tokens and e.prefill_tokens and e.planned > 9.0
+    ]
     longest = max(event.ended - event.started for event in events)
     assert 0.9 * 0.6 <= longest <= 1.02 * 0.6
 
 
 def test_while_the_estimate_is_unsure_steps_beside_answers_are_short() -> None:
     stream = make_request("stream", 8, generated=2)
-    done = plan(SLO, options=SLOOptions(), running=[stream], waiting=[make_request("long", 900)], max_tokens=1_000, free_blocks=300)
+    done = plan(
+        SLO,
+        options=SLOOptions(),
+        running=[stream],
+        waiting=[make_request("long", 900)],
+        max_tokens=1_000,
+        free_blocks=300,
+    )
     assert done.granted == {"stream": 1, "long": LEAST}
 
 
@@ -91,7 +126,11 @@ def test_under_overload_most_meet_their_objective_where_in_order_of_arrival_hard
         for i, at in enumerate(times.tolist()):
             engine.add(Spec(f"r{i}", prompt(i, 700 + 37 * (i % 11)), max_tokens=2, delay=at))
         engine.drain()
-        firsts = [r.first_token_time - r.arrival_time for r in engine.requests.values() if r.first_token_time is not None]
+        firsts = [
+            r.first_token_time - r.arrival_time
+            for r in engine.requests.values()
+            if r.first_token_time is not None
+        ]
         return sum(first <= 3.0 for first in firsts)
 
     assert in_time(3.0) >= 36

@@ -27,14 +27,24 @@ def served(world: World) -> Counter[str]:
     total: Counter[str] = Counter()
     for request in world.requests.values():
         assert request.client is not None
-        total[request.client] += PROMPT * (request.first_scheduled_time is not None) + 2 * request.generated
+        total[request.client] += (
+            PROMPT * (request.first_scheduled_time is not None) + 2 * request.generated
+        )
     return total
 
 
 def test_clients_that_wait_get_service_within_the_bound_of_the_paper() -> None:
     world = backlogged()
-    bound = 2 * max(PROMPT, 2 * 2 * (PROMPT + ANSWER))  # 2 max(w_p L_input, w_q M), theorem 4.4; M: tokens in the running batch
-    while all(any(r.client == client for r in world.core.books.waiting) for client in ("flood", "other")) or not world.core.stats.steps:
+    bound = 2 * max(
+        PROMPT, 2 * 2 * (PROMPT + ANSWER)
+    )  # 2 max(w_p L_input, w_q M), theorem 4.4; M: tokens in the running batch
+    while (
+        all(
+            any(r.client == client for r in world.core.books.waiting)
+            for client in ("flood", "other")
+        )
+        or not world.core.stats.steps
+    ):
         world.step()
         total = served(world)
         assert abs(total["flood"] - total["other"]) <= bound
@@ -50,7 +60,10 @@ def test_twice_the_weight_is_twice_the_service() -> None:
 
 
 def test_one_of_each_client_is_admitted_in_turn_and_no_client_is_a_client_too() -> None:
-    waiting = [make_request(id, 8, client=client) for id, client in [("a1", "a"), ("a2", "a"), ("b1", "b"), ("n1", None), ("n2", None)]]
+    waiting = [
+        make_request(id, 8, client=client)
+        for id, client in [("a1", "a"), ("a2", "a"), ("b1", "b"), ("n1", None), ("n2", None)]
+    ]
     done = plan(VTC, options=VTCOptions(), waiting=waiting, max_tokens=28)
     assert list(done.granted) == ["a1", "b1", "n1", "a2"]
 
@@ -80,13 +93,22 @@ def test_a_client_whose_samples_are_held_back_counts_as_waiting() -> None:
 
 
 def test_a_client_that_was_away_gets_no_credit_for_it() -> None:
-    policy = plan(VTC, options=VTCOptions(), waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)], max_tokens=24).policy
-    waiting = [make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")]  # b comes when a has had three prompts
+    policy = plan(
+        VTC,
+        options=VTCOptions(),
+        waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)],
+        max_tokens=24,
+    ).policy
+    waiting = [
+        make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")
+    ]  # b comes when a has had three prompts
     assert list(plan(policy, waiting=waiting, max_tokens=16).granted) == ["a4", "b1"]
 
 
 def test_computing_a_prompt_again_is_free() -> None:
-    world = World(VTC, Shape(num_blocks=8, block_size=2, max_seqs=4, max_model_len=16), VTCOptions())
+    world = World(
+        VTC, Shape(num_blocks=8, block_size=2, max_seqs=4, max_model_len=16), VTCOptions()
+    )
     for i in range(4):
         world.add(Spec(f"r{i}", (i,) * 4, max_tokens=8, client="a"))
     world.drain()

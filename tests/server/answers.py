@@ -16,7 +16,9 @@ from dovetail_server.parsers.registry import ChosenParsers, KnownParsers, parser
 
 KNOWN = KnownParsers(Registry.discover(PluginSelection(allow=()), environ={}))  # built in
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
-JSON_OBJECTS = st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers(-9, 9) | TEXTS, max_size=3).map(json.dumps)
+JSON_OBJECTS = st.dictionaries(
+    TEXTS, st.none() | st.booleans() | st.integers(-9, 9) | TEXTS, max_size=3
+).map(json.dumps)
 
 
 @st.composite
@@ -27,10 +29,15 @@ def answers(draw: st.DrawFn) -> list[Event]:
     for kind in draw(st.lists(st.sampled_from(["reasoning", "text", "call"]), max_size=5)):
         if kind == "call":
             events.append(ToolCallStart(calls, f"call_{calls}", draw(TEXTS)))
-            events += [ToolCallArguments(calls, piece) for piece in pieces(draw, draw(JSON_OBJECTS))]
+            events += [
+                ToolCallArguments(calls, piece) for piece in pieces(draw, draw(JSON_OBJECTS))
+            ]
             calls += 1
         else:
-            events += [Content(text) if kind == "text" else Reasoning(text) for text in pieces(draw, draw(TEXTS))]
+            events += [
+                Content(text) if kind == "text" else Reasoning(text)
+                for text in pieces(draw, draw(TEXTS))
+            ]
     return events
 
 
@@ -52,7 +59,11 @@ def read_events(stream: bytes) -> list[dict[str, object]]:
 
 
 def parser_named(
-    tool_parser: str | None, reasoning_parser: str | None = None, *, tools: Sequence[Mapping[str, Any]], inside: bool = False
+    tool_parser: str | None,
+    reasoning_parser: str | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    inside: bool = False,
 ) -> AnswerParser:
     """Return a parser of one answer. `inside`: the prompt ends with <think>."""
     calls = None if tool_parser is None else KNOWN.named("calls", tool_parser)

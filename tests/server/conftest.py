@@ -21,7 +21,9 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def openai_client(server_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
         yield client
 
 

@@ -40,7 +40,9 @@ class Collector:
 
     def on_text(self, text: str, tokens: int) -> None:
         self.texts.append(text)
-        self.outputs.append(RequestOutput("", None, (), [CompletionOutput(0, text, [])], finished=False))
+        self.outputs.append(
+            RequestOutput("", None, (), [CompletionOutput(0, text, [])], finished=False)
+        )
 
     def on_error(self, error: DovetailError) -> None:
         self.error = error
@@ -54,7 +56,11 @@ class Collector:
                 old = whole.setdefault(new.index, CompletionOutput(new.index, "", [], None, None))
                 old.text += new.text
                 old.token_ids = [*old.token_ids, *new.token_ids]
-                old.cumulative_logprob, old.finish_reason, old.stop_reason = new.cumulative_logprob, new.finish_reason, new.stop_reason
+                old.cumulative_logprob, old.finish_reason, old.stop_reason = (
+                    new.cumulative_logprob,
+                    new.finish_reason,
+                    new.stop_reason,
+                )
                 if new.logprobs is not None:
                     old.logprobs = [*(old.logprobs or []), *new.logprobs]
         return [whole[index] for index in sorted(whole)]
@@ -63,7 +69,9 @@ class Collector:
 class Served:
     """An engine and its host, in a thread of the test's own process."""
 
-    def __init__(self, engine: RemoteEngine, host: EngineHost, assembly: Assembly, post: ZmqPost | None) -> None:
+    def __init__(
+        self, engine: RemoteEngine, host: EngineHost, assembly: Assembly, post: ZmqPost | None
+    ) -> None:
         self.engine, self.host, self.core, self.post = engine, host, assembly.core, post
 
     async def until(self, what: Any) -> None:

@@ -36,22 +36,49 @@ class FakeRequest:
     sent: int = 0
     ended: set[int] = field(default_factory=set)  # samples
 
-    def send(self, text: str, finish: FinishReason | None = None, *, sample: int = 0, stop_reason: str | int | None = None) -> None:
+    def send(
+        self,
+        text: str,
+        finish: FinishReason | None = None,
+        *,
+        sample: int = 0,
+        stop_reason: str | int | None = None,
+    ) -> None:
         """Give a sample one more token."""
         if finish is not None:
             self.ended.add(sample)
         self.sent += 1
-        output = CompletionOutput(sample, text, (self.sent,), finish_reason=finish, stop_reason=stop_reason)
+        output = CompletionOutput(
+            sample, text, (self.sent,), finish_reason=finish, stop_reason=stop_reason
+        )
         finished = len(self.ended) == self.params.n
-        self.listener.on_output(RequestOutput(self.id, self.prompt, self.prompt_token_ids, [output], finished))
+        self.listener.on_output(
+            RequestOutput(self.id, self.prompt, self.prompt_token_ids, [output], finished)
+        )
 
 
 class FakeEngine:
     """Answers each request with the same pieces of text, a token each: by itself (`paced=False`), or one for each call of `step`."""
 
-    def __init__(self, tokenizer: Tokenizer, pieces: Sequence[str] = ("Hello", ",", " world"), *, paced: bool = False, finish: FinishReason = "stop"):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pieces: Sequence[str] = ("Hello", ",", " world"),
+        *,
+        paced: bool = False,
+        finish: FinishReason = "stop",
+    ):
         self.pieces, self.paced, self.finish = pieces, paced, finish
-        intake = IntakeFacts(Limits(), 4096, tokenizer.vocab_size, GenerationDefaults(), "fake", "fake", has_logprobs=False, has_masks=True)
+        intake = IntakeFacts(
+            Limits(),
+            4096,
+            tokenizer.vocab_size,
+            GenerationDefaults(),
+            "fake",
+            "fake",
+            has_logprobs=False,
+            has_masks=True,
+        )
         self.info = EngineInfo("fake", intake, 16, 256)
         self.tokenizer = tokenizer
         self.chat = ChatFrontEnd(tokenizer, Limits(), intake.max_model_len)
@@ -73,13 +100,22 @@ class FakeEngine:
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
         contents = [content_of(prompt) for prompt in prompts]
         chars = [len(content) if isinstance(content, str) else 0 for content in contents]
-        return PromptSource(chars, lambda part: [self.tokenized(prompt) for prompt in prompts[part]])
+        return PromptSource(
+            chars, lambda part: [self.tokenized(prompt) for prompt in prompts[part]]
+        )
 
     def tokenized(self, prompt: Prompt) -> Prompt:
         text, ids = _read(prompt, self.tokenizer)
         return prompt if text is None else TokenizedText(text, ids)
 
-    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        listener: Listener,
+        **fields: Any,
+    ) -> None:
         self.check_health()
         if self.refusal is not None:
             raise self.refusal

@@ -36,7 +36,11 @@ class ScriptedEngine(FakeEngine):
     """Answers every request with `script`, a token a character, up to its `max_tokens`."""
 
     def __init__(self) -> None:
-        super().__init__(TransformersTokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE)))
+        super().__init__(
+            TransformersTokenizer(
+                transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE)
+            )
+        )
         self.script = Script("Hello!")
 
     @property
@@ -60,7 +64,16 @@ class ScriptedEngine(FakeEngine):
                 if script.fails:
                     request.listener.on_error(EngineDeadError("the engine died"))
                     return
-                sample.finish_reason, sample.stop_reason = ("length", None) if cut else ("stop", script.stop_reason)
-            output = RequestOutput(request.id, request.prompt, request.prompt_token_ids, [sample], finished, num_cached_tokens=CACHED_TOKENS)
+                sample.finish_reason, sample.stop_reason = (
+                    ("length", None) if cut else ("stop", script.stop_reason)
+                )
+            output = RequestOutput(
+                request.id,
+                request.prompt,
+                request.prompt_token_ids,
+                [sample],
+                finished,
+                num_cached_tokens=CACHED_TOKENS,
+            )
             request.listener.on_output(output)
         self.requests.pop(request.id, None)

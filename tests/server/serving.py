@@ -39,15 +39,33 @@ def demo_tokenizer() -> Tokenizer:
 
 def _server(app: Starlette, **config: Any) -> tuple[uvicorn.Server, socket.socket, str]:
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as `dovetail serve` has it: answers would be 40 ms late
-    options = {"http": DirectProtocol, "log_config": None, "access_log": False, "lifespan": "off", **config}
-    return uvicorn.Server(uvicorn.Config(app, **options)), listening, f"http://127.0.0.1:{listening.getsockname()[1]}"
+    listening.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # as `dovetail serve` has it: answers would be 40 ms late
+    options = {
+        "http": DirectProtocol,
+        "log_config": None,
+        "access_log": False,
+        "lifespan": "off",
+        **config,
+    }
+    return (
+        uvicorn.Server(uvicorn.Config(app, **options)),
+        listening,
+        f"http://127.0.0.1:{listening.getsockname()[1]}",
+    )
 
 
 @asynccontextmanager
-async def serving(engine: ServedEngine | Starlette, settings: ServerSettings | None = None, **config: Any) -> AsyncIterator[str]:
+async def serving(
+    engine: ServedEngine | Starlette, settings: ServerSettings | None = None, **config: Any
+) -> AsyncIterator[str]:
     """Serve an engine, or an app with one, in this event loop; the URL."""
-    app = engine if isinstance(engine, Starlette) else create_app(engine, settings or ServerSettings())
+    app = (
+        engine
+        if isinstance(engine, Starlette)
+        else create_app(engine, settings or ServerSettings())
+    )
     try:
         async with serving_app(app, **config) as url:
             yield url
@@ -64,12 +82,18 @@ async def serving_app(app: Starlette, **config: Any) -> AsyncIterator[str]:
         async with asyncio.timeout(PATIENCE_S):
             yield url
     finally:
-        server.should_exit, server.force_exit = True, config.get("lifespan") != "on"  # or the app's own end wouldn't come
+        server.should_exit, server.force_exit = (
+            True,
+            config.get("lifespan") != "on",
+        )  # or the app's own end wouldn't come
         await task
 
 
 @contextmanager
-def serving_in_thread(make_engine: Callable[[], ServedEngine | Awaitable[ServedEngine]], settings: ServerSettings | None = None) -> Iterator[str]:
+def serving_in_thread(
+    make_engine: Callable[[], ServedEngine | Awaitable[ServedEngine]],
+    settings: ServerSettings | None = None,
+) -> Iterator[str]:
     """Serve an engine in a thread with an event loop of its own; the URL."""
     started = threading.Event()
     found: dict[str, Any] = {}
@@ -95,7 +119,12 @@ def serving_in_thread(make_engine: Callable[[], ServedEngine | Awaitable[ServedE
 
 
 @contextmanager
-def serving_in_threads(config: dict[str, Any], settings: ServerSettings | None = None, *, chat_template: str | None = None) -> Iterator[str]:
+def serving_in_threads(
+    config: dict[str, Any],
+    settings: ServerSettings | None = None,
+    *,
+    chat_template: str | None = None,
+) -> Iterator[str]:
     """Serve an engine of this config, which has a thread of its own too, as `dovetail serve --in-process` does; the URL. `chat_template` is used
     instead of the model's."""
     fail: list[Callable[[str], object]] = []

@@ -27,7 +27,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def write(folder: Path, seed: int = 0) -> Path:
-    return write_adapter(folder, config_of(target_modules=["q_proj"]), weights_of(MODULES, seed=seed))
+    return write_adapter(
+        folder, config_of(target_modules=["q_proj"]), weights_of(MODULES, seed=seed)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +47,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(folder: Path) -> dict[str, str]:
     """What each model answers, by the library."""
     with LLM(**CONFIG) as llm:
-        each = {"demo": None, **{name: LoRARequest(name, 1, str(folder / name)) for name in ("one", "two")}}
-        return {name: llm.generate(PROMPT, GREEDY, use_tqdm=False, lora_request=one)[0].outputs[0].text for name, one in each.items()}
+        each = {
+            "demo": None,
+            **{name: LoRARequest(name, 1, str(folder / name)) for name in ("one", "two")},
+        }
+        return {
+            name: llm.generate(PROMPT, GREEDY, use_tqdm=False, lora_request=one)[0].outputs[0].text
+            for name, one in each.items()
+        }
 
 
 @pytest.fixture(scope="module")
 def api(folder: Path) -> Iterator[openai.OpenAI]:
     settings = ServerSettings(adapter_directory=str(folder))
-    with serving_in_threads(CONFIG, settings) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with (
+        serving_in_threads(CONFIG, settings) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
         yield client
 
 
 def answer(api: openai.OpenAI, model: str) -> str:
-    return api.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=8).choices[0].text
+    return (
+        api.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=8)
+        .choices[0]
+        .text
+    )
 
 
 def post(api: openai.OpenAI, path: str, **body: Any) -> httpx.Response:
@@ -69,7 +84,9 @@ def names(api: openai.OpenAI) -> list[str]:
 
 
 @pytest.mark.slow("answers many requests")
-def test_adapters_are_loaded_used_and_unloaded(api: openai.OpenAI, folder: Path, expected: dict[str, str]) -> None:
+def test_adapters_are_loaded_used_and_unloaded(
+    api: openai.OpenAI, folder: Path, expected: dict[str, str]
+) -> None:
     for name in ("one", "two"):
         assert post(api, "load_lora_adapter", lora_name=name, lora_path=name).status_code == 200
     assert names(api) == ["demo", "one", "two"]
@@ -78,10 +95,17 @@ def test_adapters_are_loaded_used_and_unloaded(api: openai.OpenAI, folder: Path,
     assert api.models.retrieve("one").model_dump()["root"] == str(folder / "one")
     again = post(api, "load_lora_adapter", lora_name="one", lora_path="two")
     assert (again.status_code, again.json()["error"]["code"]) == (400, "adapter_exists")
-    assert post(api, "load_lora_adapter", lora_name="one", lora_path="two", load_inplace=True).status_code == 200
+    assert (
+        post(
+            api, "load_lora_adapter", lora_name="one", lora_path="two", load_inplace=True
+        ).status_code
+        == 200
+    )
     assert answer(api, "one") == expected["two"]
     metrics = httpx.get(str(api.base_url).replace("/v1/", "/metrics")).text
-    assert re.search(r'^dovetail_adapter_requests_total\{.*adapter="one".*\} 2\.0$', metrics, re.MULTILINE)
+    assert re.search(
+        r'^dovetail_adapter_requests_total\{.*adapter="one".*\} 2\.0$', metrics, re.MULTILINE
+    )
     for name in ("one", "two"):
         assert post(api, "unload_lora_adapter", lora_name=name).status_code == 200
     assert names(api) == ["demo"]
@@ -98,13 +122,18 @@ def test_adapters_are_loaded_used_and_unloaded(api: openai.OpenAI, folder: Path,
         ({"lora_name": "x", "lora_path": "../outside"}, "isn't below the folder of adapters"),
         ({"lora_name": "demo", "lora_path": "one"}, "the model's own name"),
         ({"lora_name": "", "lora_path": "one"}, "lora_name"),
-        ({"lora_name": "x" * 513, "lora_path": "one"}, "lora_name: its characters must be at most 512"),
+        (
+            {"lora_name": "x" * 513, "lora_path": "one"},
+            "lora_name: its characters must be at most 512",
+        ),
         ({"lora_path": "one"}, "lora_name"),
         ({"lora_name": "x", "lora_path": "one", "dtype": "float16"}, "dtype"),
     ],
     ids=str,
 )
-def test_what_cannot_be_loaded_is_refused_with_the_reason(body: dict[str, Any], says: str, api: openai.OpenAI) -> None:
+def test_what_cannot_be_loaded_is_refused_with_the_reason(
+    body: dict[str, Any], says: str, api: openai.OpenAI
+) -> None:
     refused = post(api, "load_lora_adapter", **body)
     assert refused.status_code == 400
     assert says in refused.json()["error"]["message"]
@@ -112,7 +141,10 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(body: dict[str, Any], 
 
 
 def test_loading_is_off_unless_a_folder_is_given(server_url: str) -> None:
-    for path, body in (("load", {"lora_name": "a", "lora_path": "a"}), ("unload", {"lora_name": "a"})):
+    for path, body in (
+        ("load", {"lora_name": "a", "lora_path": "a"}),
+        ("unload", {"lora_name": "a"}),
+    ):
         refused = httpx.post(f"{server_url}/v1/{path}_lora_adapter", json=body)
         assert refused.status_code == 403
         assert "--adapter-directory" in refused.json()["error"]["message"]
@@ -125,7 +157,9 @@ def test_a_module_is_a_name_and_a_path(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("link", ["thread", "zmq"])
-def test_an_adapter_that_was_damaged_since_fails_its_own_requests(link: Link, tmp_path: Path) -> None:
+def test_an_adapter_that_was_damaged_since_fails_its_own_requests(
+    link: Link, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with served(link, tmp_path, adapters={}) as there:
             engine, good = there.engine, write(tmp_path / "a")
@@ -143,7 +177,9 @@ def test_an_adapter_that_was_damaged_since_fails_its_own_requests(link: Link, tm
             await engine.load_adapter("a", None)
             assert engine.adapters == {}
             listener = Collector()
-            await engine.submit("late", PROMPT, GREEDY, listener, lora_request=LoRARequest("a", 1, str(good)))
+            await engine.submit(
+                "late", PROMPT, GREEDY, listener, lora_request=LoRARequest("a", 1, str(good))
+            )
             await listener.over.wait()
             assert "was unloaded" in str(listener.error)
 

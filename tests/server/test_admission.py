@@ -17,9 +17,14 @@ pytestmark = pytest.mark.anyio
 ASKED = {"prompt": [5] * 10, "max_tokens": 5}
 
 
-async def test_more_than_may_wait_get_429_until_a_first_token_comes(fake: Callable[..., FakeEngine]) -> None:
+async def test_more_than_may_wait_get_429_until_a_first_token_comes(
+    fake: Callable[..., FakeEngine],
+) -> None:
     engine = fake(paced=True)
-    async with serving(engine, ServerSettings(max_queued_requests=2)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(engine, ServerSettings(max_queued_requests=2)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         waiting = [asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in range(2)]
         await engine.until_requests(2)
         refused = await http.post("/v1/completions", json=ASKED)
@@ -33,9 +38,14 @@ async def test_more_than_may_wait_get_429_until_a_first_token_comes(fake: Callab
         assert [(await one).status_code for one in waiting] == [200] * 3
 
 
-async def test_tokens_that_wait_are_counted_but_one_request_always_may(fake: Callable[..., FakeEngine]) -> None:
+async def test_tokens_that_wait_are_counted_but_one_request_always_may(
+    fake: Callable[..., FakeEngine],
+) -> None:
     engine = fake(paced=True)
-    async with serving(engine, ServerSettings(max_queued_tokens=5)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(engine, ServerSettings(max_queued_tokens=5)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         first = asyncio.create_task(http.post("/v1/completions", json=ASKED))
         await engine.until_requests(1)
         assert (await http.post("/v1/completions", json=ASKED)).status_code == 429
@@ -46,7 +56,10 @@ async def test_tokens_that_wait_are_counted_but_one_request_always_may(fake: Cal
 
 async def test_a_client_that_goes_waits_no_more(fake: Callable[..., FakeEngine]) -> None:
     engine = fake(paced=True)
-    async with serving(engine, ServerSettings(max_queued_requests=1)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(engine, ServerSettings(max_queued_requests=1)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         first = asyncio.create_task(http.post("/v1/completions", json=ASKED))
         await engine.until_requests(1)
         first.cancel()
@@ -61,12 +74,22 @@ async def test_a_client_that_goes_waits_no_more(fake: Callable[..., FakeEngine])
 async def test_what_waits_in_the_engine_counts_too(fake: Callable[..., FakeEngine]) -> None:
     engine = fake()
     engine.load = Load(waiting=10)
-    async with serving(engine, ServerSettings(max_queued_requests=10)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(engine, ServerSettings(max_queued_requests=10)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         assert (await http.post("/v1/completions", json=ASKED)).status_code == 429
 
 
-async def test_more_prompts_than_may_ever_wait_are_no_reason_to_try_again(fake: Callable[..., FakeEngine]) -> None:
-    async with serving(fake(), ServerSettings(max_queued_requests=2)) as url, httpx.AsyncClient(base_url=url) as http:
+async def test_more_prompts_than_may_ever_wait_are_no_reason_to_try_again(
+    fake: Callable[..., FakeEngine],
+) -> None:
+    async with (
+        serving(fake(), ServerSettings(max_queued_requests=2)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         answer = await http.post("/v1/completions", json={**ASKED, "prompt": ["a", "b", "c"]})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-        assert (await http.post("/v1/completions", json={**ASKED, "prompt": ["a", "b"]})).status_code == 200
+        assert (
+            await http.post("/v1/completions", json={**ASKED, "prompt": ["a", "b"]})
+        ).status_code == 200

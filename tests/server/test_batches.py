@@ -35,11 +35,18 @@ CHAT: Final = "/v1/chat/completions"
 
 
 def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
-    return {"custom_id": name, "method": "POST", "url": url, "body": {"messages": [{"role": "user", "content": name}], **body}}
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": url,
+        "body": {"messages": [{"role": "user", "content": name}], **body},
+    }
 
 
 def jsonl(*lines: dict[str, Any] | str) -> bytes:
-    return "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines).encode()
+    return "".join(
+        f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines
+    ).encode()
 
 
 @pytest.fixture(autouse=True)
@@ -50,22 +57,35 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def client_of(engine: FakeEngine, directory: Path | None, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    made = ServerSettings(batch_directory=None if directory is None else str(directory), log_requests=False, **settings)
-    async with serving(engine, made, lifespan="on") as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+async def client_of(
+    engine: FakeEngine, directory: Path | None, **settings: Any
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    made = ServerSettings(
+        batch_directory=None if directory is None else str(directory),
+        log_requests=False,
+        **settings,
+    )
+    async with (
+        serving(engine, made, lifespan="on") as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+    ):
         yield client
 
 
 async def begun(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = CHAT) -> Batch:
     file = await client.files.create(file=("rows.jsonl", content), purpose="batch")
-    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"for": "test"})
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"for": "test"}
+    )
 
 
 def stored(directory: Path, content: bytes, **fields: Any) -> StoredBatch:
     """Keep a batch, as another front end does."""
     store, now = BatchStore(directory, 1 << 30), int(time.time())
     file = store.add_file("rows.jsonl", lambda to: to.write(content))
-    store.add_batch(batch := StoredBatch(new_id("batch_"), CHAT, file.id, now, now + 3600, **fields))
+    store.add_batch(
+        batch := StoredBatch(new_id("batch_"), CHAT, file.id, now, now + 3600, **fields)
+    )
     return batch
 
 
@@ -76,7 +96,12 @@ def told_of(batch: Batch) -> list[str | None]:
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Batch:
     async with asyncio.timeout(PATIENCE_S):
-        while (batch := await client.batches.retrieve(batch_id)).status not in ("completed", "failed", "cancelled", "expired"):
+        while (batch := await client.batches.retrieve(batch_id)).status not in (
+            "completed",
+            "failed",
+            "cancelled",
+            "expired",
+        ):
             await asyncio.sleep(0.01)
     return batch
 
@@ -84,7 +109,9 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Batch:
 async def until_health_says(client: openai.AsyncOpenAI, told: str) -> None:
     """Wait until /health says this of batches."""
     async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient() as plain:
-        while (answer := await plain.get(str(client.base_url.join("/health")))).json()["batches"] != told:
+        while (answer := await plain.get(str(client.base_url.join("/health")))).json()[
+            "batches"
+        ] != told:
             assert answer.status_code == 200
             await asyncio.sleep(0.01)
 
@@ -96,19 +123,38 @@ async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str,
     return {one["custom_id"]: one for one in found}
 
 
-async def test_a_batch_is_answered_and_what_is_wrong_says_why(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_batch_is_answered_and_what_is_wrong_says_why(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     async with client_of(fake(), tmp_path / "kept") as client:
-        content = jsonl(line("a"), line("b", temperature=-1), "", line("c", stream=True), line("d", nonsense=1))
+        content = jsonl(
+            line("a"), line("b", temperature=-1), "", line("c", stream=True), line("d", nonsense=1)
+        )
         batch = await begun(client, content)
-        assert (batch.status, batch.metadata, batch.endpoint) == ("validating", {"for": "test"}, CHAT)
+        assert (batch.status, batch.metadata, batch.endpoint) == (
+            "validating",
+            {"for": "test"},
+            CHAT,
+        )
         done = await ended(client, batch.id)
         assert done.status == "completed"
         assert done.request_counts is not None
-        assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (4, 1, 3)
-        answers, failures = await lines_of(client, done.output_file_id), await lines_of(client, done.error_file_id)
+        assert (
+            done.request_counts.total,
+            done.request_counts.completed,
+            done.request_counts.failed,
+        ) == (4, 1, 3)
+        answers, failures = (
+            await lines_of(client, done.output_file_id),
+            await lines_of(client, done.error_file_id),
+        )
         assert answers["a"]["response"]["status_code"] == 200
-        assert answers["a"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello, world"
-        assert {name: one["response"]["body"]["error"]["param"] for name, one in failures.items()} == {
+        assert (
+            answers["a"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello, world"
+        )
+        assert {
+            name: one["response"]["body"]["error"]["param"] for name, one in failures.items()
+        } == {
             "b": "temperature",
             "c": "stream",
             "d": "nonsense",
@@ -137,44 +183,88 @@ async def test_a_batch_is_answered_and_what_is_wrong_says_why(fake: Callable[...
         (b"x" * 3000, "the line has more than 2000 bytes"),
     ],
 )
-async def test_a_batch_with_a_wrong_line_fails_as_a_whole(tmp_path: Path, content: bytes, told: str) -> None:
+async def test_a_batch_with_a_wrong_line_fails_as_a_whole(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
     (tmp_path / "rows").write_bytes(jsonl(line("good")) * (len(content) > 0) + content)
     assert told in scan(tmp_path / "rows", CHAT, 2000).errors[0].message
 
 
-async def test_what_is_no_file_or_batch_is_refused(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_what_is_no_file_or_batch_is_refused(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     async with client_of(fake(), tmp_path, max_file_bytes=1000) as client:
         for refused, told in [
-            (client.files.create(file=("x", b"x" * 1001), purpose="batch"), "larger than 1000 bytes"),
-            (client.files.create(file=("x", b"x" * 100_000), purpose="batch"), "larger than 1000 bytes"),
-            (client.files.create(file=("x", b"x"), purpose="fine-tune"), "purpose must be batch, got 'fine-tune'"),
-            (client.batches.create(input_file_id="file-x", endpoint=CHAT, completion_window="24h"), "there is no file 'file-x' here"),
-            (client.batches.create(input_file_id="../x", endpoint="/v1/audio/speech", completion_window="24h"), "endpoint must be one of"),  # type: ignore[arg-type]
-            (client.batches.create(input_file_id="x", endpoint=CHAT, completion_window="1h"), "completion_window must be 24h"),  # type: ignore[arg-type]
+            (
+                client.files.create(file=("x", b"x" * 1001), purpose="batch"),
+                "larger than 1000 bytes",
+            ),
+            (
+                client.files.create(file=("x", b"x" * 100_000), purpose="batch"),
+                "larger than 1000 bytes",
+            ),
+            (
+                client.files.create(file=("x", b"x"), purpose="fine-tune"),
+                "purpose must be batch, got 'fine-tune'",
+            ),
+            (
+                client.batches.create(
+                    input_file_id="file-x", endpoint=CHAT, completion_window="24h"
+                ),
+                "there is no file 'file-x' here",
+            ),
+            (
+                client.batches.create(
+                    input_file_id="../x", endpoint="/v1/audio/speech", completion_window="24h"
+                ),
+                "endpoint must be one of",
+            ),  # type: ignore[arg-type]
+            (
+                client.batches.create(input_file_id="x", endpoint=CHAT, completion_window="1h"),
+                "completion_window must be 24h",
+            ),  # type: ignore[arg-type]
             (client.batches.retrieve("batch_x"), "there is no batch 'batch_x' here"),
             (client.files.content("../../etc/passwd"), "nothing is served|there is no file"),
-            (client.batches.list(limit=0).__aiter__().__anext__(), "limit must be an integer from 1"),
+            (
+                client.batches.list(limit=0).__aiter__().__anext__(),
+                "limit must be an integer from 1",
+            ),
         ]:
             with pytest.raises(openai.APIStatusError, match=told):
                 await refused
-        answer = await httpx.AsyncClient().post(f"{client.base_url}files", content=b"x", headers={"content-type": "text/plain"})
+        answer = await httpx.AsyncClient().post(
+            f"{client.base_url}files", content=b"x", headers={"content-type": "text/plain"}
+        )
         assert "must be a form" in answer.json()["error"]["message"]
         for kind in ("multipart/form-data", "multipart/form-data; boundary=b"):
-            answer = await httpx.AsyncClient().post(f"{client.base_url}files", content=b"--b\r\nx", headers={"content-type": kind})
+            answer = await httpx.AsyncClient().post(
+                f"{client.base_url}files", content=b"--b\r\nx", headers={"content-type": kind}
+            )
             assert answer.status_code == 400
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 
 async def test_a_file_may_have_any_name(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
     async with client_of(fake(), tmp_path) as client, httpx.AsyncClient() as plain:
-        for name, kept in [("../../x", "../../x"), ("ü", "ü"), ("+2AA-", "?")]:  # the last is half a surrogate pair in UTF-7
+        for name, kept in [
+            ("../../x", "../../x"),
+            ("ü", "ü"),
+            ("+2AA-", "?"),
+        ]:  # the last is half a surrogate pair in UTF-7
             parts = 'name="purpose"\r\n\r\nbatch', f'name="file"; filename="{name}"\r\n\r\nx'
-            body = "".join(f"--b\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--b--\r\n"
+            body = (
+                "".join(f"--b\r\nContent-Disposition: form-data; {part}\r\n" for part in parts)
+                + "--b--\r\n"
+            )
             charset = "utf-7" if name.startswith("+") else "utf-8"
             head = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
-            answer = await plain.post(f"{client.base_url}files", content=body.encode(), headers=head)
+            answer = await plain.post(
+                f"{client.base_url}files", content=body.encode(), headers=head
+            )
             assert (answer.status_code, answer.json().get("filename")) == (200, kept)
-    assert len([path for path in tmp_path.iterdir() if path.name.startswith("file-")]) == 6, "a content and what is known of it, each"
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("file-")]) == 6, (
+        "a content and what is known of it, each"
+    )
 
 
 async def test_without_a_folder_there_are_no_batches(fake: Callable[..., FakeEngine]) -> None:
@@ -184,7 +274,9 @@ async def test_without_a_folder_there_are_no_batches(fake: Callable[..., FakeEng
 
 
 @pytest.mark.slow("answers many requests")
-async def test_a_server_that_starts_again_continues_with_what_is_left(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_server_that_starts_again_continues_with_what_is_left(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     names = [f"q{at}" for at in range(12)]
     first = fake(paced=True)
     async with client_of(first, tmp_path, batch_requests=4) as client:
@@ -193,7 +285,11 @@ async def test_a_server_that_starts_again_continues_with_what_is_left(fake: Call
             while len(first.submitted) < 6:  # so two have been answered, at least
                 first.step()
                 await asyncio.sleep(0.01)
-    output = next(path for path in tmp_path.glob("file-*") if path.name != batch.input_file_id and path.stat().st_size and path.suffix == "")
+    output = next(
+        path
+        for path in tmp_path.glob("file-*")
+        if path.name != batch.input_file_id and path.stat().st_size and path.suffix == ""
+    )
     kept = answered_in(output)
     assert 2 <= len(kept) < 12
     with output.open("ab") as file:
@@ -206,7 +302,9 @@ async def test_a_server_that_starts_again_continues_with_what_is_left(fake: Call
         assert len(second.submitted) == 12 - len(kept)
 
 
-async def test_a_batch_that_is_cancelled_keeps_what_has_come(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_batch_that_is_cancelled_keeps_what_has_come(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     engine = fake(paced=True)
     async with client_of(engine, tmp_path, batch_requests=2) as client:
         batch = await begun(client, jsonl(*(line(f"q{at}") for at in range(6))))
@@ -241,7 +339,9 @@ async def test_requests_wait_while_the_server_is_full_and_expire_with_their_batc
         engine.refusal = HttpError(429, "full")
         done = await ended(client, (await begun(client, jsonl(line("a"), line("b")))).id)
         assert done.status == "expired"
-        assert {one["error"]["code"] for one in (await lines_of(client, done.error_file_id)).values()} == {"batch_expired"}
+        assert {
+            one["error"]["code"] for one in (await lines_of(client, done.error_file_id)).values()
+        } == {"batch_expired"}
 
 
 async def test_a_full_disk_holds_a_batch_up_and_loses_nothing(
@@ -281,7 +381,9 @@ def test_an_answer_that_finds_room_for_a_part_only_leaves_nothing(tmp_path: Path
     assert store.content(file_id).read_bytes() == b"one\ntwo\n"
 
 
-async def test_a_batch_whose_input_is_gone_has_failed(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_batch_whose_input_is_gone_has_failed(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     batch = stored(tmp_path, jsonl(line("a")))
     (tmp_path / batch.input_file_id).unlink()
     async with client_of(fake(), tmp_path) as client:
@@ -289,9 +391,14 @@ async def test_a_batch_whose_input_is_gone_has_failed(fake: Callable[..., FakeEn
         assert (done.status, told_of(done)) == ("failed", ["the input file is gone"])
 
 
-async def test_a_body_that_is_no_text_is_a_failure_of_its_own(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_body_that_is_no_text_is_a_failure_of_its_own(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     async with client_of(fake(), tmp_path) as client:
-        broken = b'{"custom_id": "b", "url": "%s", "body": {"stream": false, "user": "\xff"}}\n' % CHAT.encode()
+        broken = (
+            b'{"custom_id": "b", "url": "%s", "body": {"stream": false, "user": "\xff"}}\n'
+            % CHAT.encode()
+        )
         done = await ended(client, (await begun(client, jsonl(line("a")) + broken)).id)
         assert done.status == "completed"
         assert set(await lines_of(client, done.output_file_id)) == {"a"}
@@ -300,7 +407,10 @@ async def test_a_body_that_is_no_text_is_a_failure_of_its_own(fake: Callable[...
 
 
 async def test_a_batch_that_meets_a_fault_of_ours_has_failed_and_the_next_gets_its_turn(
-    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fake: Callable[..., FakeEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(path: Path, offset: int, max_line_bytes: int) -> BatchLine:
         if (line := request_at(path, offset, max_line_bytes)).custom_id == "b":
@@ -330,7 +440,10 @@ def test_what_a_killed_upload_left_is_removed_and_nothing_else(tmp_path: Path) -
 
     late = store.add_file("late.jsonl", upload)
     assert not left.exists()
-    assert [store.content(one).read_bytes() for one in (known.id, derived_file_id(batch.id, "output"), late.id)] == [b"1", b"2", b"4"]
+    assert [
+        store.content(one).read_bytes()
+        for one in (known.id, derived_file_id(batch.id, "output"), late.id)
+    ] == [b"1", b"2", b"4"]
     assert store.file(late.id).bytes == 1
 
 
@@ -348,7 +461,10 @@ async def test_one_front_end_answers_and_the_folder_has_bounds(tmp_path: Path) -
 async def test_the_worker_survives_an_unreadable_folder_and_health_reports_it(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listing, troubles = os.listdir, [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RuntimeError("a fault of ours")]
+    listing, troubles = (
+        os.listdir,
+        [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RuntimeError("a fault of ours")],
+    )
 
     def refused(directory: Path) -> list[str]:
         if troubles and Path(directory).name == "open":
@@ -383,38 +499,75 @@ def damage_of(kind: str, path: Path) -> None:
         path.write_bytes(re.sub(rb"file-[0-9a-f]{32}", b"../../etc/passwd", whole))
     else:
         path.write_bytes(
-            {"empty": b"", "cut": whole[:-10], "no text": b"\xff", "no object": b"[]", "huge": whole + b" " * 2**20, "deep": b"[" * 10**5}[kind]
+            {
+                "empty": b"",
+                "cut": whole[:-10],
+                "no text": b"\xff",
+                "no object": b"[]",
+                "huge": whole + b" " * 2**20,
+                "deep": b"[" * 10**5,
+            }[kind]
         )
 
 
-@pytest.mark.parametrize("kind", ["empty", "cut", "no text", "no object", "huge", "deep", "folder", "pipe", "of another", "outside"])
-async def test_a_damaged_batch_fails_and_no_other(fake: Callable[..., FakeEngine], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "empty",
+        "cut",
+        "no text",
+        "no object",
+        "huge",
+        "deep",
+        "folder",
+        "pipe",
+        "of another",
+        "outside",
+    ],
+)
+async def test_a_damaged_batch_fails_and_no_other(
+    fake: Callable[..., FakeEngine], tmp_path: Path, kind: str
+) -> None:
     damaged, fine = (stored(tmp_path, jsonl(line(name))) for name in "ab")
     damage_of(kind, tmp_path / "open" / f"{damaged.id}.json")
     async with client_of(fake(), tmp_path) as client:
         assert (await ended(client, fine.id)).status == "completed"
         failed = await ended(client, damaged.id)
-        assert (failed.status, told_of(failed)) == ("failed", ["what the server kept of this batch can't be read any more"])
+        assert (failed.status, told_of(failed)) == (
+            "failed",
+            ["what the server kept of this batch can't be read any more"],
+        )
         assert [one.id async for one in client.batches.list()] == [fine.id, damaged.id]
-        assert (await ended(client, (await begun(client, jsonl(line("c")))).id)).status == "completed"
+        assert (
+            await ended(client, (await begun(client, jsonl(line("c")))).id)
+        ).status == "completed"
 
 
-async def test_a_batch_and_a_file_that_are_damaged_later_can_be_listed_and_deleted(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_batch_and_a_file_that_are_damaged_later_can_be_listed_and_deleted(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     async with client_of(fake(), tmp_path) as client:
         done = await ended(client, (await begun(client, jsonl(line("a")))).id)
         damage_of("empty", tmp_path / f"{done.id}.json")
         damage_of("empty", tmp_path / f"{done.input_file_id}.json")
         assert [one.status async for one in client.batches.list()] == ["failed"]
-        assert {one.id: one.status async for one in client.files.list()} == {done.input_file_id: "error", done.output_file_id: "processed"}
+        assert {one.id: one.status async for one in client.files.list()} == {
+            done.input_file_id: "error",
+            done.output_file_id: "processed",
+        }
         with pytest.raises(openai.BadRequestError, match="upload it again"):
-            await client.batches.create(input_file_id=done.input_file_id, endpoint=CHAT, completion_window="24h")
+            await client.batches.create(
+                input_file_id=done.input_file_id, endpoint=CHAT, completion_window="24h"
+            )
         await client.files.delete(done.input_file_id)
         await client.delete(f"/batches/{done.id}", cast_to=object)
         assert not [one async for one in client.batches.list()]
         assert not [one async for one in client.files.list()]
 
 
-async def test_a_request_that_the_scheduler_rejects_is_not_made_again(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_request_that_the_scheduler_rejects_is_not_made_again(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     engine = fake(finish="rejected")
     async with client_of(engine, tmp_path) as client:
         done = await ended(client, (await begun(client, jsonl(line("a")))).id)
@@ -441,18 +594,25 @@ async def test_requests_that_are_refused_delay_no_other_batch(
     open_again = False
     monkeypatch.setattr(worker, "call", refuses)
     async with client_of(fake(), tmp_path, batch_requests=2) as client:
-        stuck = [await begun(client, jsonl(*(line(f"stuck {at} {row}") for row in range(3)))) for at in range(5)]
+        stuck = [
+            await begun(client, jsonl(*(line(f"stuck {at} {row}") for row in range(3))))
+            for at in range(5)
+        ]
         async with asyncio.timeout(PATIENCE_S):
             while len({name.split()[1] for name in refused}) < 5:
                 await asyncio.sleep(0.01)
-        assert (await ended(client, (await begun(client, jsonl(line("a"), line("b")))).id)).status == "completed"
+        assert (
+            await ended(client, (await begun(client, jsonl(line("a"), line("b")))).id)
+        ).status == "completed"
         await until_health_says(client, "ok")
         open_again = True
         for batch in stuck:
             assert len(await lines_of(client, (await ended(client, batch.id)).output_file_id)) == 3
 
 
-async def test_a_batch_gets_seats_while_a_larger_one_is_answered(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_batch_gets_seats_while_a_larger_one_is_answered(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     engine = fake(paced=True)
     async with client_of(engine, tmp_path, batch_requests=2) as client:
         large = await begun(client, jsonl(*(line(f"q{at}") for at in range(40))))
@@ -474,16 +634,26 @@ async def test_a_batch_gets_seats_while_a_larger_one_is_answered(fake: Callable[
         ({"k": 1}, "metadata: expected `str`"),
     ],
 )
-async def test_metadata_has_the_bounds_of_openai(fake: Callable[..., FakeEngine], tmp_path: Path, metadata: Any, told: str) -> None:
+async def test_metadata_has_the_bounds_of_openai(
+    fake: Callable[..., FakeEngine], tmp_path: Path, metadata: Any, told: str
+) -> None:
     async with client_of(fake(), tmp_path) as client:
         file = await client.files.create(file=("rows.jsonl", jsonl(line("a"))), purpose="batch")
         with pytest.raises(openai.BadRequestError, match=told):
-            await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=metadata)
+            await client.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=metadata
+            )
         most = {f"{at:x}" * 64: "ü" * 512 for at in range(16)}
-        assert (await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=most)).metadata == most
+        assert (
+            await client.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=most
+            )
+        ).metadata == most
 
 
-async def test_lists_are_paged_as_openai_pages_them(fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lists_are_paged_as_openai_pages_them(
+    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode, read = msgspec.json.decode, []
 
     def counting(data: bytes, **options: Any) -> Any:
@@ -508,11 +678,15 @@ async def test_lists_are_paged_as_openai_pages_them(fake: Callable[..., FakeEngi
         await client.delete(f"/batches/{newest[2]}", cast_to=object)
         read.clear()
         page = await client.batches.list(limit=3, after=newest[2])
-        assert ([one.id for one in page.data], page.has_more) == (newest[3:6], True), "the one before may have been deleted"
+        assert ([one.id for one in page.data], page.has_more) == (newest[3:6], True), (
+            "the one before may have been deleted"
+        )
         assert len(read) <= 4, "no more is read than a page"
         page = await client.batches.list(limit=1, after=newest[5])
         assert ([one.id for one in page.data], page.has_more) == (newest[6:], False)
-        assert [one.id async for one in client.files.list(limit=2, order="asc", purpose="batch")] == files
+        assert [
+            one.id async for one in client.files.list(limit=2, order="asc", purpose="batch")
+        ] == files
         assert [one.id async for one in client.files.list(limit=2)] == files[::-1]
         assert [one async for one in client.files.list(purpose="batch_output")] == []
         wrong: list[tuple[Any, str]] = [
@@ -535,7 +709,9 @@ async def test_a_look_for_batches_reads_none_that_has_ended(tmp_path: Path) -> N
     assert store.batch(batch.id).status == "completed"
 
 
-async def test_a_batch_that_has_ended_is_deleted_with_its_answers(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+async def test_a_batch_that_has_ended_is_deleted_with_its_answers(
+    fake: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     engine = fake(paced=True)
     async with client_of(engine, tmp_path) as client:
         batch = await begun(client, jsonl(line("a"), line("b", nonsense=1)))
@@ -554,11 +730,15 @@ async def test_a_batch_that_has_ended_is_deleted_with_its_answers(fake: Callable
             await client.delete(f"/batches/{batch.id}", cast_to=object)
 
 
-async def test_files_and_batches_expire(fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_and_batches_expire(
+    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files that an open batch needs are kept."""
     async with client_of(fake(), tmp_path, batch_keep_days=2) as client:
         rows = ("rows.jsonl", jsonl(line("a")))
-        brief = await client.files.create(file=rows, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+        brief = await client.files.create(
+            file=rows, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
         batch = await client.batches.create(
             input_file_id=brief.id,
             endpoint=CHAT,
@@ -569,8 +749,15 @@ async def test_files_and_batches_expire(fake: Callable[..., FakeEngine], tmp_pat
         done = await ended(client, batch.id)
         now = time.time()
         output = await client.files.retrieve(str(done.output_file_id))
-        assert [round(((one.expires_at or 0) - now) / 3600) for one in (brief, output, usual)] == [1, 2, 48]
-        for wrong in ({"anchor": "created_at", "seconds": 60}, {"anchor": "last_active_at", "seconds": 3600}):
+        assert [round(((one.expires_at or 0) - now) / 3600) for one in (brief, output, usual)] == [
+            1,
+            2,
+            48,
+        ]
+        for wrong in (
+            {"anchor": "created_at", "seconds": 60},
+            {"anchor": "last_active_at", "seconds": 3600},
+        ):
             with pytest.raises(openai.BadRequestError, match="expires_after: "):
                 await client.files.create(file=rows, purpose="batch", expires_after=wrong)  # type: ignore[arg-type]
     store = BatchStore(tmp_path, 1 << 20, 2)

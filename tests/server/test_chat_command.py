@@ -39,14 +39,24 @@ class Parrot(BaseHTTPRequestHandler):
         self.keys.append(self.headers["Authorization"])
         said = body["messages"][-1]["content"]
         if said == "refuse":
-            self._send(400, {"error": {"message": "this model has no chat template", "type": "invalid_request_error"}})
+            self._send(
+                400,
+                {
+                    "error": {
+                        "message": "this model has no chat template",
+                        "type": "invalid_request_error",
+                    }
+                },
+            )
             return
         self.send_response(200)
         self.end_headers()
         self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         try:
             for word in said.split():
-                self._event({"choices": [{"delta": {"content": f"{word} "}, "finish_reason": None}]})
+                self._event(
+                    {"choices": [{"delta": {"content": f"{word} "}, "finish_reason": None}]}
+                )
                 while said.startswith("endless"):
                     self._event({"choices": [{"delta": {"content": "and on "}}]})
                     time.sleep(0.01)
@@ -90,7 +100,16 @@ def chat(*arguments: str, said: str = "") -> Result:
 
 def test_a_server_gets_the_whole_conversation(parrot: tuple[str, type[Parrot]]) -> None:
     url, server = parrot
-    result = chat(f"{url}/v1/", "--system", "Be kind.", "--temperature", "0", "--api-key", "secret", said="good day\n\nand you?\n")
+    result = chat(
+        f"{url}/v1/",
+        "--system",
+        "Be kind.",
+        "--temperature",
+        "0",
+        "--api-key",
+        "secret",
+        said="good day\n\nand you?\n",
+    )
     assert (result.exit_code, result.stdout) == (0, "good day \nand you? \n")
     assert server.bodies[1] == {
         "model": "parrot",
@@ -108,18 +127,33 @@ def test_a_server_gets_the_whole_conversation(parrot: tuple[str, type[Parrot]]) 
 
 def test_commands_begin_with_a_slash(parrot: tuple[str, type[Parrot]]) -> None:
     url, server = parrot
-    result = chat(url, "--model", "raven", said="one\n/reset\n/system Caw.\ntwo\n/system\n//three\n/what\n/quit\nfour\n")
+    result = chat(
+        url,
+        "--model",
+        "raven",
+        said="one\n/reset\n/system Caw.\ntwo\n/system\n//three\n/what\n/quit\nfour\n",
+    )
     assert result.exit_code == 0
-    assert [[one["content"] for one in body["messages"]] for body in server.bodies] == [["one"], ["Caw.", "two"], ["two", "two ", "/three"]]
+    assert [[one["content"] for one in body["messages"]] for body in server.bodies] == [
+        ["one"],
+        ["Caw.", "two"],
+        ["two", "two ", "/three"],
+    ]
     assert {body["model"] for body in server.bodies} == {"raven"}
     assert "unknown command /what" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
-    [("refuse", "answers 400: this model has no chat template"), ("die", "the engine died"), ("break off", "broke off during the answer")],
+    [
+        ("refuse", "answers 400: this model has no chat template"),
+        ("die", "the engine died"),
+        ("break off", "broke off during the answer"),
+    ],
 )
-def test_an_answer_that_fails_is_reported_and_forgotten(parrot: tuple[str, type[Parrot]], said: str, told: str) -> None:
+def test_an_answer_that_fails_is_reported_and_forgotten(
+    parrot: tuple[str, type[Parrot]], said: str, told: str
+) -> None:
     url, server = parrot
     result = chat(url, said=f"{said}\nagain\n")
     assert result.exit_code == 1, "whoever reads the pipe must know"
@@ -129,7 +163,10 @@ def test_an_answer_that_fails_is_reported_and_forgotten(parrot: tuple[str, type[
 
 
 def test_what_an_answer_says_commands_no_terminal(parrot: tuple[str, type[Parrot]]) -> None:
-    assert chat(parrot[0], said="\x1b]0;mine\x07 [bold] :smile:\n").stdout == "]0;mine [bold] :smile: \n"
+    assert (
+        chat(parrot[0], said="\x1b]0;mine\x07 [bold] :smile:\n").stdout
+        == "]0;mine [bold] :smile: \n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,17 +189,35 @@ def test_what_cannot_be_is_said_in_a_sentence(arguments: list[str], told: str) -
 
 @pytest.mark.slow("starts a server's processes")
 def test_a_model_here_answers(tmp_path: Path) -> None:
-    result = chat("demo", "--max-tokens", "5", "--temperature", "0", "--set", "max_model_len=128", said="Where art thou?\nSay more.\n")
+    result = chat(
+        "demo",
+        "--max-tokens",
+        "5",
+        "--temperature",
+        "0",
+        "--set",
+        "max_model_len=128",
+        said="Where art thou?\nSay more.\n",
+    )
     assert result.exit_code == 0, result.output
     assert len(result.stdout.splitlines()) >= 2
     template = tmp_path / "strict.jinja"
     template.write_text("{{ raise_exception('no words for this') if messages else '' }}")
-    refused = chat("demo", "--chat-template", str(template), "--set", "max_model_len=128", said="Where art thou?\n")
+    refused = chat(
+        "demo",
+        "--chat-template",
+        str(template),
+        "--set",
+        "max_model_len=128",
+        said="Where art thou?\n",
+    )
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert "no words for this" in refused.stderr
 
 
-def test_a_model_without_a_template_is_reported_with_the_remedy(demo_without_template: Path) -> None:
+def test_a_model_without_a_template_is_reported_with_the_remedy(
+    demo_without_template: Path,
+) -> None:
     result = chat(str(demo_without_template), "--set", "max_model_len=128", said="hello\n")
     assert result.exit_code == 2
     assert "has no chat template" in result.stderr
@@ -190,8 +245,14 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self.pid, self._fd = pty.fork()
         if not self.pid:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells ignore it for what they start in the background, and so do all its children
-            os.execve(sys.executable, [sys.executable, "-m", "dovetail", *arguments], {**os.environ, "TERM": "dumb"})
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # shells ignore it for what they start in the background, and so do all its children
+            os.execve(
+                sys.executable,
+                [sys.executable, "-m", "dovetail", *arguments],
+                {**os.environ, "TERM": "dumb"},
+            )
         self._unread = b""
 
     def until(self, text: bytes) -> None:
@@ -232,7 +293,9 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(parrot: tuple[str, type[Parrot]]) -> None:
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(
+    parrot: tuple[str, type[Parrot]],
+) -> None:
     url, server = parrot
     terminal = Terminal("chat", url)
     terminal.until(b"> ")

@@ -16,7 +16,9 @@ PROMPT = "ROMEO: But soft"
 
 def ask(api: openai.OpenAI, prompt: Any = PROMPT, /, **options: Any) -> Any:
     further = {name: options.pop(name) for name in FURTHER if name in options}
-    return api.completions.create(model="demo", prompt=prompt, **{"seed": 1, "max_tokens": 8, **options}, extra_body=further)
+    return api.completions.create(
+        model="demo", prompt=prompt, **{"seed": 1, "max_tokens": 8, **options}, extra_body=further
+    )
 
 
 FURTHER = (
@@ -46,7 +48,8 @@ FURTHER = (
 
 def test_prompts_times_n_are_bounded(openai_client: openai.OpenAI) -> None:
     with pytest.raises(
-        openai.BadRequestError, match=r"^.*n: the samples of all prompts together must be at most 4096 \(limits.max_samples\), got 6000"
+        openai.BadRequestError,
+        match=r"^.*n: the samples of all prompts together must be at most 4096 \(limits.max_samples\), got 6000",
     ):
         ask(openai_client, ["a"] * 1000, n=6)
 
@@ -77,7 +80,14 @@ OPTIONS: list[dict[str, Any]] = [
     {"bad_words": [" the"]},
     {"stop_token_ids": [70]},
     {"truncate_prompt_tokens": 2, "max_drafts": 0},
-    {"priority": 3, "client": "somebody", "deadline_s": 30.0, "ttft_deadline_s": 20.0, "tbt_s": 5.0, "cache_salt": "x"},
+    {
+        "priority": 3,
+        "client": "somebody",
+        "deadline_s": 30.0,
+        "ttft_deadline_s": 20.0,
+        "tbt_s": 5.0,
+        "cache_salt": "x",
+    },
     {"skip_special_tokens": False},
     {"echo": True},
     {"logprobs": 2},
@@ -89,9 +99,13 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_stream_adds_up_to_the_whole_answer(openai_client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(
+    openai_client: openai.OpenAI, options: dict[str, Any]
+) -> None:
     whole = ask(openai_client, **options)
-    assert texts(ask(openai_client, stream=True, **options)) == {choice.index: choice.text for choice in whole.choices}
+    assert texts(ask(openai_client, stream=True, **options)) == {
+        choice.index: choice.text for choice in whole.choices
+    }
     assert len(whole.choices) == options.get("n", 1)
 
 
@@ -112,38 +126,56 @@ def test_token_ids_are_prompts_too(openai_client: openai.OpenAI) -> None:
 def test_each_prompt_of_a_list_has_its_own_choices(openai_client: openai.OpenAI) -> None:
     prompts = [PROMPT, "JULIET:", "First Citizen:"]
     ids = [demo_tokenizer().encode(prompt) for prompt in prompts]
-    alone = [choice.text for prompt in prompts for choice in ask(openai_client, prompt, n=2).choices]
+    alone = [
+        choice.text for prompt in prompts for choice in ask(openai_client, prompt, n=2).choices
+    ]
     assert [choice.text for choice in ask(openai_client, prompts, n=2).choices] == alone
     assert [choice.text for choice in ask(openai_client, ids, n=2).choices] == alone
     assert texts(ask(openai_client, prompts, n=2, stream=True)) == dict(enumerate(alone))
 
 
 def test_max_tokens_is_16_unless_given(openai_client: openai.OpenAI) -> None:
-    answer = openai_client.completions.create(model="demo", prompt=PROMPT, extra_body={"ignore_eos": True})
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, extra_body={"ignore_eos": True}
+    )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 16
 
 
-def test_echo_puts_the_prompt_before_the_text_and_its_logprobs(openai_client: openai.OpenAI) -> None:
+def test_echo_puts_the_prompt_before_the_text_and_its_logprobs(
+    openai_client: openai.OpenAI,
+) -> None:
     choice = ask(openai_client, echo=True, logprobs=1).choices[0]
     assert choice.text.startswith(PROMPT)
     logprobs = choice.logprobs
     assert "".join(logprobs.tokens) == choice.text
     assert logprobs.token_logprobs[0] is None
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
-    assert all(choice.text[at:].startswith(token) for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True))
+    assert all(
+        choice.text[at:].startswith(token)
+        for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+    )
 
 
 def text_of(tokens: Sequence[str]) -> str:
     """The text of tokens as this API names them: parts of a character are named by their bytes."""
     named = [re.fullmatch(r"bytes:((?:\\x[0-9a-f]{2})+)", token) for token in tokens]
-    spelled = [bytes.fromhex(match[1].replace("\\x", "")) if match else token.encode() for match, token in zip(named, tokens, strict=True)]
+    spelled = [
+        bytes.fromhex(match[1].replace("\\x", "")) if match else token.encode()
+        for match, token in zip(named, tokens, strict=True)
+    ]
     return b"".join(spelled).decode(errors="replace")
 
 
 @pytest.mark.parametrize("options", [{}, {"stream": True}, {"skip_special_tokens": False}])
-@pytest.mark.parametrize("prompt", ["é", "naïve 😀 x", "漢字", demo_tokenizer().encode("a é 漢", special_tokens=False)], ids=repr)
-def test_tokens_are_the_texts_and_offsets_their_running_lengths(openai_client: openai.OpenAI, prompt: Any, options: Any) -> None:
+@pytest.mark.parametrize(
+    "prompt",
+    ["é", "naïve 😀 x", "漢字", demo_tokenizer().encode("a é 漢", special_tokens=False)],
+    ids=repr,
+)
+def test_tokens_are_the_texts_and_offsets_their_running_lengths(
+    openai_client: openai.OpenAI, prompt: Any, options: Any
+) -> None:
     asked: Any = {"echo": True, "logprobs": 5, "max_tokens": 24, "temperature": 1.8, **options}
     answer = ask(openai_client, prompt, **asked)
     choices = [chunk.choices[0] for chunk in answer] if options.get("stream") else answer.choices
@@ -169,10 +201,24 @@ def test_a_prompt_is_scored_without_an_answer(openai_client: openai.OpenAI, stre
     [choice] = scored.choices
     answered = ask(openai_client, echo=True, logprobs=1).choices[0].logprobs
     length = scored.usage.prompt_tokens
-    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == (PROMPT, "length", 0)
+    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == (
+        PROMPT,
+        "length",
+        0,
+    )
     assert choice.logprobs.token_logprobs == answered.token_logprobs[:length]
     if stream:
-        chunks = list(ask(openai_client, max_tokens=0, echo=True, logprobs=1, n=2, stream=True, stream_options={"include_usage": True}))
+        chunks = list(
+            ask(
+                openai_client,
+                max_tokens=0,
+                echo=True,
+                logprobs=1,
+                n=2,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
         assert texts(chunks) == {0: PROMPT, 1: PROMPT}
         assert chunks[-1].usage.completion_tokens == 0
 
@@ -180,7 +226,9 @@ def test_a_prompt_is_scored_without_an_answer(openai_client: openai.OpenAI, stre
 def test_logprobs_name_the_likeliest(openai_client: openai.OpenAI) -> None:
     logprobs = ask(openai_client, temperature=0, logprobs=3).choices[0].logprobs
     assert len(logprobs.tokens) == 8
-    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+    for token, value, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
         assert len(top) == 3
         assert max(top, key=top.get) == token
         assert top[token] == value
@@ -197,27 +245,39 @@ def test_usage_comes_in_a_stream_that_asks_for_it(openai_client: openai.OpenAI) 
     chunks = list(ask(openai_client, stream=True, stream_options={"include_usage": True}))
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == ask(openai_client).usage.model_copy(update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details})
+    assert chunks[-1].usage == ask(openai_client).usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
 
 
 def test_continuous_usage_counts_up(openai_client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    counts = [chunk.usage.completion_tokens for chunk in ask(openai_client, stream=True, stream_options=options)]
+    counts = [
+        chunk.usage.completion_tokens
+        for chunk in ask(openai_client, stream=True, stream_options=options)
+    ]
     assert counts == sorted(counts)
     assert counts[-1] == 8
 
 
 def test_a_prompt_seen_before_is_reported_as_cached(openai_client: openai.OpenAI) -> None:
-    prompt = "Friends, Romans, countrymen, lend me your ears; I come to bury Caesar, not to praise him. " * 3
+    prompt = (
+        "Friends, Romans, countrymen, lend me your ears; I come to bury Caesar, not to praise him. "
+        * 3
+    )
     ask(openai_client, prompt)
     assert ask(openai_client, prompt).usage.prompt_tokens_details.cached_tokens > 0
 
 
 def test_tokenize_and_detokenize_are_each_others_reverse(openai_client: openai.OpenAI) -> None:
     root = openai_client.with_options(base_url=str(openai_client.base_url).replace("/v1", ""))
-    tokens: Any = root.post("/tokenize", body={"prompt": PROMPT, "return_token_strs": True}, cast_to=dict[str, Any])
+    tokens: Any = root.post(
+        "/tokenize", body={"prompt": PROMPT, "return_token_strs": True}, cast_to=dict[str, Any]
+    )
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
-    assert root.post("/detokenize", body={"tokens": tokens["tokens"]}, cast_to=dict[str, Any]) == {"prompt": PROMPT}
+    assert root.post("/detokenize", body={"tokens": tokens["tokens"]}, cast_to=dict[str, Any]) == {
+        "prompt": PROMPT
+    }
 
 
 def test_models_are_listed(openai_client: openai.OpenAI) -> None:

@@ -44,12 +44,17 @@ async def ending(reader: asyncio.StreamReader) -> bytes:
 def completion(**fields: object) -> bytes:
     """A request to complete a text."""
     body = json.dumps({"prompt": "ROMEO:", "max_tokens": 10_000, **fields}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
     """End a connection by RST."""
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    )
     writer.transport.abort()
 
 
@@ -68,7 +73,9 @@ async def is_cut(url: str, begin: bytes, more: bytes) -> bool:
     return False
 
 
-@pytest.mark.parametrize("begin", [b"GET / HTTP/1.1\r\nX: ", b"GET /", ASK + b"GET / HTTP/1.1\r\nX: "])
+@pytest.mark.parametrize(
+    "begin", [b"GET / HTTP/1.1\r\nX: ", b"GET /", ASK + b"GET / HTTP/1.1\r\nX: "]
+)
 async def test_a_head_without_end_is_cut(fake: Callable[..., FakeEngine], begin: bytes) -> None:
     async with serving(fake()) as url:
         assert await is_cut(url, begin, b"a" * 65536)
@@ -107,7 +114,9 @@ async def test_a_body_of_many_small_chunks_is_taken(fake: Callable[..., FakeEngi
                 yield b"a"
             yield b'"}'
 
-        answer = await http.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
+        answer = await http.post(
+            "/v1/completions", content=pieces(), headers={"content-type": "application/json"}
+        )
         assert answer.status_code == 200
 
 
@@ -115,7 +124,11 @@ async def test_a_trailer_is_no_header(fake: Callable[..., FakeEngine]) -> None:
     body = b'{"prompt": "ROMEO:"}'
     async with serving(fake(), KEYS) as url:
         reader, writer = await connected(url)
-        writer.write(CHUNKED + b"%x\r\n%b\r\n0\r\nAuthorization: Bearer k\r\nX-Api-Key: k\r\n\r\n" % (len(body), body))
+        writer.write(
+            CHUNKED
+            + b"%x\r\n%b\r\n0\r\nAuthorization: Bearer k\r\nX-Api-Key: k\r\n\r\n"
+            % (len(body), body)
+        )
         assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
         writer.close()
 
@@ -133,7 +146,9 @@ async def test_a_head_too_large_is_reported(fake: Callable[..., FakeEngine]) -> 
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX: ", ASK + b"G"])
-async def test_who_never_ends_a_head_is_cut(fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_never_ends_a_head_is_cut(
+    fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "HEAD_S", 0.1)
     async with serving(fake()) as url:
         reader, writer = await connected(url)
@@ -143,7 +158,9 @@ async def test_who_never_ends_a_head_is_cut(fake: Callable[..., FakeEngine], sen
 
 
 @pytest.mark.parametrize("sent", [CHUNKED, CHUNKED + b"1\r\nx\r\n", CHUNKED + b"0\r\na:"])
-async def test_who_never_ends_an_answered_request_is_cut(fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_never_ends_an_answered_request_is_cut(
+    fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "HEAD_S", 0.1)
     async with serving(fake(), KEYS, timeout_keep_alive=3600) as url:
         reader, writer = await connected(url)
@@ -152,7 +169,9 @@ async def test_who_never_ends_an_answered_request_is_cut(fake: Callable[..., Fak
         writer.close()
 
 
-async def test_blank_lines_keep_no_connection_open(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blank_lines_keep_no_connection_open(
+    fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "HEAD_S", 0.1)
     async with serving(fake(), KEYS, timeout_keep_alive=3600) as url:
         reader, writer = await connected(url)
@@ -165,9 +184,14 @@ async def test_blank_lines_keep_no_connection_open(fake: Callable[..., FakeEngin
 
 @pytest.mark.parametrize("lose", [asyncio.StreamWriter.close, reset])
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("ahead", [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", completion(), completion() * 3 + b"POST"])
+@pytest.mark.parametrize(
+    "ahead", [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", completion(), completion() * 3 + b"POST"]
+)
 async def test_all_requests_of_a_lost_connection_are_aborted(
-    fake: Callable[..., FakeEngine], lose: Callable[[asyncio.StreamWriter], None], stream: bool, ahead: bytes
+    fake: Callable[..., FakeEngine],
+    lose: Callable[[asyncio.StreamWriter], None],
+    stream: bool,
+    ahead: bytes,
 ) -> None:
     engine = fake(*["x"] * 100, paced=True)
     async with serving(engine) as url:
@@ -189,12 +213,18 @@ async def test_requests_sent_ahead_are_answered_in_order(fake: Callable[..., Fak
         for name in names:
             head = await reader.readuntil(b"\r\n\r\n")
             assert b"id-%b-" % name in head
-            [length] = [int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
+            [length] = [
+                int(line.split(b":")[1])
+                for line in head.split(b"\r\n")
+                if line.lower().startswith(b"content-length")
+            ]
             await reader.readexactly(length)
         writer.close()
 
 
-async def test_too_many_requests_sent_ahead_end_their_connection(fake: Callable[..., FakeEngine]) -> None:
+async def test_too_many_requests_sent_ahead_end_their_connection(
+    fake: Callable[..., FakeEngine],
+) -> None:
     async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
         reader, writer = await connected(url)
         writer.write(ASK * 10_000)
@@ -203,9 +233,15 @@ async def test_too_many_requests_sent_ahead_end_their_connection(fake: Callable[
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_bodies_too_large_sent_ahead_end_their_connection(fake: Callable[..., FakeEngine]) -> None:
+async def test_bodies_too_large_sent_ahead_end_their_connection(
+    fake: Callable[..., FakeEngine],
+) -> None:
     async with serving(fake(paced=True)) as url:
-        assert await is_cut(url, completion() + b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % MANY, b"a" * 65536)
+        assert await is_cut(
+            url,
+            completion() + b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % MANY,
+            b"a" * 65536,
+        )
 
 
 async def test_idle_connections_do_not_block_others(fake: Callable[..., FakeEngine]) -> None:

@@ -32,7 +32,9 @@ def steps_of(engine: Served) -> tuple[DecidedStep, ...]:
 
 
 @pytest.mark.parametrize("link", ["thread", "zmq"])
-async def test_decisions_of_the_last_steps_are_only_numbers(link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decisions_of_the_last_steps_are_only_numbers(
+    link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "ASK_S", 0)
     async with served(link, tmp_path) as engine:
         await engine.until(lambda: engine.engine.decisions() is not None)
@@ -41,7 +43,10 @@ async def test_decisions_of_the_last_steps_are_only_numbers(link: Link, tmp_path
         told = engine.engine.decisions()
     assert told is not None
     assert [step.index for step in told.steps] == list(range(host.NOTED_STEPS))
-    prefill, *decodes = [(step.granted, step.prefill_tokens, step.decode_tokens, step.refused, step.preempted) for step in told.steps]
+    prefill, *decodes = [
+        (step.granted, step.prefill_tokens, step.decode_tokens, step.refused, step.preempted)
+        for step in told.steps
+    ]
     assert prefill == (1, told.steps[0].prefill_tokens, 0, 0, 0)
     assert prefill[1] > 0
     assert set(decodes) == {(1, 0, 1, 0, 0)}
@@ -51,7 +56,11 @@ async def test_decisions_of_the_last_steps_are_only_numbers(link: Link, tmp_path
 def words(value: Any) -> list[str]:
     """All texts in a JSON value, but for names of fields."""
     if isinstance(value, dict | list):
-        return [word for one in (value.values() if isinstance(value, dict) else value) for word in words(one)]
+        return [
+            word
+            for one in (value.values() if isinstance(value, dict) else value)
+            for word in words(one)
+        ]
     return [value] if isinstance(value, str) else []
 
 
@@ -68,7 +77,9 @@ async def test_a_question_has_a_few_steps_noted_and_no_more(tmp_path: Path) -> N
         assert not engine.core.observers.wants_decisions
 
 
-async def test_however_often_a_page_asks_the_engine_is_asked_twice_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_however_often_a_page_asks_the_engine_is_asked_twice_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with served("thread", tmp_path) as engine:
         sent: list[Any] = []
         line = engine.engine._line

@@ -66,19 +66,40 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "param", "reason"), WRONG, ids=[f"{param}-{index}" for index, (_, param, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("wrong", "param", "reason"),
+    WRONG,
+    ids=[f"{param}-{index}" for index, (_, param, _) in enumerate(WRONG)],
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_parameter_is_named(server_url: str, wrong: dict[str, Any], param: str, reason: str, stream: bool) -> None:
+def test_a_wrong_parameter_is_named(
+    server_url: str, wrong: dict[str, Any], param: str, reason: str, stream: bool
+) -> None:
     if stream and "stream_options" in wrong and "stream" not in wrong:
         return
-    answer = httpx.post(f"{server_url}/v1/completions", json={**PROMPT, **({"stream": True} if stream else {}), **wrong})
+    answer = httpx.post(
+        f"{server_url}/v1/completions",
+        json={**PROMPT, **({"stream": True} if stream else {}), **wrong},
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["param"] == param
     assert reason in error["message"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "x", "n": 1e999}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"prompt": "x", "n": 1e999}',
+    ],
+)
 def test_a_body_that_is_no_request_is_refused(server_url: str, body: bytes) -> None:
     answer = httpx.post(f"{server_url}/v1/completions", content=body)
     assert answer.status_code == 400
@@ -96,8 +117,16 @@ def test_an_unknown_model_path_or_method_is_reported_in_the_same_shape(server_ur
 
 
 def test_a_sane_request_id_is_echoed_and_another_replaced(server_url: str) -> None:
-    assert httpx.get(f"{server_url}/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
-    assert httpx.get(f"{server_url}/health", headers={"X-Request-Id": 'a"b'}).headers["x-request-id"] != 'a"b'
+    assert (
+        httpx.get(f"{server_url}/health", headers={"X-Request-Id": "mine-1"}).headers[
+            "x-request-id"
+        ]
+        == "mine-1"
+    )
+    assert (
+        httpx.get(f"{server_url}/health", headers={"X-Request-Id": 'a"b'}).headers["x-request-id"]
+        != 'a"b'
+    )
     assert len(httpx.get(f"{server_url}/health").headers["x-request-id"]) == 32
 
 
@@ -108,16 +137,32 @@ def test_version_tells_model_and_parts(server_url: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_keys_are_asked_for_except_where_processes_are_watched(fake: Callable[..., FakeEngine]) -> None:
-    async with serving(fake(), ServerSettings(api_keys=("one", "two"))) as url, httpx.AsyncClient(base_url=url) as http:
-        refused = [await http.get("/v1/models"), await http.get("/v1/models", headers={"Authorization": "Bearer three"})]
+async def test_keys_are_asked_for_except_where_processes_are_watched(
+    fake: Callable[..., FakeEngine],
+) -> None:
+    async with (
+        serving(fake(), ServerSettings(api_keys=("one", "two"))) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        refused = [
+            await http.get("/v1/models"),
+            await http.get("/v1/models", headers={"Authorization": "Bearer three"}),
+        ]
         assert [answer.status_code for answer in refused] == [401, 401]
         assert refused[0].json()["error"]["code"] == "invalid_api_key"
         anthropic = await http.post("/v1/messages")
         assert anthropic.json()["type"] == "error"
-        let_in = [{"Authorization": "Bearer one"}, {"Authorization": "bearer two"}, {"x-api-key": "two"}]
-        assert [(await http.get("/v1/models", headers=headers)).status_code for headers in let_in] == [200] * 3
-        assert (await http.get("/health")).status_code == (await http.get("/ready")).status_code == 200
+        let_in = [
+            {"Authorization": "Bearer one"},
+            {"Authorization": "bearer two"},
+            {"x-api-key": "two"},
+        ]
+        assert [
+            (await http.get("/v1/models", headers=headers)).status_code for headers in let_in
+        ] == [200] * 3
+        assert (
+            (await http.get("/health")).status_code == (await http.get("/ready")).status_code == 200
+        )
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,21 +172,35 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.anyio
-async def test_a_dead_engine_is_told_by_health_and_to_who_asks(fake: Callable[..., FakeEngine]) -> None:
+async def test_a_dead_engine_is_told_by_health_and_to_who_asks(
+    fake: Callable[..., FakeEngine],
+) -> None:
     engine = fake()
     async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:
         engine.failure = EngineDeadError("the engine process ended")
-        answers = [await http.get("/health"), await http.get("/ready"), await http.post("/v1/completions", json=PROMPT)]
+        answers = [
+            await http.get("/health"),
+            await http.get("/ready"),
+            await http.post("/v1/completions", json=PROMPT),
+        ]
     assert [answer.status_code for answer in answers] == [503] * 3
-    assert all("the engine process ended" in answer.json()["error"]["message"] for answer in answers)
+    assert all(
+        "the engine process ended" in answer.json()["error"]["message"] for answer in answers
+    )
 
 
 @pytest.mark.anyio
 async def test_a_server_that_drains_takes_nothing_new(fake: Callable[..., FakeEngine]) -> None:
     app = create_app(fake())
     app.state.draining = True
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
-        answers = [await http.get("/ready"), await http.post("/v1/completions", json=PROMPT), await http.get("/health")]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://server"
+    ) as http:
+        answers = [
+            await http.get("/ready"),
+            await http.post("/v1/completions", json=PROMPT),
+            await http.get("/health"),
+        ]
     assert [answer.status_code for answer in answers] == [503, 503, 200]
 
 
@@ -160,8 +219,14 @@ async def test_bodies_have_a_limit(fake: Callable[..., FakeEngine]) -> None:
         for _ in range(100):
             yield b" " * 100
 
-    async with serving(fake(), ServerSettings(max_body_bytes=1000)) as url, httpx.AsyncClient(base_url=url) as http:
-        answers = [await http.post("/v1/completions", content=b" " * 2000), await http.post("/v1/completions", content=chunks())]
+    async with (
+        serving(fake(), ServerSettings(max_body_bytes=1000)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        answers = [
+            await http.post("/v1/completions", content=b" " * 2000),
+            await http.post("/v1/completions", content=chunks()),
+        ]
     assert [answer.status_code for answer in answers] == [413, 413]
     assert "max_body_bytes" in answers[0].json()["error"]["message"]
 
@@ -174,7 +239,9 @@ def no_file_descriptors() -> Iterator[None]:
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY)]
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard)
+        )
         with suppress(OSError):
             while True:
                 held.append(os.open(os.devnull, os.O_RDONLY))
@@ -190,9 +257,28 @@ def no_file_descriptors() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("path", "request_of"),
     [
-        ("/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}"}}),
-        ("/tokenize", {"json": {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}"}}),
-        ("/v1/files", {"data": {"purpose": "batch"}, "files": {"file": ("a", b"{}", "text/plain")}}),
+        (
+            "/v1/chat/completions",
+            {
+                "json": {
+                    "messages": [{"role": "user", "content": "a"}],
+                    "chat_template": "{{ messages[0].content }}",
+                }
+            },
+        ),
+        (
+            "/tokenize",
+            {
+                "json": {
+                    "messages": [{"role": "user", "content": "a"}],
+                    "chat_template": "{{ messages[0].content }}",
+                }
+            },
+        ),
+        (
+            "/v1/files",
+            {"data": {"purpose": "batch"}, "files": {"file": ("a", b"{}", "text/plain")}},
+        ),
     ],
 )
 async def test_without_file_descriptors_a_request_may_come_again(
@@ -200,7 +286,9 @@ async def test_without_file_descriptors_a_request_may_come_again(
 ) -> None:
     engine = fake()
     app = create_app(engine, ServerSettings(batch_directory=str(tmp_path)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://server"
+    ) as http:
         with no_file_descriptors():
             answer = await http.post(path, **request_of)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -212,19 +300,37 @@ async def test_without_file_descriptors_a_request_may_come_again(
 @pytest.mark.anyio
 async def test_pages_of_allowed_origins_may_call(fake: Callable[..., FakeEngine]) -> None:
     headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    async with serving(fake(), ServerSettings(cors_origins=("https://a.example",), api_keys=("x",))) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(
+            fake(), ServerSettings(cors_origins=("https://a.example",), api_keys=("x",))
+        ) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         answer = await http.options("/v1/completions", headers=headers)
-    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (
+        200,
+        "https://a.example",
+    )
 
 
 @pytest.mark.anyio
-async def test_each_request_has_one_log_line_without_its_prompt(fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_request_has_one_log_line_without_its_prompt(
+    fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "dovetail.server")
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
-        await http.post("/v1/completions", json={"prompt": "a secret"}, headers={"X-Request-Id": "me", "traceparent": trace})
+        await http.post(
+            "/v1/completions",
+            json={"prompt": "a secret"},
+            headers={"X-Request-Id": "me", "traceparent": trace},
+        )
         await http.post("/v1/completions", json={"prompt": 5}, headers={"traceparent": "00-0-0-01"})
-    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "dovetail.server"]
+    lines = [
+        json.loads(record.getMessage())
+        for record in caplog.records
+        if record.name == "dovetail.server"
+    ]
     assert [line["status"] for line in lines] == [200, 400]
     assert "secret" not in caplog.text
     assert lines[0]["request_id"] == "me"
@@ -235,26 +341,56 @@ async def test_each_request_has_one_log_line_without_its_prompt(fake: Callable[.
 
 def values() -> st.SearchStrategy[Any]:
     """Values that fit a parameter now and then."""
-    plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
-    return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+    plain = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=5)
+    )
+    return st.recursive(
+        plain,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
+        max_leaves=5,
+    )
 
 
-@pytest.mark.parametrize(("path", "kind"), [("completions", CompletionRequest), ("chat/completions", ChatRequest)])
-def test_no_body_is_a_fault_of_the_server(fake: Callable[..., FakeEngine], path: str, kind: Any) -> None:
-    chat = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}"}
+@pytest.mark.parametrize(
+    ("path", "kind"), [("completions", CompletionRequest), ("chat/completions", ChatRequest)]
+)
+def test_no_body_is_a_fault_of_the_server(
+    fake: Callable[..., FakeEngine], path: str, kind: Any
+) -> None:
+    chat = {
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template": "{{ messages[0].content }}",
+    }
     needed = {"prompt": "x"} if kind is CompletionRequest else chat
     names = [name for name in kind.__struct_encode_fields__ if name != "chat_template"]
 
     async def statuses(bodies: list[dict[str, Any]]) -> list[int]:
         engine = fake("x")
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine)), base_url="http://x") as http:
-            answers = [await http.post(f"/v1/{path}", content=json.dumps({**needed, **body})) for body in bodies]
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(create_app(engine)), base_url="http://x"
+        ) as http:
+            answers = [
+                await http.post(f"/v1/{path}", content=json.dumps({**needed, **body}))
+                for body in bodies
+            ]
         engine.chat.close()
         assert engine.requests == {}
         return [answer.status_code for answer in answers]
 
     @examples(3, 200)
-    @given(st.lists(st.sampled_from(names).flatmap(lambda name: st.fixed_dictionaries({name: values()})), min_size=30, max_size=60))
+    @given(
+        st.lists(
+            st.sampled_from(names).flatmap(lambda name: st.fixed_dictionaries({name: values()})),
+            min_size=30,
+            max_size=60,
+        )
+    )
     def check(bodies: list[dict[str, Any]]) -> None:
         assert set(asyncio.run(statuses(bodies))) <= {200, 400, 404}
 

@@ -11,15 +11,25 @@ import pytest
 
 from tests.docs.pages import DOCS
 
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 TEMPLATE = "{{ tools | tojson }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 MINIMAL: Mapping[str, Mapping[str, Any]] = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
 }
-LIMITED: Mapping[str, Mapping[str, tuple[list[Any], list[Any]]]] = {  # accepted values, refused ones
+LIMITED: Mapping[
+    str, Mapping[str, tuple[list[Any], list[Any]]]
+] = {  # accepted values, refused ones
     "/v1/responses": {
-        "include": ([["message.output_text.logprobs"], ["reasoning.encrypted_content"]], [["file_search_call.results"]]),
+        "include": (
+            [["message.output_text.logprobs"], ["reasoning.encrypted_content"]],
+            [["file_search_call.results"]],
+        ),
         "reasoning.effort": (["minimal", "low", "max", None], ["huge", 3]),
         "reasoning.summary": (["auto", "concise", "detailed"], ["long"]),
         "reasoning.generate_summary": (["auto", "concise", "detailed"], ["long"]),
@@ -49,7 +59,11 @@ def body_with(path: str, field: str, value: Any) -> dict[str, Any]:
     parent, _, name = field.rpartition(".")
     body = dict(MINIMAL[path])
     if parent == "tools[]":
-        tool = {"name": "f", "parameters": SCHEMA, "type": "function"} if path == "/v1/responses" else {"name": "f", "input_schema": SCHEMA}
+        tool = (
+            {"name": "f", "parameters": SCHEMA, "type": "function"}
+            if path == "/v1/responses"
+            else {"name": "f", "input_schema": SCHEMA}
+        )
         return {**body, "tools": [{**tool, name: value}], "chat_template": TEMPLATE}
     if parent == "thinking" and name != "type":
         return {**body, "thinking": {"type": "enabled", name: value}}
@@ -57,7 +71,9 @@ def body_with(path: str, field: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "field"), CASES)
-def test_a_field_takes_the_values_that_the_page_names_and_refuses_others(server_url: str, path: str, field: str) -> None:
+def test_a_field_takes_the_values_that_the_page_names_and_refuses_others(
+    server_url: str, path: str, field: str
+) -> None:
     accepted, refused = LIMITED[path][field]
     for value in accepted:
         answer = httpx.post(f"{server_url}{path}", json=body_with(path, field, value))
@@ -65,11 +81,16 @@ def test_a_field_takes_the_values_that_the_page_names_and_refuses_others(server_
     for value in refused:
         answer = httpx.post(f"{server_url}{path}", json=body_with(path, field, value))
         assert answer.status_code == 400
-        assert field.removesuffix(".type").removesuffix(".edits").replace("[]", "[0]") in answer.json()["error"]["message"]
+        assert (
+            field.removesuffix(".type").removesuffix(".edits").replace("[]", "[0]")
+            in answer.json()["error"]["message"]
+        )
 
 
 def test_the_page_names_these_fields_and_no_others() -> None:
-    _, _, within = (DOCS / "serving/fields.md").read_text(encoding="utf-8").partition("## Within fields")
+    _, _, within = (
+        (DOCS / "serving/fields.md").read_text(encoding="utf-8").partition("## Within fields")
+    )
     table = re.findall(r"^\|[^|]*\| (`[^|]+) \|", within, re.MULTILINE)
     named = [name for cell in table for name in re.findall(r"`([^`]+)`", cell)]
     assert sorted(named) == sorted(field for _, field in CASES)

@@ -86,25 +86,44 @@ def refusal(*args: str) -> str:
         (["--swap-space", "4"], {}),
         (["--no-enable-lora"], {}),
         (["--observers", "[log]"], {"observers": ["log"]}),
-        (["--scheduler", "sjf", "--set", "scheduler.aging_s=5"], {"scheduler": {"name": "sjf", "aging_s": 5}}),
-        (["--set", "kv_cache={name: prefix}", "--enable-prefix-caching"], {"kv_cache": {"name": "prefix", "reuse": True}}),
-        (["--set", "max_num_seqs=4", "--max-model-len", "128"], {"max_num_seqs": 4, "max_model_len": 128}),
+        (
+            ["--scheduler", "sjf", "--set", "scheduler.aging_s=5"],
+            {"scheduler": {"name": "sjf", "aging_s": 5}},
+        ),
+        (
+            ["--set", "kv_cache={name: prefix}", "--enable-prefix-caching"],
+            {"kv_cache": {"name": "prefix", "reuse": True}},
+        ),
+        (
+            ["--set", "max_num_seqs=4", "--max-model-len", "128"],
+            {"max_num_seqs": 4, "max_model_len": 128},
+        ),
     ],
     ids=str,
 )
-def test_a_flag_does_what_the_argument_does(flags: list[str], config: dict[str, Any], started: list[Any]) -> None:
+def test_a_flag_does_what_the_argument_does(
+    flags: list[str], config: dict[str, Any], started: list[Any]
+) -> None:
     done = serve(*flags)
     assert done.exit_code == 0, done.output
     assert config_of(started) == EngineConfig.load("demo", **config)
 
 
-@pytest.mark.parametrize("row", [TABLE[name] for name in engine_flags.ENGINE_FLAGS if name in TABLE], ids=lambda row: row.name)
-def test_each_row_of_the_table_is_a_flag(row: vllm_args.Argument, started: list[Any], command: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "row",
+    [TABLE[name] for name in engine_flags.ENGINE_FLAGS if name in TABLE],
+    ids=lambda row: row.name,
+)
+def test_each_row_of_the_table_is_a_flag(
+    row: vllm_args.Argument, started: list[Any], command: Callable[..., None]
+) -> None:
     for value in (*row.taken, *row.refused):
         flag = f"--{row.name}".replace("_", "-")
         if row.is_switch != (type(value) is bool) or value in ("", None, {}):
             continue
-        given = flag if value is True else f"--no-{flag[2:]}" if value is False else f"{flag}={value}"
+        given = (
+            flag if value is True else f"--no-{flag[2:]}" if value is False else f"{flag}={value}"
+        )
         if value in row.refused:
             with pytest.raises(ConfigError) as refused:
                 command(given)
@@ -117,9 +136,23 @@ def test_each_row_of_the_table_is_a_flag(row: vllm_args.Argument, started: list[
             assert config_of(started) == EngineConfig.load("demo", **translated({row.name: value}))
 
 
-def test_a_translation_is_told_in_one_line(started: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert serve("--enforce-eager", "--max-model-len", "64", "--ssl-certfile=c", "--ssl-keyfile=k", "--enable-auto-tool-choice").exit_code == 0
-    assert {(record.levelno, record.name) for record in caplog.records} == {(logging.WARNING, "dovetail")}
+def test_a_translation_is_told_in_one_line(
+    started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (
+        serve(
+            "--enforce-eager",
+            "--max-model-len",
+            "64",
+            "--ssl-certfile=c",
+            "--ssl-keyfile=k",
+            "--enable-auto-tool-choice",
+        ).exit_code
+        == 0
+    )
+    assert {(record.levelno, record.name) for record in caplog.records} == {
+        (logging.WARNING, "dovetail")
+    }
     assert [record.message for record in caplog.records] == [
         "--ssl-certfile: here --tls-cert",
         "--ssl-keyfile: here --tls-key",
@@ -169,18 +202,36 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--max-model-len", "many"], "--max-model-len: max_model_len: expected a valid integer, got 'many'"),
+        (
+            ["--max-model-len", "many"],
+            "--max-model-len: max_model_len: expected a valid integer, got 'many'",
+        ),
         (["--max-model-len", "4.5"], "--max-model-len: max_model_len: "),
         (["--max-model-len", "1.2345k"], "--max-model-len: 1.2345k isn't a whole number"),
-        (["--max-model-len", "4kb"], "--max-model-len: max_model_len: expected a valid integer, got '4kb'"),
-        (["--max-num-seqs", "4k"], "--max-num-seqs: max_num_seqs: expected a valid integer, got '4k'"),
+        (
+            ["--max-model-len", "4kb"],
+            "--max-model-len: max_model_len: expected a valid integer, got '4kb'",
+        ),
+        (
+            ["--max-num-seqs", "4k"],
+            "--max-num-seqs: max_num_seqs: expected a valid integer, got '4k'",
+        ),
         (["--max-model-len="], "--max-model-len: it needs a value"),
         (["--max-model-len", "[1"], "--max-model-len:1: not valid YAML"),
         (["--max-model-len"], "requires an argument"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: gpu_memory_utilization: "),
-        (["--num-gpu-blocks-override", "many"], "num_gpu_blocks_override='many': executor.num_blocks must be a number"),
-        (["--tensor-parallel-size", "two"], "tensor_parallel_size='two': executor.size must be a whole number"),
-        (["--pipeline-parallel-size", "2"], 'pipeline_parallel_size=2: Dovetail can\'t do that yet: see "Several machines"'),
+        (
+            ["--num-gpu-blocks-override", "many"],
+            "num_gpu_blocks_override='many': executor.num_blocks must be a number",
+        ),
+        (
+            ["--tensor-parallel-size", "two"],
+            "tensor_parallel_size='two': executor.size must be a whole number",
+        ),
+        (
+            ["--pipeline-parallel-size", "2"],
+            'pipeline_parallel_size=2: Dovetail can\'t do that yet: see "Several machines"',
+        ),
         (["--dtype", "int3"], "--dtype: dtype: "),
         (["--enforce-eager=true"], "does not take a value"),
         (["--enforce-eager", "true"], "unexpected extra argument"),
@@ -188,26 +239,51 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
         (["--max-model-len", "64", "--max_model_len=65"], "--max-model-len: it is given twice"),
         (["--enforce-eager", "--no-enforce-eager"], "--enforce-eager: it is given twice"),
         (["--tensor-parallel-size", "2", "-tp", "2"], "--tensor-parallel-size: it is given twice"),
-        (["--enforce-eager", "--cuda-graphs"], "enforce_eager sets cuda_graphs, which is given as well"),
-        (["--num-gpu-blocks-override=8", "--num-kvcache-blocks=8"], "sets executor.num_blocks, which is given as well"),
-        (["--executor", "local", "-tp", "2"], "tensor_parallel_size sets executor.name, which is given as well"),
-        (["--max-model-len", "64", "--set", "max_model_len=64"], "--max-model-len sets max_model_len, which --set gives as well"),
-        (["--set", "executor={size: 2}", "-tp", "2"], "--tensor-parallel-size sets executor.size, which --set gives as well"),
-        (["--set", "executor=local", "-tp", "2"], "--tensor-parallel-size sets executor.name, which --set gives as well"),
-        (["--set", "scheduler.name=fcfs", "--scheduler", "sjf"], "--scheduler sets scheduler, which --set gives as well"),
+        (
+            ["--enforce-eager", "--cuda-graphs"],
+            "enforce_eager sets cuda_graphs, which is given as well",
+        ),
+        (
+            ["--num-gpu-blocks-override=8", "--num-kvcache-blocks=8"],
+            "sets executor.num_blocks, which is given as well",
+        ),
+        (
+            ["--executor", "local", "-tp", "2"],
+            "tensor_parallel_size sets executor.name, which is given as well",
+        ),
+        (
+            ["--max-model-len", "64", "--set", "max_model_len=64"],
+            "--max-model-len sets max_model_len, which --set gives as well",
+        ),
+        (
+            ["--set", "executor={size: 2}", "-tp", "2"],
+            "--tensor-parallel-size sets executor.size, which --set gives as well",
+        ),
+        (
+            ["--set", "executor=local", "-tp", "2"],
+            "--tensor-parallel-size sets executor.name, which --set gives as well",
+        ),
+        (
+            ["--set", "scheduler.name=fcfs", "--scheduler", "sjf"],
+            "--scheduler sets scheduler, which --set gives as well",
+        ),
         (["--max-model-length", "64"], "--max-model-len"),
         (["--model", "demo"], "--model: the model is the argument itself"),
         (["--allowed-origins", '["*"]'], "--allowed-origins: --cors-origin, once for each origin"),
     ],
     ids=str,
 )
-def test_a_flag_that_cannot_be_honoured_is_refused_with_its_name(flags: list[str], told: str, started: list[Any]) -> None:
+def test_a_flag_that_cannot_be_honoured_is_refused_with_its_name(
+    flags: list[str], told: str, started: list[Any]
+) -> None:
     assert told in refusal(*flags)
     assert started == []
 
 
 @pytest.mark.parametrize("token", ["hf_secret", "[hf_secret", "{hf_secret: hf_secret"])
-def test_a_token_for_the_hub_is_never_shown(token: str, started: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_for_the_hub_is_never_shown(
+    token: str, started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     assert "secret" not in refusal("--hf-token", token) + caplog.text
 
 

@@ -45,16 +45,42 @@ def no_tokenizer() -> Tokenizer:
 
 
 def intake() -> Intake:
-    facts = IntakeFacts(Limits(), 100, 1000, GenerationDefaults(), "local", "default", extra_args=frozenset({"mirostat"}))
+    facts = IntakeFacts(
+        Limits(),
+        100,
+        1000,
+        GenerationDefaults(),
+        "local",
+        "default",
+        extra_args=frozenset({"mirostat"}),
+    )
     return Intake(facts, no_tokenizer, random.Random(1))
 
 
 PARAMS: list[dict[str, Any]] = [
     {},
     {"stop": ["a", "\n"], "bad_words": ["x"], "n": 3},
-    {"logit_bias": {3: -1.5, 7: 100}, "stop_token_ids": [3], "allowed_token_ids": [3, 7], "seed": 2**64 - 1},
-    {"extra_args": {"mirostat": {"tau": [1, 2.5, None]}}, "logprobs": 2, "prompt_logprobs": 1, "detokenize": False, "seed": -(2**63)},
-    {"max_tokens": None, "min_tokens": 99, "temperature": 0, "top_k": -1, "repetition_penalty": 1.1, "ignore_eos": True},
+    {
+        "logit_bias": {3: -1.5, 7: 100},
+        "stop_token_ids": [3],
+        "allowed_token_ids": [3, 7],
+        "seed": 2**64 - 1,
+    },
+    {
+        "extra_args": {"mirostat": {"tau": [1, 2.5, None]}},
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "detokenize": False,
+        "seed": -(2**63),
+    },
+    {
+        "max_tokens": None,
+        "min_tokens": 99,
+        "temperature": 0,
+        "top_k": -1,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+    },
 ]
 
 
@@ -65,10 +91,20 @@ def test_a_request_is_the_same_at_the_other_end(fields: dict[str, Any]) -> None:
     checked = intake().check("name", [1, 2, 999], params, given, None)
     message = decode_to_engine(encode(add_of(7, checked, 5, ((1, 2), (3,)), {"d": {"x": [1]}})))
     assert isinstance(message, Add)
-    assert (message.number, message.seed, message.bad_words, message.extra) == (7, 5, [[1, 2], [3]], {"d": {"x": [1]}})
+    assert (message.number, message.seed, message.bad_words, message.extra) == (
+        7,
+        5,
+        [[1, 2], [3]],
+        {"d": {"x": [1]}},
+    )
     other = request_of(message)
     assert other.prompt_array.tolist() == [1, 2, 999]
-    assert (other.request_id, other.params, other.max_tokens, other.fields) == ("name", checked.params, checked.max_tokens, checked.fields)
+    assert (other.request_id, other.params, other.max_tokens, other.fields) == (
+        "name",
+        checked.params,
+        checked.max_tokens,
+        checked.fields,
+    )
 
 
 def test_what_no_message_can_hold_is_a_wrong_request() -> None:
@@ -82,9 +118,15 @@ def test_what_no_message_can_hold_is_a_wrong_request() -> None:
 @examples(quick=30, full=500)
 def test_a_frame_is_the_same_at_the_other_end(pairs: list[tuple[int, int]]) -> None:
     numbers, tokens = [number for number, _ in pairs], [token for _, token in pairs]
-    ends = (Finished(3, "stop", "</s>", 0), Finished(4, "stop", 17, 1), Finished(5, "length", None, 0))
+    ends = (
+        Finished(3, "stop", "</s>", 0),
+        Finished(4, "stop", 17, 1),
+        Finished(5, "length", None, 0),
+    )
     first = (First(3, 16, 0.5, 0.75), First(4, 0, None, None))
-    sent = StepFrame(9, 1.5, pack_numbers(numbers), pack_tokens(tokens), Load(1, 2, 3, 4, 5, (2, 1)), first, ends)
+    sent = StepFrame(
+        9, 1.5, pack_numbers(numbers), pack_tokens(tokens), Load(1, 2, 3, 4, 5, (2, 1)), first, ends
+    )
     frame = decode_to_front_end(encode(sent))
     assert frame == sent
     assert isinstance(frame, StepFrame)
@@ -92,8 +134,14 @@ def test_a_frame_is_the_same_at_the_other_end(pairs: list[tuple[int, int]]) -> N
 
 
 def test_log_probabilities_are_the_same_at_the_other_end() -> None:
-    hosts = HostLogprobs(np.arange(12).reshape(4, 3), np.linspace(-1, 0, 12, dtype=np.float32).reshape(4, 3), np.arange(4))
-    sent = Extra(PackedLogprobs.of(hosts, pack_numbers([5, 6]), [3, 1]), ((8, PackedLogprobs.of(hosts)),))
+    hosts = HostLogprobs(
+        np.arange(12).reshape(4, 3),
+        np.linspace(-1, 0, 12, dtype=np.float32).reshape(4, 3),
+        np.arange(4),
+    )
+    sent = Extra(
+        PackedLogprobs.of(hosts, pack_numbers([5, 6]), [3, 1]), ((8, PackedLogprobs.of(hosts)),)
+    )
     frame = decode_to_front_end(encode(StepFrame(0, 0.0, b"", b"", Load(), extra=sent)))
     assert isinstance(frame, StepFrame)
     assert frame.extra is not None

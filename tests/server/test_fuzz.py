@@ -16,7 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from dovetail_server.protocol.openapi import OPERATIONS as ENDPOINTS
 from dovetail_server.settings import ServerSettings
@@ -35,7 +39,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a small real model, which answers with a few tokens, and keeps files."""
     config = {"model": "demo", "max_model_len": 128, "max_num_seqs": 4, "adapters": {"slots": 1}}
     adapters = str(tmp_path_factory.mktemp("adapters"))
-    settings = ServerSettings(batch_directory=str(tmp_path_factory.mktemp("batches")), adapter_directory=adapters)
+    settings = ServerSettings(
+        batch_directory=str(tmp_path_factory.mktemp("batches")), adapter_directory=adapters
+    )
     with serving_in_threads(config, settings, chat_template=TEMPLATE) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         _known[:] = [operation.ok() for operation in schema.get_all_operations()]
@@ -67,7 +73,9 @@ class Lines(logging.Handler):
     def only(self, request_id: str) -> dict[str, Any]:
         """The one line of this request, which is the last."""
         while True:
-            line: dict[str, Any] = json.loads(self._lines.get(timeout=PATIENCE_S))  # it may come after the answer
+            line: dict[str, Any] = json.loads(
+                self._lines.get(timeout=PATIENCE_S)
+            )  # it may come after the answer
             if line["request_id"] == request_id:
                 assert self._lines.empty()
                 return line
@@ -89,17 +97,29 @@ def lines(url: str) -> Iterator[Lines]:
 @given(data=st.data())
 @examples(quick=40, full=5_000)
 @pytest.mark.slow("answers many requests")
-def test_no_request_makes_the_server_fail(url: str, session: requests.Session, lines: Lines, data: st.DataObject) -> None:
+def test_no_request_makes_the_server_fail(
+    url: str, session: requests.Session, lines: Lines, data: st.DataObject
+) -> None:
     case = data.draw(data.draw(OPERATIONS).as_strategy(data.draw(st.sampled_from(GenerationMode))))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
-    case.validate_response(answer, checks=[not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance])
+    case.validate_response(
+        answer,
+        checks=[
+            not_a_server_error,
+            status_code_conformance,
+            content_type_conformance,
+            response_schema_conformance,
+        ],
+    )
     assert not any(word in answer.content for word in SERVER_ERRORS)  # amidst a stream
     assert lines.only(answer.headers["x-request-id"][0])["status"] == answer.status_code
 
 
 @given(data=st.data())
 @examples(quick=40, full=10_000)
-def test_a_malformed_body_is_always_refused(url: str, session: requests.Session, lines: Lines, data: st.DataObject) -> None:
+def test_a_malformed_body_is_always_refused(
+    url: str, session: requests.Session, lines: Lines, data: st.DataObject
+) -> None:
     operation = data.draw(OPERATIONS.filter(lambda operation: operation.path in PATHS_WITH_BODIES))
     case = data.draw(operation.as_strategy(GenerationMode.NEGATIVE))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
@@ -113,9 +133,16 @@ _JSON = st.recursive(
 )
 
 
-@given(path=st.sampled_from(PATHS_WITH_BODIES), body=st.binary() | st.text().map(str.encode) | _JSON.map(lambda value: json.dumps(value).encode()))
+@given(
+    path=st.sampled_from(PATHS_WITH_BODIES),
+    body=st.binary()
+    | st.text().map(str.encode)
+    | _JSON.map(lambda value: json.dumps(value).encode()),
+)
 @examples(quick=40, full=10_000)
-def test_bytes_that_are_no_request_are_always_refused(url: str, client: httpx.Client, lines: Lines, path: str, body: bytes) -> None:
+def test_bytes_that_are_no_request_are_always_refused(
+    url: str, client: httpx.Client, lines: Lines, path: str, body: bytes
+) -> None:
     answer = client.post(url + path, content=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
     assert lines.only(answer.headers["x-request-id"])["status"] == 400
@@ -123,8 +150,20 @@ def test_bytes_that_are_no_request_are_always_refused(url: str, client: httpx.Cl
 
 
 @pytest.mark.parametrize("path", PATHS_WITH_BODIES)
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"messages":' * 100_000, b'{"a":"\\ud800"}', b"\xff\xfe", b"1" * 10_000, b'{"max_tokens":1e999}'])
-def test_bodies_that_break_parsers_are_refused(url: str, client: httpx.Client, lines: Lines, path: str, body: bytes) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"messages":' * 100_000,
+        b'{"a":"\\ud800"}',
+        b"\xff\xfe",
+        b"1" * 10_000,
+        b'{"max_tokens":1e999}',
+    ],
+)
+def test_bodies_that_break_parsers_are_refused(
+    url: str, client: httpx.Client, lines: Lines, path: str, body: bytes
+) -> None:
     answer = client.post(url + path, content=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
     assert lines.only(answer.headers["x-request-id"])["status"] == 400

@@ -37,7 +37,9 @@ STREAM_EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamE
 
 
 def read(**fields: Any) -> protocol.MessagesRequest:
-    return msgspec.convert({"model": "m", "max_tokens": 5, "messages": [], **fields}, protocol.MessagesRequest)
+    return msgspec.convert(
+        {"model": "m", "max_tokens": 5, "messages": [], **fields}, protocol.MessagesRequest
+    )
 
 
 def message(content: Any, role: str = "user") -> list[dict[str, Any]]:
@@ -51,13 +53,19 @@ def accumulated(stream: bytes) -> Any:
     for event in read_events(stream):
         if event["type"] != "ping":
             snapshot = accumulate_event(
-                event=STREAM_EVENT.validate_python(event), current_snapshot=snapshot, json_bufs=buffers, output_format=NOT_GIVEN
+                event=STREAM_EVENT.validate_python(event),
+                current_snapshot=snapshot,
+                json_bufs=buffers,
+                output_format=NOT_GIVEN,
             )
     return snapshot
 
 
 def writer_of(max_tokens: int = 5) -> MessageWriter:
-    return MessageWriter(protocol.MessageAnswer(id="msg_1", model="m", content=[], usage=protocol.Usage(0, 0)), max_tokens)
+    return MessageWriter(
+        protocol.MessageAnswer(id="msg_1", model="m", content=[], usage=protocol.Usage(0, 0)),
+        max_tokens,
+    )
 
 
 @given(answers())
@@ -71,7 +79,9 @@ def test_a_streams_deltas_add_up_to_the_whole_answer(events: list[Event]) -> Non
     streamed.finish(cut=True)
     whole.add(events)
     whole.finish(cut=True)
-    answer = writer.whole(CompletionOutput(0, "", [], finish_reason="stop"), whole, TokenCounts(3, 7, 0))
+    answer = writer.whole(
+        CompletionOutput(0, "", [], finish_reason="stop"), whole, TokenCounts(3, 7, 0)
+    )
     writer.finish(answer)
     body = msgspec.to_builtins(answer.content)
     told = accumulated(writer.take()).to_dict()
@@ -81,12 +91,24 @@ def test_a_streams_deltas_add_up_to_the_whole_answer(events: list[Event]) -> Non
 
 def test_system_text_comes_first() -> None:
     body = read(system="Be kind.", messages=[{"role": "user", "content": "Hi"}])
-    assert protocol.chat_messages(body) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert protocol.chat_messages(body) == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+    ]
 
 
 def test_tool_results_become_messages_of_their_own() -> None:
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "21"}]}
-    failed = {"type": "tool_result", "tool_use_id": "t2", "content": "no such city", "is_error": True}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t1",
+        "content": [{"type": "text", "text": "21"}],
+    }
+    failed = {
+        "type": "tool_result",
+        "tool_use_id": "t2",
+        "content": "no such city",
+        "is_error": True,
+    }
     assert message([result, failed, {"type": "text", "text": "And now?"}]) == [
         {"role": "tool", "tool_call_id": "t1", "content": "21"},
         {"role": "tool", "tool_call_id": "t2", "content": "Error: no such city"},
@@ -105,7 +127,13 @@ def test_an_assistants_blocks_become_one_message() -> None:
             "role": "assistant",
             "content": "Let me see.",
             "reasoning_content": "Hm.",
-            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+            "tool_calls": [
+                {
+                    "id": "t1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": "Rome"}},
+                }
+            ],
         }
     ]
 
@@ -119,15 +147,25 @@ def test_an_assistants_blocks_become_one_message() -> None:
         ("system", {"type": "tool_result", "tool_use_id": "t1"}),
     ],
 )
-def test_a_block_in_the_wrong_place_is_refused_by_its_place(role: str, block: dict[str, Any]) -> None:
+def test_a_block_in_the_wrong_place_is_refused_by_its_place(
+    role: str, block: dict[str, Any]
+) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.content"):
         message([block], role)
 
 
 def test_a_model_that_may_call_no_tools_is_shown_none() -> None:
-    tools = [{"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object"}}]
-    function = {"name": "weather", "description": "Weather of a city", "parameters": {"type": "object"}}
-    assert read(tools=tools).to_conversation().options.tools == [{"type": "function", "function": function}]
+    tools = [
+        {"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object"}}
+    ]
+    function = {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object"},
+    }
+    assert read(tools=tools).to_conversation().options.tools == [
+        {"type": "function", "function": function}
+    ]
     assert read(tools=tools, tool_choice={"type": "none"}).to_conversation().options.tools is None
 
 
@@ -140,11 +178,16 @@ def stop_of(output: CompletionOutput, *, used_tokens: int) -> tuple[str | None, 
     ("output", "expected"),
     [
         (CompletionOutput(0, "", [], finish_reason="stop"), ("end_turn", None)),
-        (CompletionOutput(0, "", [], finish_reason="stop", stop_reason="END"), ("stop_sequence", "END")),
+        (
+            CompletionOutput(0, "", [], finish_reason="stop", stop_reason="END"),
+            ("stop_sequence", "END"),
+        ),
         (CompletionOutput(0, "", [], finish_reason="length"), ("max_tokens", None)),
     ],
 )
-def test_the_stop_reason_says_why_it_stopped(output: CompletionOutput, expected: tuple[str, str | None]) -> None:
+def test_the_stop_reason_says_why_it_stopped(
+    output: CompletionOutput, expected: tuple[str, str | None]
+) -> None:
     assert stop_of(output, used_tokens=5) == expected
 
 
@@ -156,7 +199,11 @@ def test_an_answer_that_filled_the_context_has_that_stop_reason() -> None:
 # Over loopback, by Anthropic's client
 
 
-TOOL: Any = {"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL: Any = {
+    "name": "weather",
+    "description": "Weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 CALL = '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 USER: Any = [{"role": "user", "content": "Weather in Rome?"}]
 
@@ -184,10 +231,17 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 def test_a_message_is_answered(client: Anthropic, engine: ScriptedEngine) -> None:
     engine.script = Script("Sunny.")
-    told = client.messages.create(**asked(system="Be kind.", extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9}))
+    told = client.messages.create(
+        **asked(system="Be kind.", extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9})
+    )
     [block] = told.content
     assert isinstance(block, TextBlock)
-    assert (block.text, told.stop_reason, told.role, told.model) == ("Sunny.", "end_turn", "assistant", "fake")
+    assert (block.text, told.stop_reason, told.role, told.model) == (
+        "Sunny.",
+        "end_turn",
+        "assistant",
+        "fake",
+    )
     prompt, params = engine.last_prompt, engine.last.params
     assert prompt == "<system>Be kind.\n<user>Weather in Rome?\n<assistant>"
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.5, 7, 0.9, 500)
@@ -195,14 +249,21 @@ def test_a_message_is_answered(client: Anthropic, engine: ScriptedEngine) -> Non
     assert told.usage.output_tokens == len("Sunny.")
 
 
-def test_thoughts_text_and_calls_are_blocks_streamed_or_not(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_thoughts_text_and_calls_are_blocks_streamed_or_not(
+    client: Anthropic, engine: ScriptedEngine
+) -> None:
     engine.script = Script(CALL)
     whole = client.messages.create(**asked(tools=[TOOL]))
     with client.messages.stream(**asked(tools=[TOOL])) as stream:
         streamed = stream.get_final_message()
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
     thinking, text, call = whole.content
-    assert (thinking.thinking, text.text, call.name, call.input) == ("Rome?", "Let me see.", "weather", {"city": "Rome"})
+    assert (thinking.thinking, text.text, call.name, call.input) == (
+        "Rome?",
+        "Let me see.",
+        "weather",
+        {"city": "Rome"},
+    )
     assert (whole.stop_reason, streamed.stop_reason) == ("tool_use", "tool_use")
     assert without_ids(streamed) == without_ids(whole)
 
@@ -212,16 +273,27 @@ def without_ids(message: Any) -> Any:
     return [{**block.to_dict(), "id": None} for block in message.content], message.usage.to_dict()
 
 
-def test_a_conversation_continues_with_an_answer_and_a_tools_result(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_a_conversation_continues_with_an_answer_and_a_tools_result(
+    client: Anthropic, engine: ScriptedEngine
+) -> None:
     engine.script = Script(CALL)
     first = client.messages.create(**asked(tools=[TOOL]))
     engine.script = Script("21 degrees.")
-    result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "21"}]}
-    client.messages.create(**asked(tools=[TOOL], messages=[*USER, {"role": "assistant", "content": first.content}, result]))
+    result: Any = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "21"}],
+    }
+    client.messages.create(
+        **asked(
+            tools=[TOOL], messages=[*USER, {"role": "assistant", "content": first.content}, result]
+        )
+    )
     assert engine.last_prompt.endswith(f"<assistant>{CALL}\n<tool>21\n<assistant>")
 
 
-def test_the_beginning_of_an_answer_is_gone_on_with(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_the_beginning_of_an_answer_is_gone_on_with(
+    client: Anthropic, engine: ScriptedEngine
+) -> None:
     client.messages.create(**asked(messages=[*USER, {"role": "assistant", "content": "It is"}]))
     assert engine.last_prompt.endswith("<assistant>It is")
 
@@ -245,25 +317,43 @@ def test_thinking_can_be_turned_off(client: Anthropic, engine: ScriptedEngine) -
     assert engine.last_prompt.endswith("<assistant><think></think>")
 
 
-def test_tokens_are_counted_as_the_model_reads_them(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_tokens_are_counted_as_the_model_reads_them(
+    client: Anthropic, engine: ScriptedEngine
+) -> None:
     count = client.messages.count_tokens(model="fake", messages=USER, tools=[TOOL]).input_tokens
     told = client.messages.create(**asked(tools=[TOOL]))
     assert count == told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0)
 
 
 @pytest.mark.parametrize(
-    ("path", "status"), [("/v1/messages", 200), ("/v1/messages", 400), ("/v1/messages/count_tokens", 200), ("/v1/messages/x", 404)]
+    ("path", "status"),
+    [
+        ("/v1/messages", 200),
+        ("/v1/messages", 400),
+        ("/v1/messages/count_tokens", 200),
+        ("/v1/messages/x", 404),
+    ],
 )
-def test_each_answer_has_anthropics_name_of_its_id(url: str, engine: ScriptedEngine, path: str, status: int) -> None:
+def test_each_answer_has_anthropics_name_of_its_id(
+    url: str, engine: ScriptedEngine, path: str, status: int
+) -> None:
     body = asked(**({"top_p": 9} if status == 400 else {}))
-    told = httpx.post(url + path, json=body, headers={"x-api-key": "secret", "x-request-id": "mine"})
-    assert (told.status_code, told.headers["request-id"], told.headers["x-request-id"]) == (status, "mine", "mine")
+    told = httpx.post(
+        url + path, json=body, headers={"x-api-key": "secret", "x-request-id": "mine"}
+    )
+    assert (told.status_code, told.headers["request-id"], told.headers["x-request-id"]) == (
+        status,
+        "mine",
+        "mine",
+    )
     assert httpx.post(url + path, json=body).headers["request-id"]
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("http", ["httptools", DirectProtocol])
-async def test_a_silent_stream_pings_until_its_end(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch, http: Any) -> None:
+async def test_a_silent_stream_pings_until_its_end(
+    fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch, http: Any
+) -> None:
     monkeypatch.setattr("dovetail_server.streams.PING_S", 0.03)
     engine = fake(paced=True)
     body = asked(stream=True, chat_template="{{ messages[0].content }}")
@@ -284,10 +374,14 @@ async def test_a_silent_stream_pings_until_its_end(fake: Callable[..., FakeEngin
 
 
 @pytest.mark.anyio
-async def test_a_stream_whose_client_goes_away_leaves_no_timer(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_whose_client_goes_away_leaves_no_timer(
+    fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     streams: list[EventStream] = []
     ping = EventStream.ping
-    monkeypatch.setattr(EventStream, "ping", lambda stream, data: (streams.append(stream), ping(stream, data)))
+    monkeypatch.setattr(
+        EventStream, "ping", lambda stream, data: (streams.append(stream), ping(stream, data))
+    )
     engine = fake(paced=True)
     body = asked(stream=True, chat_template="{{ messages[0].content }}")
     async with serving(engine) as url, httpx.AsyncClient(base_url=url) as client:
@@ -340,15 +434,28 @@ def test_a_wrong_field_is_named(url: str, fields: dict[str, Any], named: str) ->
     assert re.search(named, told.json()["error"]["message"])
 
 
-def test_a_stream_whose_engine_dies_ends_with_an_error(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_a_stream_whose_engine_dies_ends_with_an_error(
+    client: Anthropic, engine: ScriptedEngine
+) -> None:
     engine.script = Script("Sunny.", fails=True)
-    with pytest.raises(anthropic.APIStatusError, match="the engine died"), client.messages.stream(**asked()) as stream:
+    with (
+        pytest.raises(anthropic.APIStatusError, match="the engine died"),
+        client.messages.stream(**asked()) as stream,
+    ):
         stream.get_final_message()
 
 
-def test_an_engine_that_is_dead_is_reported_by_the_status(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_an_engine_that_is_dead_is_reported_by_the_status(
+    client: Anthropic, engine: ScriptedEngine
+) -> None:
     engine.script = Script("", fails=True)
-    for ask in (client.messages.create, lambda **fields: client.messages.create(**fields, stream=True)):
+    for ask in (
+        client.messages.create,
+        lambda **fields: client.messages.create(**fields, stream=True),
+    ):
         with pytest.raises(anthropic.APIStatusError) as dead:
             ask(**asked())
-        assert (dead.value.status_code, dead.value.body["error"]["type"]) == (503, "overloaded_error")  # type: ignore[index]
+        assert (dead.value.status_code, dead.value.body["error"]["type"]) == (
+            503,
+            "overloaded_error",
+        )  # type: ignore[index]

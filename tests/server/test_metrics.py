@@ -23,7 +23,16 @@ from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import EngineInfo, Load, ServedEngine
-from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER, Histogram, Scrapes, ServerMetrics, metrics_route, token_bounds
+from dovetail_server.metrics import (
+    MAX_CLIENT_CHARS,
+    MAX_CLIENTS,
+    OTHER,
+    Histogram,
+    Scrapes,
+    ServerMetrics,
+    metrics_route,
+    token_bounds,
+)
 
 
 @dataclass
@@ -33,7 +42,13 @@ class IdleEngine:
     load: Load = field(default_factory=Load)
     info: EngineInfo = field(
         default_factory=lambda: EngineInfo(
-            "demo", IntakeFacts(Limits(), 256, 64, GenerationDefaults(), "local", "torch"), 16, 100, {"scheduler": "dovetail-llm:fcfs"}, {}, ("full",)
+            "demo",
+            IntakeFacts(Limits(), 256, 64, GenerationDefaults(), "local", "torch"),
+            16,
+            100,
+            {"scheduler": "dovetail-llm:fcfs"},
+            {},
+            ("full",),
         )
     )
 
@@ -62,21 +77,37 @@ def metrics(clock: Clock) -> ServerMetrics:
     return ServerMetrics(cast(ServedEngine, IdleEngine(load)), front_end=1, clock=clock)
 
 
-def output(*tokens: int, reason: FinishReason | None = None, cached: int = 0, times: RequestMetrics | None = None) -> RequestOutput:
+def output(
+    *tokens: int,
+    reason: FinishReason | None = None,
+    cached: int = 0,
+    times: RequestMetrics | None = None,
+) -> RequestOutput:
     """An output of one sample for each number of new tokens, of a prompt of ten tokens."""
-    samples = [CompletionOutput(index, "", [7] * new, finish_reason=reason) for index, new in enumerate(tokens)]
-    return RequestOutput("r", None, [1] * 10, samples, reason is not None, num_cached_tokens=cached, metrics=times)
+    samples = [
+        CompletionOutput(index, "", [7] * new, finish_reason=reason)
+        for index, new in enumerate(tokens)
+    ]
+    return RequestOutput(
+        "r", None, [1] * 10, samples, reason is not None, num_cached_tokens=cached, metrics=times
+    )
 
 
 def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(name, {"model_name": "demo", "front_end": "1", **labels})
+    return metrics.registry.get_sample_value(
+        name, {"model_name": "demo", "front_end": "1", **labels}
+    )
 
 
 def scraped(metrics: ServerMetrics, **headers: str) -> Any:
-    return TestClient(Starlette(routes=[Route("/metrics", metrics_route(metrics))])).get("/metrics", headers=headers)
+    return TestClient(Starlette(routes=[Route("/metrics", metrics_route(metrics))])).get(
+        "/metrics", headers=headers
+    )
 
 
-def test_a_request_is_timed_from_its_arrival_to_each_of_its_tokens(metrics: ServerMetrics, clock: Clock) -> None:
+def test_a_request_is_timed_from_its_arrival_to_each_of_its_tokens(
+    metrics: ServerMetrics, clock: Clock
+) -> None:
     meter = metrics.meter("alice")
     clock.time += 0.5
     meter.saw(output(1, cached=4))
@@ -97,29 +128,47 @@ def test_a_request_is_timed_from_its_arrival_to_each_of_its_tokens(metrics: Serv
     assert value(metrics, "dovetail_client_generation_tokens_total", client="alice") == 5
 
 
-def test_the_engines_times_part_a_request_into_queue_prefill_and_decode(metrics: ServerMetrics) -> None:
-    metrics.meter().saw(output(1, reason="stop", times=RequestMetrics(10.0, 12.0, 15.0, 19.0, preemptions=3)))
-    parts = {name: value(metrics, f"vllm:request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode", "inference")}
+def test_the_engines_times_part_a_request_into_queue_prefill_and_decode(
+    metrics: ServerMetrics,
+) -> None:
+    metrics.meter().saw(
+        output(1, reason="stop", times=RequestMetrics(10.0, 12.0, 15.0, 19.0, preemptions=3))
+    )
+    parts = {
+        name: value(metrics, f"vllm:request_{name}_time_seconds_sum")
+        for name in ("queue", "prefill", "decode", "inference")
+    }
     assert parts == {"queue": 2.0, "prefill": 3.0, "decode": 4.0, "inference": 7.0}
     assert value(metrics, "vllm:num_preemptions_total") == 3
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_request_that_goes_away_after_its_first_token_is_in_the_histograms_of_engine_times(metrics: ServerMetrics, reason: FinishReason) -> None:
+def test_a_request_that_goes_away_after_its_first_token_is_in_the_histograms_of_engine_times(
+    metrics: ServerMetrics, reason: FinishReason
+) -> None:
     meter = metrics.meter()
     meter.saw(output(1, times=RequestMetrics(10.0, 12.0, 15.0)))
     meter.saw_tokens(1)
     meter.ended(reason)
-    parts = {name: value(metrics, f"vllm:request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode", "inference")}
+    parts = {
+        name: value(metrics, f"vllm:request_{name}_time_seconds_sum")
+        for name in ("queue", "prefill", "decode", "inference")
+    }
     assert parts == {"queue": 2.0, "prefill": 3.0, "decode": 6.0, "inference": 9.0}
 
 
 def test_drafts_are_those_of_the_engine() -> None:
     load = Load(draft_rows=10, draft_tokens=40, accepted_drafts=(8, 5), drafting_s=0.25)
     metrics = ServerMetrics(cast(ServedEngine, IdleEngine(load)), front_end=1)
-    counts = {name: value(metrics, f"vllm:spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    counts = {
+        name: value(metrics, f"vllm:spec_decode_num_{name}_total")
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    }
     assert counts == {"drafts": 10, "draft_tokens": 40, "accepted_tokens": 13}
-    assert [value(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=position) for position in "01"] == [8, 5]
+    assert [
+        value(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=position)
+        for position in "01"
+    ] == [8, 5]
     assert value(metrics, "dovetail_drafting_seconds_total") == 0.25
     assert metrics.live()["accepted_drafts"] == (8, 5)
 
@@ -133,7 +182,9 @@ def test_an_output_of_several_tokens_is_one_gap(metrics: ServerMetrics, clock: C
     assert value(metrics, "vllm:generation_tokens_total") == 4
 
 
-def test_samples_of_one_prompt_have_a_gap_each_and_a_mean_of_their_own(metrics: ServerMetrics, clock: Clock) -> None:
+def test_samples_of_one_prompt_have_a_gap_each_and_a_mean_of_their_own(
+    metrics: ServerMetrics, clock: Clock
+) -> None:
     meter = metrics.meter(samples=2)
     meter.saw(output(1, 1))
     clock.time += 1
@@ -142,7 +193,9 @@ def test_samples_of_one_prompt_have_a_gap_each_and_a_mean_of_their_own(metrics: 
     assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 1.0
 
 
-def test_a_request_that_goes_away_ends_once_and_without_a_first_token_it_has_no_time_of_one(metrics: ServerMetrics) -> None:
+def test_a_request_that_goes_away_ends_once_and_without_a_first_token_it_has_no_time_of_one(
+    metrics: ServerMetrics,
+) -> None:
     meter = metrics.meter()
     meter.ended("abort")
     meter.ended("error")
@@ -165,15 +218,23 @@ def test_pages_are_told_apart_by_cache_group_if_the_manager_does() -> None:
     engine = IdleEngine(Load(held_blocks=25, held_by_group=(20, 5)))
     engine.info = replace(engine.info, cache_groups=("full", "window 128"))
     metrics = ServerMetrics(cast(ServedEngine, engine), front_end=1)
-    assert [value(metrics, "dovetail_kv_group_blocks", group=group) for group in engine.info.cache_groups] == [20, 5]
+    assert [
+        value(metrics, "dovetail_kv_group_blocks", group=group)
+        for group in engine.info.cache_groups
+    ] == [20, 5]
     assert metrics.live()["held_by_group"] == {"full": 20, "window 128": 5}
     engine.load = replace(engine.load, held_by_group=())
     assert metrics.live()["held_by_group"] == {}
     assert value(metrics, "dovetail_kv_group_blocks", group="full") is None
 
 
-def test_no_number_of_clients_and_no_name_makes_more_than_so_many_figures(metrics: ServerMetrics) -> None:
-    for client in ["x" * (MAX_CLIENT_CHARS + 1), *(f"client {number}" for number in range(3 * MAX_CLIENTS))]:
+def test_no_number_of_clients_and_no_name_makes_more_than_so_many_figures(
+    metrics: ServerMetrics,
+) -> None:
+    for client in [
+        "x" * (MAX_CLIENT_CHARS + 1),
+        *(f"client {number}" for number in range(3 * MAX_CLIENTS)),
+    ]:
         metrics.meter(client).saw(output(1, reason="stop"))
     assert len(metrics.clients) <= MAX_CLIENTS + 1
     assert sum(counts.requests for counts in metrics.clients.values()) == 3 * MAX_CLIENTS + 1
@@ -189,7 +250,9 @@ def test_a_scrape_is_in_the_format_that_was_asked_for(metrics: ServerMetrics, ac
     if not accept:
         families = {family.name: family for family in text_string_to_metric_families(answer.text)}
         assert families["vllm:time_to_first_token_seconds"].type == "histogram"
-        assert {sample.labels["client"] for sample in families["dovetail_client_requests"].samples} == {'a "quoted"\nname'}
+        assert {
+            sample.labels["client"] for sample in families["dovetail_client_requests"].samples
+        } == {'a "quoted"\nname'}
         assert [sample.value for sample in families["dovetail_requests_refused"].samples] == [1]
 
 
@@ -198,7 +261,9 @@ def test_a_histograms_buckets_hold_what_is_at_most_their_bound(values: list[floa
     histogram = Histogram((0.5, 1, 10))
     for number in values:
         histogram.add(number)
-    assert [count for _, count in histogram.cumulated()] == [sum(number <= bound for number in values) for bound in (0.5, 1, 10, math.inf)]
+    assert [count for _, count in histogram.cumulated()] == [
+        sum(number <= bound for number in values) for bound in (0.5, 1, 10, math.inf)
+    ]
 
 
 def test_bounds_of_token_counts_are_round_and_end_with_the_longest_request() -> None:

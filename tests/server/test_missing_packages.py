@@ -37,16 +37,26 @@ main()
 
 def run(modules: list[str], *args: str) -> subprocess.CompletedProcess[str]:
     """Run `dovetail` where these can't be imported."""
-    return subprocess.run([sys.executable, "-c", MISSING.format(modules=modules), *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", MISSING.format(modules=modules), *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_package_that_is_missing_is_named_with_its_remedy_before_anything_starts(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named_with_its_remedy_before_anything_starts(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Supervisor, "run", lambda supervisor: 0)
     monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
     done = CliRunner().invoke(app, ["serve", "demo", "--port", "0"])
     assert done.exit_code == 2
-    assert done.stderr == f'error: dovetail serve needs {MODULES[module]}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
+    assert (
+        done.stderr
+        == f'error: dovetail serve needs {MODULES[module]}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
+    )
 
 
 @pytest.mark.slow("starts a server's processes")
@@ -54,18 +64,29 @@ def test_without_the_extra_the_server_fails_with_one_sentence() -> None:
     done = run(list(MODULES), "serve", "demo", "--port", "0")
     assert done.returncode == 2
     needed = ", ".join(MODULES.values())
-    assert done.stderr == f'error: dovetail serve needs {needed}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
+    assert (
+        done.stderr
+        == f'error: dovetail serve needs {needed}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
+    )
 
 
-@pytest.mark.parametrize("args", [("chat", "--help"), ("serve", "--help"), ("plugins", "list")], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [("chat", "--help"), ("serve", "--help"), ("plugins", "list")], ids=" ".join
+)
 def test_what_needs_no_server_works_without_its_packages(args: tuple[str, ...]) -> None:
     done = run(list(MODULES), *args)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_packages_are_those_of_the_extra() -> None:
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][EXTRA]
-    needed = {requirement.name for requirement in map(Requirement, extra) if requirement.marker is None or requirement.marker.evaluate()}
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ][EXTRA]
+    needed = {
+        requirement.name
+        for requirement in map(Requirement, extra)
+        if requirement.marker is None or requirement.marker.evaluate()
+    }
     assert needed == {DISTRIBUTION, *MODULES.values()}
 
 
@@ -94,31 +115,53 @@ def test_a_server_without_grammars_logs_it_on_start(caplog: pytest.LogCaptureFix
     assert f'pip install "{DISTRIBUTION}[grammar]"' in record.getMessage()
 
 
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}{{ tools }}{# <tool_call> #}"}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "chat_template": "{{ messages[0].content }}{{ tools }}{# <tool_call> #}",
+}
 PARAMETERS: dict[str, Any] = {"type": "object"}
 WANT_GRAMMARS: dict[str, tuple[str, dict[str, Any], str]] = {
     "completions": ("/v1/completions", {"prompt": "Hi", "guided_choice": ["a"]}, "guided_choice"),
-    "chat": ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    "chat": (
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
     "a demanded call": (
         "/v1/chat/completions",
-        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}], "tool_choice": "required"},
+        {
+            **CHAT,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}],
+            "tool_choice": "required",
+        },
         "tool_choice",
     ),
     "responses": (
         "/v1/responses",
-        {"input": "Hi", "chat_template": CHAT["chat_template"], "text": {"format": {"type": "json_object"}}},
+        {
+            "input": "Hi",
+            "chat_template": CHAT["chat_template"],
+            "text": {"format": {"type": "json_object"}},
+        },
         "text.format",
     ),
     "messages": (
         "/v1/messages",
-        {**CHAT, "max_tokens": 5, "tools": [{"name": "f", "input_schema": PARAMETERS}], "tool_choice": {"type": "any"}},
+        {
+            **CHAT,
+            "max_tokens": 5,
+            "tools": [{"name": "f", "input_schema": PARAMETERS}],
+            "tool_choice": {"type": "any"},
+        },
         "tool_choice",
     ),
 }
 
 
 @pytest.mark.usefixtures("no_grammars")
-def test_without_grammars_a_rule_is_answered_with_501_and_no_advice_that_clients_cannot_follow() -> None:
+def test_without_grammars_a_rule_is_answered_with_501_and_no_advice_that_clients_cannot_follow() -> (
+    None
+):
     with serving_in_threads({"model": "demo"}, ServerSettings(log_requests=False)) as url:
         for path, body, param in WANT_GRAMMARS.values():
             for stream in (False, True):
@@ -127,4 +170,9 @@ def test_without_grammars_a_rule_is_answered_with_501_and_no_advice_that_clients
                 assert answer.status_code == 501, message
                 assert message.startswith(f"{param}: this server has no working grammar backend")
                 assert "pip" not in answer.text
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=PATIENCE_S).status_code == 200
+        assert (
+            httpx.post(
+                f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=PATIENCE_S
+            ).status_code
+            == 200
+        )

@@ -45,7 +45,13 @@ PIECES = [
     "|>",
 ]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
-SCALARS = st.none() | st.booleans() | st.integers(-99, 99) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-99, 99)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS
+)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -63,17 +69,25 @@ def as_json(value: Any) -> str:
 
 
 def deepseek_v3(calls: Calls) -> str:
-    body = "\n".join(f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f}\n```json\n{as_json(a)}\n```<｜tool▁call▁end｜>" for f, a in calls)
+    body = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f}\n```json\n{as_json(a)}\n```<｜tool▁call▁end｜>"
+        for f, a in calls
+    )
     return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
 
 
 def deepseek_v31(calls: Calls) -> str:
-    body = "".join(f"<｜tool▁call▁begin｜>{f}<｜tool▁sep｜>{as_json(a)}<｜tool▁call▁end｜>" for f, a in calls)
+    body = "".join(
+        f"<｜tool▁call▁begin｜>{f}<｜tool▁sep｜>{as_json(a)}<｜tool▁call▁end｜>" for f, a in calls
+    )
     return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
 
 
 def kimi(calls: Calls) -> str:
-    body = "".join(f"<|tool_call_begin|>functions.{f}:{i}<|tool_call_argument_begin|>{as_json(a)}<|tool_call_end|>" for i, (f, a) in enumerate(calls))
+    body = "".join(
+        f"<|tool_call_begin|>functions.{f}:{i}<|tool_call_argument_begin|>{as_json(a)}<|tool_call_end|>"
+        for i, (f, a) in enumerate(calls)
+    )
     return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
 
 
@@ -83,7 +97,10 @@ def nemotron(calls: Calls) -> str:
 
 def minimax(calls: Calls) -> str:
     def call(name: str, arguments: Mapping[str, Any]) -> str:
-        written = [(key, value if isinstance(value, str) else as_json(value)) for key, value in arguments.items()]
+        written = [
+            (key, value if isinstance(value, str) else as_json(value))
+            for key, value in arguments.items()
+        ]
         values = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in written)
         return f'<invoke name="{name}">\n{values}</invoke>\n'
 
@@ -105,15 +122,23 @@ GEMMA_QUOTE = '<|"|>'
 
 
 def gemma4(calls: Calls) -> str:
-    return "".join(f"<|tool_call>call:{f}{loose(dict(a), GEMMA_QUOTE)}<tool_call|>" for f, a in calls)
+    return "".join(
+        f"<|tool_call>call:{f}{loose(dict(a), GEMMA_QUOTE)}<tool_call|>" for f, a in calls
+    )
 
 
 def functiongemma(calls: Calls) -> str:
-    return "".join(f"<start_function_call>call:{f}{loose(dict(a), '<escape>')}<end_function_call>" for f, a in calls)
+    return "".join(
+        f"<start_function_call>call:{f}{loose(dict(a), '<escape>')}<end_function_call>"
+        for f, a in calls
+    )
 
 
 def harmony(calls: Calls) -> str:
-    return "<|start|>assistant".join(f"<|channel|>commentary to=functions.{f} <|constrain|>json<|message|>{as_json(a)}<|call|>" for f, a in calls)
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{f} <|constrain|>json<|message|>{as_json(a)}<|call|>"
+        for f, a in calls
+    )
 
 
 FORMATS: dict[str, tuple[str, Callable[[Calls], str]]] = {
@@ -141,8 +166,13 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
     """Tools whose parameters have the types of the calls' arguments."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, arguments in calls:
-        kinds.setdefault(name, {}).update({key: {"type": KINDS[type(value)]} for key, value in arguments.items()})
-    return [{"type": "function", "function": {"name": name, "parameters": {"properties": of}}} for name, of in kinds.items()]
+        kinds.setdefault(name, {}).update(
+            {key: {"type": KINDS[type(value)]} for key, value in arguments.items()}
+        )
+    return [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": of}}}
+        for name, of in kinds.items()
+    ]
 
 
 def read(
@@ -163,7 +193,9 @@ def read(
 @pytest.mark.parametrize("format", FORMATS)
 @some
 @given(data=st.data(), calls=CALLS, before=PROSE, after=PROSE)
-def test_calls_are_read_as_they_were_written(format: str, data: st.DataObject, calls: Calls, before: str, after: str) -> None:
+def test_calls_are_read_as_they_were_written(
+    format: str, data: st.DataObject, calls: Calls, before: str, after: str
+) -> None:
     if len({name for name, _ in calls}) < len(calls):
         calls = calls[:1]  # one tool has one schema
     name, write = FORMATS[format]
@@ -172,7 +204,9 @@ def test_calls_are_read_as_they_were_written(format: str, data: st.DataObject, c
     pieces = [text[a:b] for a, b in pairwise(bounds)]
     for way in (pieces, list(text)):
         found = read(way, name, None, tools_of(calls))
-        assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [(f, dict(a)) for f, a in calls]
+        assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [
+            (f, dict(a)) for f, a in calls
+        ]
         assert found.content == before + after
 
 
@@ -182,18 +216,26 @@ def test_harmony_shows_the_messages_that_announce_calls() -> None:
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
     )
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert read(list(text), "harmony", "harmony", tools) == Answer("Hm.", "I look.", (("f", '{"a": 1}'),))
-    final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So."
+    assert read(list(text), "harmony", "harmony", tools) == Answer(
+        "Hm.", "I look.", (("f", '{"a": 1}'),)
+    )
+    final = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So."
+    )
     assert read(list(final), None, "harmony", ()) == Answer("Hm.", "So.", ())
 
 
 def test_gemma_reasons_before_it_calls() -> None:
     text = "<|channel>thought\nHm.\n<channel|><|tool_call>call:f{}<tool_call|>"
-    assert read(list(text), "gemma4", "gemma4", [{"function": {"name": "f"}}]) == Answer("Hm.", "", (("f", "{}"),))
+    assert read(list(text), "gemma4", "gemma4", [{"function": {"name": "f"}}]) == Answer(
+        "Hm.", "", (("f", "{}"),)
+    )
 
 
 def test_kimis_ids_are_the_models() -> None:
-    parser = parser_for(ChosenParsers(KNOWN.named("calls", "kimi_k2"), None), "", [{"function": {"name": "f"}}])
+    parser = parser_for(
+        ChosenParsers(KNOWN.named("calls", "kimi_k2"), None), "", [{"function": {"name": "f"}}]
+    )
     assert parser is not None
     ids = [event.id for event in parser.feed(kimi([("f", {}), ("f", {})])) if hasattr(event, "id")]
     assert ids == ["functions.f:0", "functions.f:1"]
@@ -256,12 +298,16 @@ NAMES_OF_VLLM: dict[Finds, Mapping[str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize(("finds", "name"), [(finds, name) for finds, names in NAMES_OF_VLLM.items() for name in names])
+@pytest.mark.parametrize(
+    ("finds", "name"), [(finds, name) for finds, names in NAMES_OF_VLLM.items() for name in names]
+)
 def test_each_of_vllms_names_means_a_parser_or_is_refused_by_name(finds: Finds, name: str) -> None:
     if own := NAMES_OF_VLLM[finds][name]:
         assert KNOWN.named(finds, name).name == own
         return
-    with pytest.raises(ConfigError, match=f"no built-in parser reads the format of vLLM's parser {name}"):
+    with pytest.raises(
+        ConfigError, match=f"no built-in parser reads the format of vLLM's parser {name}"
+    ):
         KNOWN.named(finds, name)
 
 
@@ -288,7 +334,10 @@ def test_a_chat_with_gpt_oss_has_reasoning_text_and_calls(stream: bool) -> None:
             "extra_body": {"chat_template": HARMONY_TEMPLATE},
         }
         if stream:
-            deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+            deltas = [
+                chunk.choices[0].delta
+                for chunk in client.chat.completions.create(**asked, stream=True)
+            ]
             calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
             reasoning = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
             told = (

@@ -42,15 +42,29 @@ def test_the_document_is_valid(engine: FakeEngine) -> None:
 
 
 def test_every_endpoint_is_described(engine: FakeEngine) -> None:
-    routes = [route for route in create_app(engine).routes if isinstance(route, Route) and route.include_in_schema]
-    served = {(method.lower(), described_path(route)) for route in routes for method in route.methods or () if method != "HEAD"}
+    routes = [
+        route
+        for route in create_app(engine).routes
+        if isinstance(route, Route) and route.include_in_schema
+    ]
+    served = {
+        (method.lower(), described_path(route))
+        for route in routes
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
     paths = document(engine)["paths"]
     assert {(method, path) for path, methods in paths.items() for method in methods} == served
     assert {(operation.method, operation.path) for operation in OPERATIONS} == served
 
 
 def test_the_document_is_made_once() -> None:
-    facts: dict[str, Any] = {"paths": frozenset({"/health"}), "version": "1", "root_path": "", "has_keys": False}
+    facts: dict[str, Any] = {
+        "paths": frozenset({"/health"}),
+        "version": "1",
+        "root_path": "",
+        "has_keys": False,
+    }
     assert openapi.document(**facts) is openapi.document(**facts)
 
 
@@ -73,7 +87,12 @@ VALUES: dict[str, Any] = {  # of advisory fields that take few
     "text.verbosity": "high",
     "reasoning.summary": "detailed",
     "reasoning.generate_summary": "concise",
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]},
+    "context_management": {
+        "edits": [
+            {"type": "clear_thinking_20251015", "keep": "all"},
+            {"type": "clear_tool_uses_20250919"},
+        ]
+    },
     "stream_options.include_obfuscation": True,
     "tools[].defer_loading": True,
     "tools[].tools[].defer_loading": True,
@@ -97,7 +116,9 @@ def submitted(engine: FakeEngine, path: str, body: dict[str, Any]) -> Any:
     template = {} if path == "/v1/completions" else {"chat_template": TEMPLATE}
     told = TestClient(create_app(engine)).post(path, json={**body, **template})
     assert told.status_code == 200, told.text
-    return [(request.prompt, request.params, request.fields) for request in engine.submitted] or told.json()
+    return [
+        (request.prompt, request.params, request.fields) for request in engine.submitted
+    ] or told.json()
 
 
 TOOLS: dict[type[Any], dict[str, Any]] = {
@@ -116,7 +137,10 @@ CASES = [
 
 def with_field(kind: type[Any], path: str, value: Any) -> dict[str, Any]:
     """Return the body in which the field at a path has a value."""
-    body: dict[str, Any] = {**BODIES[kind], **({"stream": True} if path.startswith("stream_options") else {})}
+    body: dict[str, Any] = {
+        **BODIES[kind],
+        **({"stream": True} if path.startswith("stream_options") else {}),
+    }
     parent, _, name = path.rpartition(".")
     if parent == "tools[]":
         return body | {"tools": [{**TOOLS[kind], **({} if value is None else {name: value})}]}
@@ -125,30 +149,54 @@ def with_field(kind: type[Any], path: str, value: Any) -> dict[str, Any]:
         return body | {"tools": [{"type": "namespace", "name": "n", "tools": [inner]}]}
     if parent in ("system[]", "messages[].content[]"):
         block = {"type": "text", "text": "Hi", **({} if value is None else {name: value})}
-        return body | ({"system": [block]} if parent == "system[]" else {"messages": [{"role": "user", "content": [block]}]})
+        return body | (
+            {"system": [block]}
+            if parent == "system[]"
+            else {"messages": [{"role": "user", "content": [block]}]}
+        )
     inner = {"type": "adaptive", name: value} if parent == "thinking" else {name: value}
     return body | ({} if value is None else {parent: inner} if parent else {name: value})
 
 
 @pytest.mark.parametrize(("operation", "field"), CASES, ids=lambda one: one.path)
-def test_advisory_fields_have_no_effect_and_the_answer_names_them(engine: FakeEngine, operation: Operation, field: Advisory) -> None:
+def test_advisory_fields_have_no_effect_and_the_answer_names_them(
+    engine: FakeEngine, operation: Operation, field: Advisory
+) -> None:
     kind = operation.request
     assert kind is not None
-    value = VALUES.get(field.path, {"type": "ephemeral"} if field.path.endswith("cache_control") else "anything")
+    value = VALUES.get(
+        field.path, {"type": "ephemeral"} if field.path.endswith("cache_control") else "anything"
+    )
     plain = submitted(engine, operation.path, with_field(kind, field.path, None))
     assert submitted(engine, operation.path, with_field(kind, field.path, value)) == plain
-    client, refusing = TestClient(create_app(engine)), TestClient(create_app(engine, ServerSettings(advisory_fields="refuse")))
-    body = with_field(kind, field.path, value) | ({} if kind is CompletionRequest else {"chat_template": TEMPLATE})
+    client, refusing = (
+        TestClient(create_app(engine)),
+        TestClient(create_app(engine, ServerSettings(advisory_fields="refuse"))),
+    )
+    body = with_field(kind, field.path, value) | (
+        {} if kind is CompletionRequest else {"chat_template": TEMPLATE}
+    )
     assert client.post(operation.path, json=body).headers["x-dovetail-ignored"] == field.path
     answer = refusing.post(operation.path, json=body)
     assert answer.status_code == (400 if field.hint else 200), answer.text
-    assert not field.hint or answer.json()["error"]["message"].startswith(f"{field.path}: {field.reason}")
+    assert not field.hint or answer.json()["error"]["message"].startswith(
+        f"{field.path}: {field.reason}"
+    )
     for neutral in field.neutral:
-        assert "x-dovetail-ignored" not in refusing.post(operation.path, json=with_field(kind, field.path, neutral)).headers
+        assert (
+            "x-dovetail-ignored"
+            not in refusing.post(operation.path, json=with_field(kind, field.path, neutral)).headers
+        )
 
 
-@pytest.mark.parametrize("operation", [operation for operation in OPERATIONS if operation.request in BODIES], ids=lambda operation: operation.path)
-def test_fields_with_few_values_take_these_and_refuse_others_by_name(engine: FakeEngine, operation: Operation) -> None:
+@pytest.mark.parametrize(
+    "operation",
+    [operation for operation in OPERATIONS if operation.request in BODIES],
+    ids=lambda operation: operation.path,
+)
+def test_fields_with_few_values_take_these_and_refuse_others_by_name(
+    engine: FakeEngine, operation: Operation
+) -> None:
     assert operation.request is not None
     body, client = BODIES[operation.request], TestClient(create_app(engine))
     for name, values, reason in ONLY[operation.request]:

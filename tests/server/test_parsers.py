@@ -32,7 +32,13 @@ KINDS: dict[str, object] = {
     "u": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
     "n": {"type": ["string", "null"]},
 }
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": KINDS}}} for name in ("f", "g.h")]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": KINDS}},
+    }
+    for name in ("f", "g.h")
+]
 
 
 class Call(NamedTuple):
@@ -50,7 +56,9 @@ class Answer(NamedTuple):
     calls: tuple[Call, ...]
 
 
-def events_of(pieces: list[str], tool_parser: str | None, *, thinks: bool = True, inside: bool = False) -> list[Event]:
+def events_of(
+    pieces: list[str], tool_parser: str | None, *, thinks: bool = True, inside: bool = False
+) -> list[Event]:
     parser = parser_named(tool_parser, "think" if thinks else None, tools=TOOLS, inside=inside)
     return [*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]
 
@@ -76,7 +84,9 @@ def joined(events: list[Event]) -> Answer:
     return Answer(reasoning, content, tuple(map(Call, names, arguments)))
 
 
-def parse(text: str, tool_parser: str | None, *, cuts: tuple[int, ...] = (), inside: bool = False) -> Answer:
+def parse(
+    text: str, tool_parser: str | None, *, cuts: tuple[int, ...] = (), inside: bool = False
+) -> Answer:
     bounds = [0, *cuts, len(text)]
     return joined(events_of([text[a:b] for a, b in pairwise(bounds)], tool_parser, inside=inside))
 
@@ -135,10 +145,14 @@ def only_a_call(value: dict[str, object]) -> bool:
 
 
 def llama_oracle(text: str) -> tuple[str, list[Call]]:
-    content, tag, rest = ("", "", text) if text.lstrip().startswith("{") else text.partition("<|python_tag|>")
+    content, tag, rest = (
+        ("", "", text) if text.lstrip().startswith("{") else text.partition("<|python_tag|>")
+    )
     content, rest = (content.rstrip(), rest) if tag else ("", text)
     calls: list[Call] = []
-    while (found := call_at(rest, space_at(rest, 0))) is not None and only_a_call(json.loads(rest[: found[1]])):
+    while (found := call_at(rest, space_at(rest, 0))) is not None and only_a_call(
+        json.loads(rest[: found[1]])
+    ):
         calls.append(found[0])
         rest = rest[space_at(rest, found[1]) :]
         separated = rest.startswith((";", ","))
@@ -171,10 +185,14 @@ QWEN_VALUE = rf"((?:(?!</parameter>|{QWEN_NEXT}).)*)(?:</parameter>|(?={QWEN_NEX
 QWEN_ARGUMENT = re.compile(rf"{SPACE}<parameter=([^>]*)>{QWEN_VALUE}", re.DOTALL)
 GLM_NEXT = rf"<arg_key>(?:{'|'.join(KINDS)})</arg_key>{SPACE}<arg_value>|</tool_call>"
 GLM_VALUE = rf"((?:(?!</arg_value>|{GLM_NEXT}).)*)(?:</arg_value>|(?={GLM_NEXT}))"
-GLM_ARGUMENT = re.compile(rf"{SPACE}<arg_key>((?:(?!</arg_key>).)*)</arg_key>{SPACE}<arg_value>{GLM_VALUE}", re.DOTALL)
+GLM_ARGUMENT = re.compile(
+    rf"{SPACE}<arg_key>((?:(?!</arg_key>).)*)</arg_key>{SPACE}<arg_value>{GLM_VALUE}", re.DOTALL
+)
 QWEN_HEAD = re.compile(rf"{SPACE}<tool_call>{SPACE}<function=([^\s<>{{}}\"]+)>")
 QWEN_END = re.compile(rf"{SPACE}</function>{SPACE}(?:</tool_call>{SPACE})?")
-GLM_HEAD = re.compile(rf"{SPACE}<tool_call>{SPACE}([^\s<>{{}}\"]+)(?={SPACE}(?:<arg_key>|</tool_call>))")
+GLM_HEAD = re.compile(
+    rf"{SPACE}<tool_call>{SPACE}([^\s<>{{}}\"]+)(?={SPACE}(?:<arg_key>|</tool_call>))"
+)
 GLM_END = re.compile(rf"{SPACE}</tool_call>{SPACE}")
 
 
@@ -191,7 +209,9 @@ def json_value(key: str, text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def tagged_oracle(head: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[str], text: str) -> tuple[str, list[Call]]:
+def tagged_oracle(
+    head: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[str], text: str
+) -> tuple[str, list[Call]]:
     calls, content, pos = [], "", 0
     while (found := head.search(text, pos)) is not None:
         content, pos, members = content + text[pos : found.start()], found.end(), []
@@ -199,7 +219,9 @@ def tagged_oracle(head: re.Pattern[str], argument: re.Pattern[str], end: re.Patt
             value = one[2]
             if argument is QWEN_ARGUMENT:  # its lines are markup
                 value = value.removeprefix("\n").removesuffix("\n")
-            members.append(f"{json.dumps(one[1].strip(), ensure_ascii=False)}: {json_value(one[1].strip(), value)}")
+            members.append(
+                f"{json.dumps(one[1].strip(), ensure_ascii=False)}: {json_value(one[1].strip(), value)}"
+            )
             pos = one.end()
         calls.append(Call(found[1], "{" + ", ".join(members) + "}"))
         ended = end.match(text, pos)
@@ -287,17 +309,30 @@ def test_an_answer_parses_as_the_oracle_reads_it(tool_parser: str, text: str) ->
 
 
 TAKES = {"a": {"type": "string"}, "b": {"type": "string"}, "n": {"type": "integer"}}
-SIMPLE = [{"type": "function", "function": {"name": name, "parameters": {"properties": TAKES}}} for name in "fgh"]
+SIMPLE = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": TAKES}}}
+    for name in "fgh"
+]
 OF_CALLS = [one.name for one in KNOWN.built_ins if one.capabilities.calls]
-MISTAKES = [(name, one) for name in OF_CALLS for one in getattr(KNOWN.named("calls", name).component, "malformed", ())]
+MISTAKES = [
+    (name, one)
+    for name in OF_CALLS
+    for one in getattr(KNOWN.named("calls", name).component, "malformed", ())
+]
 
 
-@pytest.mark.parametrize(("name", "mistake"), MISTAKES, ids=[f"{name}: {one.mistake}" for name, one in MISTAKES])
-def test_a_malformed_call_is_parsed_as_the_documentation_says(name: str, mistake: Malformed) -> None:
+@pytest.mark.parametrize(
+    ("name", "mistake"), MISTAKES, ids=[f"{name}: {one.mistake}" for name, one in MISTAKES]
+)
+def test_a_malformed_call_is_parsed_as_the_documentation_says(
+    name: str, mistake: Malformed
+) -> None:
     example = mistake.example
     for pieces in ([example.text], list(example.text)):
         parser = parser_named(name, tools=SIMPLE)
-        found = joined([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+        found = joined(
+            [*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]
+        )
         assert found == Answer("", example.content, tuple(Call(*call) for call in example.calls))
 
 
@@ -305,7 +340,15 @@ def test_each_format_states_how_it_recovers() -> None:
     assert {name for name, _ in MISTAKES} == set(OF_CALLS)
 
 
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+]
 NEAR_MISSES = [
     "<tool_cal",
     "</tool_call",
@@ -328,9 +371,15 @@ NEAR_MISSES = [
     "\U0001f600",
     "text",
 ]
-STRINGS = st.lists(st.sampled_from(MARKS + NEAR_MISSES) | st.text(max_size=3), max_size=3).map("".join)
+STRINGS = st.lists(st.sampled_from(MARKS + NEAR_MISSES) | st.text(max_size=3), max_size=3).map(
+    "".join
+)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | STRINGS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3),
     max_leaves=4,
 )
@@ -346,13 +395,17 @@ def written_object(draw: st.DrawFn, *, arguments: str = "arguments") -> str:
     members = [("name", draw(NAMES)), (arguments, draw(ARGUMENTS))]
     if draw(st.booleans()):
         members.reverse()
-    return json.dumps(dict(members), ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1])))
+    return json.dumps(
+        dict(members), ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1]))
+    )
 
 
 @st.composite
 def hermes_answer(draw: st.DrawFn) -> str:
     calls = draw(st.lists(written_object(), max_size=3))
-    blocks = [f"<tool_call>{draw(SPACES)}{call}{draw(SPACES)}</tool_call>{draw(SPACES)}" for call in calls]
+    blocks = [
+        f"<tool_call>{draw(SPACES)}{call}{draw(SPACES)}</tool_call>{draw(SPACES)}" for call in calls
+    ]
     return "".join(block + draw(PROSE) for block in ["", *blocks])
 
 
@@ -360,7 +413,11 @@ def hermes_answer(draw: st.DrawFn) -> str:
 def llama_answer(draw: st.DrawFn) -> str:
     calls = draw(st.lists(written_object(arguments="parameters"), max_size=3))
     tag = draw(st.sampled_from(["", "<|python_tag|>", "Well.\n<|python_tag|>"]))
-    return tag + f"{draw(SPACES)}{draw(st.sampled_from(['', ';', ',']))}{draw(SPACES)}".join(calls) if calls else draw(PROSE)
+    return (
+        tag + f"{draw(SPACES)}{draw(st.sampled_from(['', ';', ',']))}{draw(SPACES)}".join(calls)
+        if calls
+        else draw(PROSE)
+    )
 
 
 @st.composite
@@ -370,7 +427,8 @@ def mistral_answer(draw: st.DrawFn) -> str:
     if draw(st.booleans()):
         return f"{head}[TOOL_CALLS]{draw(SPACES)}[{draw(SPACES)}{(draw(SPACES) + ',' + draw(SPACES)).join(calls)}{draw(SPACES)}]{draw(SPACES)}"
     named = [
-        f"[TOOL_CALLS]{draw(NAMES)}{draw(st.sampled_from(['', '[ARGS]', '[CALL_ID]a1b2c3d4e[ARGS]']))}{json.dumps(draw(ARGUMENTS))}" for _ in calls
+        f"[TOOL_CALLS]{draw(NAMES)}{draw(st.sampled_from(['', '[ARGS]', '[CALL_ID]a1b2c3d4e[ARGS]']))}{json.dumps(draw(ARGUMENTS))}"
+        for _ in calls
     ]
     return head + draw(SPACES).join(named)
 
@@ -379,7 +437,18 @@ KEYS = st.sampled_from([*KINDS, "other", "a key"])
 OFTEN = st.sampled_from([True, True, True, False])
 PLAIN = st.lists(
     st.sampled_from(
-        [*MARKS, *NEAR_MISSES, "<function=f>", "<parameter=s>", "<arg_key>s</arg_key>", "</function>", "True", "null", "[1, 2]", '{"a": "b"}']
+        [
+            *MARKS,
+            *NEAR_MISSES,
+            "<function=f>",
+            "<parameter=s>",
+            "<arg_key>s</arg_key>",
+            "</function>",
+            "True",
+            "null",
+            "[1, 2]",
+            '{"a": "b"}',
+        ]
     ),
     max_size=4,
 ).map("".join)
@@ -391,7 +460,10 @@ def qwen_answer(draw: st.DrawFn) -> str:
     for _ in range(draw(st.integers(0, 3))):
         given = draw(st.lists(st.tuples(KEYS, PLAIN), max_size=3))
         ends = [draw(OFTEN) for _ in given]  # models forget end marks
-        values = "".join(f"{draw(SPACES)}<parameter={key}>\n{value}\n{'</parameter>' * end}" for (key, value), end in zip(given, ends, strict=True))
+        values = "".join(
+            f"{draw(SPACES)}<parameter={key}>\n{value}\n{'</parameter>' * end}"
+            for (key, value), end in zip(given, ends, strict=True)
+        )
         name = draw(st.sampled_from(["f", "g.h"]))
         text += f"{draw(SPACES)}<tool_call>{draw(SPACES)}<function={name}>{values}{draw(SPACES)}</function>{draw(SPACES)}</tool_call>{draw(SPACES)}"
         text += draw(PROSE)
@@ -404,7 +476,8 @@ def glm_answer(draw: st.DrawFn) -> str:
     for _ in range(draw(st.integers(0, 3))):
         given = draw(st.lists(st.tuples(KEYS, PLAIN), max_size=3))
         values = "".join(
-            f"{draw(SPACES)}<arg_key>{key}</arg_key>{draw(SPACES)}<arg_value>{value}{'</arg_value>' * draw(OFTEN)}" for key, value in given
+            f"{draw(SPACES)}<arg_key>{key}</arg_key>{draw(SPACES)}<arg_value>{value}{'</arg_value>' * draw(OFTEN)}"
+            for key, value in given
         )
         text += f"{draw(SPACES)}<tool_call>{draw(st.sampled_from(['f', 'g.h']))}{values}{draw(SPACES)}</tool_call>{draw(SPACES)}{draw(PROSE)}"
     return text
@@ -429,7 +502,9 @@ def cuts_of(data: st.DataObject, text: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("tool_parser", FORMATS)
 @some
 @given(data=st.data())
-def test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it(tool_parser: str, data: st.DataObject) -> None:
+def test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it(
+    tool_parser: str, data: st.DataObject
+) -> None:
     text = data.draw(THOUGHTS) + data.draw(ANSWERS[tool_parser])
     expected = oracle(text, tool_parser)
     assert parse(text, tool_parser, cuts=cuts_of(data, text)) == expected
@@ -458,19 +533,33 @@ def test_content_is_held_no_longer_than_it_may_be_a_mark() -> None:
     [
         ("hermes", '<tool_call>{"na', Answer("", '<tool_call>{"na', ())),
         ("hermes", '<tool_call>{"name": "f"', Answer("", "", (Call("f", ""),))),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', Answer("", "", (Call("f", '{"a": "b'),))),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "b',
+            Answer("", "", (Call("f", '{"a": "b'),)),
+        ),
         ("hermes", '<tool_call>{"name": "f"}\n</tool_c', Answer("", "", (Call("f", "{}"),))),
         ("mistral", '[TOOL_CALLS]f{"a": [', Answer("", "", (Call("f", '{"a": ['),))),
         ("llama3_json", '{"name": "f", "parameters": {"a', Answer("", "", (Call("f", '{"a'),))),
         ("llama3_json", '{"name": "f"', Answer("", '{"name": "f"', ())),
         ("qwen3_coder", "<tool_call><function=f", Answer("", "<tool_call><function=f", ())),
-        ("qwen3_coder", "<tool_call><function=f><parameter=s>\na\n</para", Answer("", "", (Call("f", '{"s": "a'),))),
-        ("qwen3_coder", "<tool_call><function=f><parameter=j>\n[1", Answer("", "", (Call("f", '{"j": '),))),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=s>\na\n</para",
+            Answer("", "", (Call("f", '{"s": "a'),)),
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=j>\n[1",
+            Answer("", "", (Call("f", '{"j": '),)),
+        ),
         ("glm45", "<tool_call>f\n", Answer("", "<tool_call>f\n", ())),
         ("glm45", "<tool_call>f\n<arg_key>s</arg_key><arg_va", Answer("", "", (Call("f", ""),))),
     ],
 )
-def test_a_call_that_is_cut_off_keeps_what_has_come_of_it(tool_parser: str, text: str, expected: Answer) -> None:
+def test_a_call_that_is_cut_off_keeps_what_has_come_of_it(
+    tool_parser: str, text: str, expected: Answer
+) -> None:
     assert by_characters(text, tool_parser) == expected
 
 
@@ -486,22 +575,35 @@ def test_a_call_that_is_cut_off_keeps_what_has_come_of_it(tool_parser: str, text
     ],
 )
 @pytest.mark.parametrize("finish", ["length", "stop"])
-def test_an_answer_that_is_cut_off_within_a_mark_ends_before_it(text: str, expected: Answer, finish: Literal["length", "stop"]) -> None:
+def test_an_answer_that_is_cut_off_within_a_mark_ends_before_it(
+    text: str, expected: Answer, finish: Literal["length", "stop"]
+) -> None:
     for pieces in ([text], list(text)):
         reader = AnswerReader(parser_named("hermes", "think", tools=TOOLS))
         outputs = [CompletionOutput(0, piece, (1,)) for piece in pieces]
         outputs[-1].finish_reason = finish
         found = joined([event for output in outputs for event in reader.read(output)])
-        assert found == (expected if finish == "length" else parse(text, "hermes")), "the model may end its answer with such a text"
+        assert found == (expected if finish == "length" else parse(text, "hermes")), (
+            "the model may end its answer with such a text"
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ('<tool_call>{"name": "f", oops</tool_call> so', Answer("", "oopsso", (Call("f", ""),))),
-        ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', Answer("", "}", (Call("f", "{}"),))),
-        ('<tool_call>{"name": "\\ud800", "arguments": {}}', Answer("", '<tool_call>{"name": "\\ud800", "arguments": {}}', ())),
-        ('<tool_call>{"x": tru, "name": "f"}', Answer("", '<tool_call>{"x": tru, "name": "f"}', ())),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}}</tool_call>',
+            Answer("", "}", (Call("f", "{}"),)),
+        ),
+        (
+            '<tool_call>{"name": "\\ud800", "arguments": {}}',
+            Answer("", '<tool_call>{"name": "\\ud800", "arguments": {}}', ()),
+        ),
+        (
+            '<tool_call>{"x": tru, "name": "f"}',
+            Answer("", '<tool_call>{"x": tru, "name": "f"}', ()),
+        ),
         ('<tool_call><tool_call>{"name": "f"}', Answer("", "<tool_call>", (Call("f", "{}"),))),
     ],
 )
@@ -521,8 +623,12 @@ def test_what_is_wrong_with_a_call_costs_no_text(text: str, expected: Answer) ->
         ("<think>\n\n</think>\n\n", False, Answer("", "", ())),
     ],
 )
-def test_reasoning_is_what_stands_between_its_marks_at_the_beginning(text: str, inside: bool, expected: Answer) -> None:
-    assert by_characters(text, "hermes", inside=inside) == parse(text, None, inside=inside) == expected
+def test_reasoning_is_what_stands_between_its_marks_at_the_beginning(
+    text: str, inside: bool, expected: Answer
+) -> None:
+    assert (
+        by_characters(text, "hermes", inside=inside) == parse(text, None, inside=inside) == expected
+    )
 
 
 def test_each_call_has_an_id_of_its_own_that_its_template_takes() -> None:
@@ -565,7 +671,10 @@ def test_a_template_tells_its_parsers_by_its_marks() -> None:
         "begin with <think>": (None, "think"),
         "results follow [TOOL_CALLS]": ("mistral", None),
         "within <tool_call>, write <function=name>": ("qwen3_coder", None),
-        "{{ '<tool_call>' + tc.name }} <arg_key>{{ k }}</arg_key>, and <think></think>": ("glm45", "think"),
+        "{{ '<tool_call>' + tc.name }} <arg_key>{{ k }}</arg_key>, and <think></think>": (
+            "glm45",
+            "think",
+        ),
         MISTRAL_TEMPLATE: ("mistral", None),
         "plain <|im_start|>": (None, None),
         "": (None, None),
@@ -582,7 +691,10 @@ def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
     assert not opens_reasoning("<|im_start|>assistant\n<think>\n", None)
 
 
-DEFINED = {"Point": {"type": "object"}, "Loop": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/Loop"}]}}
+DEFINED = {
+    "Point": {"type": "object"},
+    "Loop": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/Loop"}]},
+}
 
 
 @pytest.mark.parametrize(
@@ -633,29 +745,53 @@ DEFINED = {"Point": {"type": "object"}, "Loop": {"anyOf": [{"type": "integer"}, 
     ],
 )
 @pytest.mark.parametrize("tool_parser", ["qwen3_coder", "glm45"])
-def test_an_arguments_type_is_the_schemas(tool_parser: str, schema: object, value: str, written: str) -> None:
+def test_an_arguments_type_is_the_schemas(
+    tool_parser: str, schema: object, value: str, written: str
+) -> None:
     parameters = {"properties": {"a": schema}, "$defs": DEFINED}
-    parser = parser_named(tool_parser, tools=[{"function": {"name": "f", "parameters": parameters}}])
+    parser = parser_named(
+        tool_parser, tools=[{"function": {"name": "f", "parameters": parameters}}]
+    )
     tags = {
         "qwen3_coder": f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>",
         "glm45": f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>",
     }
-    assert joined([*parser.feed(tags[tool_parser]), *parser.finish()]) == Answer("", "", (Call("f", f'{{"a": {written}}}'),))
+    assert joined([*parser.feed(tags[tool_parser]), *parser.finish()]) == Answer(
+        "", "", (Call("f", f'{{"a": {written}}}'),)
+    )
 
 
 def test_parameters_that_are_not_named_follow_additional_properties() -> None:
-    for schema, written in (({"additionalProperties": {"type": "integer"}}, "5"), ({"additionalProperties": True}, '"5"'), ({}, '"5"')):
+    for schema, written in (
+        ({"additionalProperties": {"type": "integer"}}, "5"),
+        ({"additionalProperties": True}, '"5"'),
+        ({}, '"5"'),
+    ):
         parser = parser_named("qwen3_coder", tools=[{"name": "f", "parameters": schema}])
-        answer = joined([*parser.feed("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"), *parser.finish()])
+        answer = joined(
+            [
+                *parser.feed(
+                    "<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"
+                ),
+                *parser.finish(),
+            ]
+        )
         assert answer.calls == (Call("f", f'{{"a": {written}}}'),)
 
 
 def test_schemas_are_read_in_linear_time() -> None:
     wide = [{"$ref": f"#/$defs/{level}"} for level in "bcd" for _ in range(1000)]
-    definitions = {level: {"anyOf": [{"$ref": f"#/$defs/{chr(ord(level) + 1)}"}] * 1000} for level in "abcdef"}
-    parameters = {"properties": {"a": {"anyOf": wide}}, "$defs": {**definitions, "g": {"type": "integer"}}}
+    definitions = {
+        level: {"anyOf": [{"$ref": f"#/$defs/{chr(ord(level) + 1)}"}] * 1000} for level in "abcdef"
+    }
+    parameters = {
+        "properties": {"a": {"anyOf": wide}},
+        "$defs": {**definitions, "g": {"type": "integer"}},
+    }
     begin = time.process_time()
-    parser = parser_named("qwen3_coder", tools=[{"function": {"name": "f", "parameters": parameters}}])
+    parser = parser_named(
+        "qwen3_coder", tools=[{"function": {"name": "f", "parameters": parameters}}]
+    )
     parser.feed("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>" * 100)
     assert time.process_time() - begin < 1
 
@@ -681,15 +817,25 @@ def test_a_string_goes_out_as_it_comes() -> None:
         ("calls", "hermse", r"tool_parser: unknown parser 'hermse', did you mean hermes\?"),
         ("reasoning", "thnk", r"reasoning_parser: unknown parser 'thnk', did you mean think\?"),
         ("calls", "fcfs", "there is a component of that name, of kind scheduler"),
-        ("calls", "think", "tool_parser: parser think doesn't find tool calls; parsers that do: harmony, deepseek_v3, kimi_k2, "),
-        ("reasoning", "hermes", "reasoning_parser: parser hermes doesn't find reasoning; parsers that do: harmony, gemma4_thought, think"),
+        (
+            "calls",
+            "think",
+            "tool_parser: parser think doesn't find tool calls; parsers that do: harmony, deepseek_v3, kimi_k2, ",
+        ),
+        (
+            "reasoning",
+            "hermes",
+            "reasoning_parser: parser hermes doesn't find reasoning; parsers that do: harmony, gemma4_thought, think",
+        ),
         ("calls", "{name: hermes, depth: 3}", "tool_parser.depth: unknown option"),
         ("calls", "{name: hermes", "tool_parser: can't read"),
         ("calls", "{depth: 3}", "tool_parser: expected a parser's name"),
         ("calls", "", "tool_parser: unknown parser ''"),
     ],
 )
-def test_a_name_that_will_not_do_is_refused_with_those_that_would(finds: Finds, name: str, told: str) -> None:
+def test_a_name_that_will_not_do_is_refused_with_those_that_would(
+    finds: Finds, name: str, told: str
+) -> None:
     with pytest.raises(DovetailError, match=told):
         KNOWN.named(finds, name)
 

@@ -92,8 +92,23 @@ class Brackets(HermesCalls):
             return [Reasoning(text)] if self.inside else super().feed(text)
         return []
 """
-NAMES = ("Calls", "Raises", "Exits", "Repeats", "Odd", "Halves", "Twins", "Yields", "Flags", "Forms", "Brackets")
-SPECS = [f'kind="parser", name="{name.lower()}", target="acme_parsers:{name}", options="acme_parsers:Options"' for name in NAMES]
+NAMES = (
+    "Calls",
+    "Raises",
+    "Exits",
+    "Repeats",
+    "Odd",
+    "Halves",
+    "Twins",
+    "Yields",
+    "Flags",
+    "Forms",
+    "Brackets",
+)
+SPECS = [
+    f'kind="parser", name="{name.lower()}", target="acme_parsers:{name}", options="acme_parsers:Options"'
+    for name in NAMES
+]
 BROKEN = 'kind="parser", name="broken", target="nowhere:At"'
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -103,15 +118,25 @@ MARKED = TEMPLATE + "{# @calls #}"
 
 @pytest.fixture
 def acme(site: Site) -> Site:  # noqa: F811
-    site.install("dovetail-acme", modules={"acme_plugin": components(*SPECS, BROKEN), "acme_parsers": PARSERS})
+    site.install(
+        "dovetail-acme",
+        modules={"acme_plugin": components(*SPECS, BROKEN), "acme_parsers": PARSERS},
+    )
     return site
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], "chat_template": MARKED, **fields}
+    return {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [TOOL],
+        "chat_template": MARKED,
+        **fields,
+    }
 
 
-async def asked(engine: FakeEngine, settings: ServerSettings | None = None, **fields: Any) -> httpx.Response:
+async def asked(
+    engine: FakeEngine, settings: ServerSettings | None = None, **fields: Any
+) -> httpx.Response:
     async with serving(engine, settings) as url, httpx.AsyncClient(base_url=url) as http:
         return await http.post("/v1/chat/completions", json=body(**fields))
 
@@ -133,7 +158,9 @@ async def test_a_template_that_no_built_in_matches_finds_the_parser_of_a_plugin(
 
 
 @pytest.mark.usefixtures("acme")
-async def test_a_built_in_comes_before_a_plugin_and_plugins_that_are_not_allowed_do_not_come(fake: Callable[..., FakeEngine]) -> None:
+async def test_a_built_in_comes_before_a_plugin_and_plugins_that_are_not_allowed_do_not_come(
+    fake: Callable[..., FakeEngine],
+) -> None:
     mistral = await asked(fake("[TOOL_CALLS]f{}"), chat_template=MARKED + "{# [TOOL_CALLS] #}")
     assert mistral.json()["choices"][0]["finish_reason"] == "tool_calls"
     engine = fake(CALL)
@@ -141,13 +168,22 @@ async def test_a_built_in_comes_before_a_plugin_and_plugins_that_are_not_allowed
     assert (await asked(engine)).json()["choices"][0]["message"]["content"] == CALL
 
 
-async def test_two_plugins_that_match_are_refused_with_both_names(acme: Site, fake: Callable[..., FakeEngine]) -> None:
+async def test_two_plugins_that_match_are_refused_with_both_names(
+    acme: Site, fake: Callable[..., FakeEngine]
+) -> None:
     acme.install(
-        "dovetail-other", modules={"other_plugin": components('kind="parser", name="calls", target="other_parsers:Calls"'), "other_parsers": PARSERS}
+        "dovetail-other",
+        modules={
+            "other_plugin": components('kind="parser", name="calls", target="other_parsers:Calls"'),
+            "other_parsers": PARSERS,
+        },
     )
     refused = await asked(fake(CALL))
     assert refused.status_code == 400
-    assert "it matches the parsers dovetail-acme:calls and dovetail-other:calls: choose one with --tool-parser" in refused.text
+    assert (
+        "it matches the parsers dovetail-acme:calls and dovetail-other:calls: choose one with --tool-parser"
+        in refused.text
+    )
     chosen = await asked(fake(CALL), named("dovetail-acme:calls"))
     assert chosen.json()["choices"][0]["finish_reason"] == "tool_calls"
     with pytest.raises(ConfigError, match="dovetail-acme:calls and dovetail-other:calls"):
@@ -161,13 +197,20 @@ async def test_two_plugins_that_match_are_refused_with_both_names(acme: Site, fa
         ("calls", PluginError, None),
         ("dovetail-acme:calls", None, None),
         ("{name: calls, depth: 2}", None, None),
-        ("{name: calls, dept: 2}", ConfigError, "tool_parser.dept: unknown option, did you mean depth?"),
+        (
+            "{name: calls, dept: 2}",
+            ConfigError,
+            "tool_parser.dept: unknown option, did you mean depth?",
+        ),
         ("dovetail-acme:broken", PluginError, "importing nowhere failed"),
         ("dovetail-acm:calls", PluginError, "did you mean dovetail-acme:calls?"),
     ],
 )
 async def test_a_name_is_found_as_that_of_any_component(
-    parser: str, error: type[DovetailError] | None, told: str | None, fake: Callable[..., FakeEngine]
+    parser: str,
+    error: type[DovetailError] | None,
+    told: str | None,
+    fake: Callable[..., FakeEngine],
 ) -> None:
     if told is None:
         create_app(fake(), named(parser))
@@ -191,7 +234,11 @@ async def test_a_name_is_found_as_that_of_any_component(
     ],
 )
 async def test_the_answer_of_a_parser_that_fails_is_content_from_there_and_the_log_names_it_once(
-    parser: str, text: Sequence[str], content: str, fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+    parser: str,
+    text: Sequence[str],
+    content: str,
+    fake: Callable[..., FakeEngine],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = fake(*text)
     async with serving(engine, named(parser)) as url, httpx.AsyncClient(base_url=url) as http:
@@ -202,7 +249,9 @@ async def test_the_answer_of_a_parser_that_fails_is_content_from_there_and_the_l
 
 
 @pytest.mark.usefixtures("acme")
-async def test_a_call_that_begins_twice_is_no_call(fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_call_that_begins_twice_is_no_call(
+    fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+) -> None:
     answer = (await asked(fake(CALL), named("repeats"))).json()["choices"][0]
     assert (answer["message"]["content"], answer["finish_reason"]) == (CALL, "stop")
     assert "it emitted ToolCallStart(index=0" in caplog.text
@@ -215,27 +264,44 @@ async def test_events_may_be_yielded(fake: Callable[..., FakeEngine]) -> None:
 
 
 @pytest.mark.usefixtures("acme")
-async def test_a_parser_that_cannot_say_where_it_is_ends_no_answer(fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture) -> None:
-    assert (await asked(fake(CALL), named("flags"))).json()["choices"][0]["finish_reason"] == "tool_calls"
-    assert "parser dovetail-acme:flags failed, and its in_call counts as False: ValueError: who knows" in caplog.text
+async def test_a_parser_that_cannot_say_where_it_is_ends_no_answer(
+    fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (await asked(fake(CALL), named("flags"))).json()["choices"][0][
+        "finish_reason"
+    ] == "tool_calls"
+    assert (
+        "parser dovetail-acme:flags failed, and its in_call counts as False: ValueError: who knows"
+        in caplog.text
+    )
 
 
 @pytest.mark.usefixtures("acme")
-async def test_a_form_of_calls_that_fails_refuses_the_demand(fake: Callable[..., FakeEngine]) -> None:
+async def test_a_form_of_calls_that_fails_refuses_the_demand(
+    fake: Callable[..., FakeEngine],
+) -> None:
     refused = await asked(fake(CALL), named("forms"), tool_choice="required")
     assert refused.status_code == 400
     assert "tool parser dovetail-acme:forms raised in call_form()" in refused.text
 
 
 @pytest.mark.usefixtures("acme")
-async def test_one_parser_may_find_both_and_its_marks_begin_and_end_the_reasoning(fake: Callable[..., FakeEngine]) -> None:
+async def test_one_parser_may_find_both_and_its_marks_begin_and_end_the_reasoning(
+    fake: Callable[..., FakeEngine],
+) -> None:
     engine = fake("[R]", "Hm", "[/R]", "So", CALL)
     answer = (await asked(engine, chat_template=TEMPLATE + "[R]")).json()
     message = answer["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("Hm", "So", 1)
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == (
+        "Hm",
+        "So",
+        1,
+    )
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
     engine = fake("x")
-    await asked(engine, chat_template=TEMPLATE + "[R]", tools=None, response_format={"type": "json_object"})
+    await asked(
+        engine, chat_template=TEMPLATE + "[R]", tools=None, response_format={"type": "json_object"}
+    )
     structured = engine.submitted[0].params.structured
     assert isinstance(structured, Structured)
     assert structured.after == "[/R]"
@@ -243,6 +309,10 @@ async def test_one_parser_may_find_both_and_its_marks_begin_and_end_the_reasonin
 
 def test_a_megabyte_of_what_may_be_a_mark_is_content() -> None:
     reader, text = AnswerReader(parser_named("hermes", "think", tools=[TOOL])), "<" * 2**20
-    events = [event for begin in range(0, len(text), 4096) for event in reader.read(CompletionOutput(0, text[begin : begin + 4096], ()))]
+    events = [
+        event
+        for begin in range(0, len(text), 4096)
+        for event in reader.read(CompletionOutput(0, text[begin : begin + 4096], ()))
+    ]
     events += reader.read(CompletionOutput(0, "", (), finish_reason="stop"))
     assert "".join(event.text for event in events if isinstance(event, Content)) == text

@@ -110,16 +110,25 @@ def offering(*names: str, **others: object) -> ServerSettings:
 @pytest.mark.usefixtures("haiku")
 async def test_a_plugins_routes_generate_and_stream(fake: Callable[..., FakeEngine]) -> None:
     async with serving(fake(), offering("haiku")) as url, httpx.AsyncClient(base_url=url) as http:
-        assert (await http.post("/haiku", json={"prompt": "Hi"})).json() == {"text": "Hello, world", "reason": "stop", "models": ["fake"]}
+        assert (await http.post("/haiku", json={"prompt": "Hi"})).json() == {
+            "text": "Hello, world",
+            "reason": "stop",
+            "models": ["fake"],
+        }
         assert (await http.get("/stream")).text.replace("|", "") == "Hello, world"
         assert (await http.get("/chat")).json() > 1
         assert (await http.get("/haiku")).status_code == 405
 
 
 @pytest.mark.usefixtures("haiku")
-async def test_an_error_is_answered_and_named_and_harms_no_other_route(fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_is_answered_and_named_and_harms_no_other_route(
+    fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+) -> None:
     engine = fake()
-    async with serving(engine, offering("dovetail-haiku:haiku")) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(engine, offering("dovetail-haiku:haiku")) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         answer = await http.get("/fail")
         with pytest.raises(httpx.RemoteProtocolError):
             await http.get("/haiku-more/late")
@@ -128,7 +137,12 @@ async def test_an_error_is_answered_and_named_and_harms_no_other_route(fake: Cal
         wrong = await http.post("/haiku", json={"prompt": ""})
         engine.refusal = None
         well = await http.post("/haiku", json={"prompt": "Hi"})
-    assert (answer.status_code, wrong.status_code, unread.status_code, well.status_code) == (500, 400, 500, 200)
+    assert (answer.status_code, wrong.status_code, unread.status_code, well.status_code) == (
+        500,
+        400,
+        500,
+        200,
+    )
     assert "dovetail-haiku" in answer.json()["error"]["message"]
     assert "secret" not in answer.text
     assert "it is empty" in wrong.text
@@ -139,7 +153,10 @@ async def test_an_error_is_answered_and_named_and_harms_no_other_route(fake: Cal
 @pytest.mark.usefixtures("haiku")
 async def test_keys_and_limits_hold_for_them(fake: Callable[..., FakeEngine]) -> None:
     engine = fake(paced=True)
-    async with serving(engine, offering("haiku", api_keys=("one",), max_queued_requests=1)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serving(engine, offering("haiku", api_keys=("one",), max_queued_requests=1)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         assert (await http.get("/chat")).status_code == 401
         key = {"x-api-key": "one"}
         async with http.stream("GET", "/stream", headers=key):
@@ -149,9 +166,15 @@ async def test_keys_and_limits_hold_for_them(fake: Callable[..., FakeEngine]) ->
 
 
 @pytest.mark.usefixtures("haiku")
-async def test_an_engine_that_dies_meanwhile_is_answered_with_503(fake: Callable[..., FakeEngine]) -> None:
+async def test_an_engine_that_dies_meanwhile_is_answered_with_503(
+    fake: Callable[..., FakeEngine],
+) -> None:
     engine = fake(paced=True)
-    async with serving(engine, offering("haiku")) as url, httpx.AsyncClient(base_url=url) as http, asyncio.TaskGroup() as tasks:
+    async with (
+        serving(engine, offering("haiku")) as url,
+        httpx.AsyncClient(base_url=url) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
         asked = tasks.create_task(http.post("/haiku", json={"prompt": "Hi"}))
         await engine.until_requests(1)
         engine.step()
@@ -161,8 +184,15 @@ async def test_an_engine_that_dies_meanwhile_is_answered_with_503(fake: Callable
 
 @pytest.mark.usefixtures("haiku")
 async def test_middleware_surrounds_the_servers_routes(fake: Callable[..., FakeEngine]) -> None:
-    async with serving(fake(), offering("wrap", "haiku")) as url, httpx.AsyncClient(base_url=url) as http:
-        stumbled, failed, well = await http.get("/stumble"), await http.get("/fail"), await http.get("/health")
+    async with (
+        serving(fake(), offering("wrap", "haiku")) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        stumbled, failed, well = (
+            await http.get("/stumble"),
+            await http.get("/fail"),
+            await http.get("/health"),
+        )
     assert (stumbled.status_code, "routes 'wrap'" in stumbled.text) == (500, True)
     assert (failed.status_code, "routes 'haiku'" in failed.text) == (500, True)
     assert (well.status_code, well.headers["x-wrapped"]) == (200, "yes")
@@ -173,20 +203,30 @@ async def test_middleware_surrounds_the_servers_routes(fake: Callable[..., FakeE
     ("name", "error", "told"),
     [
         ("taken", ConfigError, "the server answers /health itself"),
-        ("broken", PluginError, "routes 'broken' of plugin dovetail-haiku/main 1.0: haiku_routes:broken raised"),
+        (
+            "broken",
+            PluginError,
+            "routes 'broken' of plugin dovetail-haiku/main 1.0: haiku_routes:broken raised",
+        ),
         ("odd", PluginError, "expected Starlette's routes"),
         ("haiko", PluginError, "unknown routes 'haiko', did you mean haiku?"),
     ],
 )
-async def test_what_cannot_be_added_is_refused_by_name(name: str, error: type[Exception], told: str, fake: Callable[..., FakeEngine]) -> None:
+async def test_what_cannot_be_added_is_refused_by_name(
+    name: str, error: type[Exception], told: str, fake: Callable[..., FakeEngine]
+) -> None:
     with pytest.raises(error) as raised:
         create_app(fake(), offering(name))
     assert told in str(raised.value)
 
 
 @pytest.mark.usefixtures("haiku")
-@pytest.mark.parametrize("selection", [{"allowed_plugins": ()}, {"denied_plugins": ("dovetail-haiku",)}])
-async def test_plugins_that_the_engines_config_does_not_admit_add_none(selection: dict[str, Any], fake: Callable[..., FakeEngine]) -> None:
+@pytest.mark.parametrize(
+    "selection", [{"allowed_plugins": ()}, {"denied_plugins": ("dovetail-haiku",)}]
+)
+async def test_plugins_that_the_engines_config_does_not_admit_add_none(
+    selection: dict[str, Any], fake: Callable[..., FakeEngine]
+) -> None:
     engine = fake()
     engine.info = dataclasses.replace(engine.info, **selection)
     with pytest.raises(PluginError, match="unknown routes 'haiku'"):
@@ -196,7 +236,9 @@ async def test_plugins_that_the_engines_config_does_not_admit_add_none(selection
 @pytest.mark.usefixtures("haiku")
 @pytest.mark.parametrize("flag", ["--route", "--tool-parser"])
 def test_serve_names_what_the_config_does_not_admit_before_a_process_starts(flag: str) -> None:
-    ran = CliRunner().invoke(app, ["serve", "demo", flag, "haiku", "--set", "plugins.deny=[dovetail-haiku]"])
+    ran = CliRunner().invoke(
+        app, ["serve", "demo", flag, "haiku", "--set", "plugins.deny=[dovetail-haiku]"]
+    )
     assert ran.exit_code == 2
     assert "haiku" in ran.output
     assert "denied by plugins.deny" in ran.output

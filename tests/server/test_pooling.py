@@ -36,8 +36,13 @@ def executor(site: Site) -> None:  # noqa: F811
 
 
 @contextmanager
-def client(capacity: PoolingCapacity | None, settings: ServerSettings | None = None, **more: Any) -> Iterator[httpx.Client]:
-    with serving_in_threads(config(capacity, **LIMITS, **more), settings) as url, httpx.Client(base_url=url, timeout=60) as one:
+def client(
+    capacity: PoolingCapacity | None, settings: ServerSettings | None = None, **more: Any
+) -> Iterator[httpx.Client]:
+    with (
+        serving_in_threads(config(capacity, **LIMITS, **more), settings) as url,
+        httpx.Client(base_url=url, timeout=60) as one,
+    ):
         yield one
 
 
@@ -58,17 +63,35 @@ def tokens(text: str) -> list[int]:
 
 
 def test_embeddings_by_openai_s_client() -> None:
-    with client(EMBEDDER) as one, openai.OpenAI(base_url=f"{one.base_url}/v1", api_key="none", max_retries=0) as theirs:
-        for given, ids in [(TEXTS[0], [tokens(TEXTS[0])]), (TEXTS, [*map(tokens, TEXTS)]), ([5, 6], [[5, 6]]), ([[5, 6], [7]], [[5, 6], [7]])]:
-            for form in ("float", "base64", openai.omit):  # left out, the client asks for base64, and decodes it
+    with (
+        client(EMBEDDER) as one,
+        openai.OpenAI(base_url=f"{one.base_url}/v1", api_key="none", max_retries=0) as theirs,
+    ):
+        for given, ids in [
+            (TEXTS[0], [tokens(TEXTS[0])]),
+            (TEXTS, [*map(tokens, TEXTS)]),
+            ([5, 6], [[5, 6]]),
+            ([[5, 6], [7]], [[5, 6], [7]]),
+        ]:
+            for form in (
+                "float",
+                "base64",
+                openai.omit,
+            ):  # left out, the client asks for base64, and decodes it
                 made = theirs.embeddings.create(model="demo", input=given, encoding_format=form)  # type: ignore[arg-type]
                 assert made.usage.prompt_tokens == made.usage.total_tokens == sum(map(len, ids))
                 assert [one.index for one in made.data] == list(range(len(ids)))
                 for told, prompt in zip(made.data, ids, strict=True):
-                    vector = np.frombuffer(base64.b64decode(told.embedding), np.float32) if form == "base64" else np.float32(told.embedding)
+                    vector = (
+                        np.frombuffer(base64.b64decode(told.embedding), np.float32)
+                        if form == "base64"
+                        else np.float32(told.embedding)
+                    )
                     np.testing.assert_array_equal(vector, expected(prompt, "embed", EMBEDDER))
         [cut] = theirs.embeddings.create(model="demo", input="a", dimensions=2).data
-        np.testing.assert_array_equal(np.float32(cut.embedding), expected(tokens("a"), "embed", EMBEDDER, dimensions=2))
+        np.testing.assert_array_equal(
+            np.float32(cut.embedding), expected(tokens("a"), "embed", EMBEDDER, dimensions=2)
+        )
 
 
 def test_wrong_requests_are_refused_with_the_parameter() -> None:
@@ -97,7 +120,10 @@ def test_wrong_requests_are_refused_with_the_parameter() -> None:
             assert status == 400
             assert "/v1/embeddings makes embeddings" in message
             assert "(" not in message
-        assert len(answer(one, "/v1/embeddings", input=[[7] * 129], truncate_prompt_tokens=-1)["data"]) == 1
+        assert (
+            len(answer(one, "/v1/embeddings", input=[[7] * 129], truncate_prompt_tokens=-1)["data"])
+            == 1
+        )
     with client(None) as one:
         assert "executor fake can't pool" in refusal(one, "/v1/embeddings", input="a")[1]
 
@@ -108,13 +134,18 @@ def test_scores_of_pairs(path: str) -> None:
         for names in (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents")):
             made = answer(one, path, **dict(zip(names, (TEXTS[0], TEXTS[1:]), strict=True)))
             asked = [tokens(TEXTS[0]) + tokens(text) for text in TEXTS[1:]]
-            assert [item["score"] for item in made["data"]] == [float(expected(ids, "classify", SCORER)[0]) for ids in asked]
+            assert [item["score"] for item in made["data"]] == [
+                float(expected(ids, "classify", SCORER)[0]) for ids in asked
+            ]
             assert made["usage"]["prompt_tokens"] == sum(map(len, asked))
         for body, said in [
             ({}, "give text_1 and text_2"),
             ({"text_1": "a"}, "give text_1 and text_2"),
             ({"text_1": "a", "text_2": "b", "queries": "c"}, "give text_1 and text_2"),
-            ({"queries": ["a", "b"], "documents": ["c"]}, "queries must be one text, or as many as documents"),
+            (
+                {"queries": ["a", "b"], "documents": ["c"]},
+                "queries must be one text, or as many as documents",
+            ),
             ({"text_1": "a", "text_2": ["b"] * 5}, "limits.max_inputs"),
             ({"text_1": "a", "text_2": "b", "template": "{query}"}, "template must have"),
         ]:
@@ -126,41 +157,72 @@ def test_scores_of_pairs(path: str) -> None:
 def test_what_is_tokenized_for_one_request_is_bounded_before_it_is_joined() -> None:
     limits = {"limits": {"max_request_chars": 1000}}
     long = "ab " * 2000
-    with serving_in_threads(config(SCORER, **limits)) as url, httpx.Client(base_url=url, timeout=60) as one:
+    with (
+        serving_in_threads(config(SCORER, **limits)) as url,
+        httpx.Client(base_url=url, timeout=60) as one,
+    ):
         for path, body in [
             ("/rerank", {"query": "a" * 200, "documents": ["b"] * 5}),
-            ("/score", {"text_1": "a", "text_2": ["b"] * 5, "template": "c" * 200 + "{query}{document}"}),
+            (
+                "/score",
+                {"text_1": "a", "text_2": ["b"] * 5, "template": "c" * 200 + "{query}{document}"},
+            ),
             ("/v1/score", {"queries": "a" * 600, "documents": "b" * 600}),
         ]:
             status, message, _ = refusal(one, path, **body)
             assert status == 400
             assert "at most 1000 (limits.max_request_chars)" in message
         assert len(answer(one, "/rerank", query="a" * 50, documents=["b"] * 5)["results"]) == 5
-        for path, body in [("/rerank", {"query": long, "documents": ["b"]}), ("/score", {"text_1": "a", "text_2": long})]:
+        for path, body in [
+            ("/rerank", {"query": long, "documents": ["b"]}),
+            ("/score", {"text_1": "a", "text_2": long}),
+        ]:
             assert "limits.max_prompt_chars" in refusal(one, path, **body)[1]
 
 
 def test_a_text_that_is_truncated_may_be_longer_than_what_fits() -> None:
     long = "To be or not to be. " * 200
     for capacity, asked in [
-        (EMBEDDER, [("/v1/embeddings", {"input": long}), ("/pooling", {"input": [long], "task": "token_embed"})]),
+        (
+            EMBEDDER,
+            [
+                ("/v1/embeddings", {"input": long}),
+                ("/pooling", {"input": [long], "task": "token_embed"}),
+            ],
+        ),
         (CLASSIFIER, [("/classify", {"input": long})]),
-        (SCORER, [("/rerank", {"query": long, "documents": ["b"]}), ("/score", {"text_1": "a", "text_2": long})]),
+        (
+            SCORER,
+            [
+                ("/rerank", {"query": long, "documents": ["b"]}),
+                ("/score", {"text_1": "a", "text_2": long}),
+            ],
+        ),
     ]:
         with client(capacity) as one:
             for path, body in asked:
                 assert "limits.max_prompt_chars" in refusal(one, path, **body)[1]
-                assert answer(one, path, **body, truncate_prompt_tokens=20)["usage"]["total_tokens"] == 20
+                assert (
+                    answer(one, path, **body, truncate_prompt_tokens=20)["usage"]["total_tokens"]
+                    == 20
+                )
 
 
-def test_an_answer_that_would_be_too_large_is_refused_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_would_be_too_large_is_refused_before_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits = {"limits": {"max_answer_bytes": 6 * 16 * 40}}  # 40 embeddings as text, 120 as base64
-    with serving_in_threads(config(EMBEDDER, **limits)) as url, httpx.Client(base_url=url, timeout=60) as one:
+    with (
+        serving_in_threads(config(EMBEDDER, **limits)) as url,
+        httpx.Client(base_url=url, timeout=60) as one,
+    ):
         assert answer(one, "/v1/embeddings", input=["a"] * 40)
         assert answer(one, "/v1/embeddings", input=["a"] * 120, encoding_format="base64")
         assert answer(one, "/v1/embeddings", input=["a"] * 80, dimensions=3)
         assert answer(one, "/pooling", input=[[7] * 20] * 2, task="token_embed")
-        assert answer(one, "/pooling", input=[[7] * 60] * 4, task="token_embed", truncate_prompt_tokens=10)
+        assert answer(
+            one, "/pooling", input=[[7] * 60] * 4, task="token_embed", truncate_prompt_tokens=10
+        )
         monkeypatch.setattr(FakeExecutor, "submit", lambda self, batch: pytest.fail("computed"))
         for path, body in [
             ("/v1/embeddings", {"input": ["a"] * 41}),
@@ -178,7 +240,9 @@ def test_a_large_answer_is_sent_in_parts_and_is_whole() -> None:
         response = one.post("/pooling", json={"input": prompts, "task": "token_embed"})
         assert response.headers.get("transfer-encoding") == "chunked"
         for item, prompt in zip(response.json()["data"], prompts, strict=True):
-            np.testing.assert_array_equal(np.float32(item["data"]), expected(prompt, "token_embed", EMBEDDER))
+            np.testing.assert_array_equal(
+                np.float32(item["data"]), expected(prompt, "token_embed", EMBEDDER)
+            )
         assert "content-length" in one.post("/v1/embeddings", json={"input": "a"}).headers
 
 
@@ -186,17 +250,29 @@ def test_documents_are_ranked_in_the_forms_of_jina_and_cohere() -> None:
     documents = [*TEXTS, {"text": "a rose"}]
     texts = [*TEXTS, "a rose"]
     with client(SCORER) as one:
-        scores = [float(expected(tokens("love") + tokens(text), "classify", SCORER)[0]) for text in texts]
+        scores = [
+            float(expected(tokens("love") + tokens(text), "classify", SCORER)[0]) for text in texts
+        ]
         best = sorted(range(4), key=lambda place: -scores[place])
         for path, told in (("/v1/rerank", True), ("/rerank", True), ("/v2/rerank", False)):
             made = answer(one, path, query="love", documents=documents, model="demo")
-            assert [(item["index"], item["relevance_score"]) for item in made["results"]] == [(place, scores[place]) for place in best]
-            assert [item.get("document") for item in made["results"]] == [{"text": texts[place]} if told else None for place in best]
-            assert made["usage"]["total_tokens"] == sum(len(tokens("love") + tokens(text)) for text in texts)
-            made = answer(one, path, query="love", documents=documents, top_n=2, return_documents=not told)
+            assert [(item["index"], item["relevance_score"]) for item in made["results"]] == [
+                (place, scores[place]) for place in best
+            ]
+            assert [item.get("document") for item in made["results"]] == [
+                {"text": texts[place]} if told else None for place in best
+            ]
+            assert made["usage"]["total_tokens"] == sum(
+                len(tokens("love") + tokens(text)) for text in texts
+            )
+            made = answer(
+                one, path, query="love", documents=documents, top_n=2, return_documents=not told
+            )
             assert [item["index"] for item in made["results"]] == best[:2]
             assert all(("document" in item) is not told for item in made["results"])
-        assert answer(one, "/v2/rerank", query="a", documents=["b"])["meta"]["api_version"] == {"version": "2"}
+        assert answer(one, "/v2/rerank", query="a", documents=["b"])["meta"]["api_version"] == {
+            "version": "2"
+        }
         for body, param in [
             ({"query": "a", "documents": []}, "documents"),
             ({"query": "a", "documents": ["b"] * 5}, "documents"),
@@ -212,11 +288,16 @@ def test_documents_are_ranked_in_the_forms_of_jina_and_cohere() -> None:
 
 def test_scores_of_an_embedding_model_are_cosines() -> None:
     with client(GENERATOR) as one:
-        vectors = [np.float64(item["embedding"]) for item in answer(one, "/v1/embeddings", input=TEXTS)["data"]]
+        vectors = [
+            np.float64(item["embedding"])
+            for item in answer(one, "/v1/embeddings", input=TEXTS)["data"]
+        ]
         made = answer(one, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
         assert made["results"][0]["index"] == 0
         for item in made["results"]:
-            assert item["relevance_score"] == rounded(vectors[0] @ vectors[item["index"]], len(vectors[0]))
+            assert item["relevance_score"] == rounded(
+                vectors[0] @ vectors[item["index"]], len(vectors[0])
+            )
 
 
 def test_classes_and_whatever_else_a_model_pools() -> None:
@@ -226,8 +307,13 @@ def test_classes_and_whatever_else_a_model_pools() -> None:
         probs = expected(tokens("a rose"), "classify", CLASSIFIER)
         np.testing.assert_array_equal(np.float32(made["probs"]), probs)
         assert made["label"] == CLASSIFIER.labels[int(probs.argmax())]
-        [made] = answer(one, "/pooling", input="a rose", task="token_classify", use_activation=False)["data"]
-        np.testing.assert_array_equal(np.float32(made["data"]), expected(tokens("a rose"), "token_classify", CLASSIFIER, activate=False))
+        [made] = answer(
+            one, "/pooling", input="a rose", task="token_classify", use_activation=False
+        )["data"]
+        np.testing.assert_array_equal(
+            np.float32(made["data"]),
+            expected(tokens("a rose"), "token_classify", CLASSIFIER, activate=False),
+        )
 
 
 def test_keys_and_metrics_hold_for_these_routes() -> None:
@@ -238,13 +324,29 @@ def test_keys_and_metrics_hold_for_these_routes() -> None:
         told = one.get("/metrics").text
         count = sum(len(tokens(text)) for text in TEXTS)
         assert 'finished_reason="stop",front_end="0",model_name="demo"} 3.0' in told
-        assert any(line.startswith("vllm:prompt_tokens_total{") and line.endswith(f" {count}.0") for line in told.splitlines())
+        assert any(
+            line.startswith("vllm:prompt_tokens_total{") and line.endswith(f" {count}.0")
+            for line in told.splitlines()
+        )
         assert 'client="alice"' in told
 
 
-@pytest.mark.parametrize("data", [np.arange(3, dtype=np.float32), np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((1, 2), np.float32)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.arange(3, dtype=np.float32),
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.zeros((1, 2), np.float32),
+    ],
+)
 def test_what_was_pooled_crosses_processes_as_it_is(data: Any) -> None:
-    frame = decode_to_front_end(encode(StepFrame(1, 0.0, b"", b"", load=Load(), extra=Extra(pooled=(PackedResult.of(7, data),)))))
+    frame = decode_to_front_end(
+        encode(
+            StepFrame(
+                1, 0.0, b"", b"", load=Load(), extra=Extra(pooled=(PackedResult.of(7, data),))
+            )
+        )
+    )
     assert isinstance(frame, StepFrame)
     assert frame.extra is not None
     [result] = frame.extra.pooled
@@ -254,18 +356,24 @@ def test_what_was_pooled_crosses_processes_as_it_is(data: Any) -> None:
 
 
 @pytest.mark.parametrize("link", ["thread", "zmq"])
-def test_a_request_that_pools_can_be_aborted_and_one_that_fails_says_why(link: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_pools_can_be_aborted_and_one_that_fails_says_why(
+    link: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with served(link, tmp_path, **config(GENERATOR)) as one:
             gone, kept = Collector(), Collector()
             await one.engine.submit("gone", [1, 2, 3], PoolingParams(), gone)
-            await one.engine.submit("kept", [1, 2, 3], PoolingParams(task="token_embed"), kept, priority=1)
+            await one.engine.submit(
+                "kept", [1, 2, 3], PoolingParams(task="token_embed"), kept, priority=1
+            )
             one.engine.abort("gone")
             async with asyncio.timeout(30):
                 await kept.over.wait()
             [output] = kept.outputs
             output_data: Any = output.outputs
-            np.testing.assert_array_equal(output_data.data, expected([1, 2, 3], "token_embed", GENERATOR))
+            np.testing.assert_array_equal(
+                output_data.data, expected([1, 2, 3], "token_embed", GENERATOR)
+            )
             assert output.metrics is not None
             assert output.metrics.first_scheduled_time is not None
             assert not gone.outputs

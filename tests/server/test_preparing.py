@@ -33,13 +33,46 @@ TOO_LONG: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": ["To be.", LONG]}),
     ("/v1/chat/completions", {"messages": MESSAGES}),
     ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG[:60_000]}] * 2}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", "reasoning_content": LONG}]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content * 60000 }}"}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ a }}", "chat_template_kwargs": {"a": LONG}}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f", "description": LONG}}]}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG[:60_000]}] * 2}]},
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "x", "reasoning_content": LONG},
+            ]
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template": "{{ messages[0].content * 60000 }}",
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template": "{{ a }}",
+            "chat_template_kwargs": {"a": LONG},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"function": {"name": "f", "description": LONG}}],
+        },
+    ),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
-    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "system": LONG, "max_tokens": 1}),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "x"}], "system": LONG, "max_tokens": 1},
+    ),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/v1/responses", {"input": LONG}),
     ("/v1/responses", {"input": "x", "instructions": LONG}),
@@ -76,7 +109,9 @@ def text(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_LONG)
-def test_a_prompt_too_long_for_any_endpoint_is_refused_by_the_limit_of_texts(server_url: str, path: str, body: dict[str, Any]) -> None:
+def test_a_prompt_too_long_for_any_endpoint_is_refused_by_the_limit_of_texts(
+    server_url: str, path: str, body: dict[str, Any]
+) -> None:
     refused = httpx.post(f"{server_url}{path}", json={"model": "demo", **body}, timeout=PATIENCE_S)
     assert refused.status_code == 400
     assert "limits.max_prompt_chars" in refused.text
@@ -90,7 +125,9 @@ def test_a_prompt_too_long_for_any_endpoint_is_refused_by_the_limit_of_texts(ser
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
     ],
 )
-def test_a_text_that_is_truncated_may_be_longer_than_what_fits(server_url: str, path: str, body: dict[str, Any]) -> None:
+def test_a_text_that_is_truncated_may_be_longer_than_what_fits(
+    server_url: str, path: str, body: dict[str, Any]
+) -> None:
     asked = {"model": "demo", "truncate_prompt_tokens": 10, **body}
     answer = httpx.post(f"{server_url}{path}", json=asked, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
@@ -99,11 +136,17 @@ def test_a_text_that_is_truncated_may_be_longer_than_what_fits(server_url: str, 
     assert usage.get("prompt_tokens", usage.get("input_tokens")) == 10 + short
 
 
-async def test_prompts_of_one_request_leave_threads_to_others_and_are_dropped_with_their_client(held: HeldEngine) -> None:
+async def test_prompts_of_one_request_leave_threads_to_others_and_are_dropped_with_their_client(
+    held: HeldEngine,
+) -> None:
     app, gone = create_app(held), asyncio.Event()
-    many = asyncio.create_task(ask_until(gone, app, orjson.dumps(text(prompt=[FITS] * 50, client="first"))))
+    many = asyncio.create_task(
+        ask_until(gone, app, orjson.dumps(text(prompt=[FITS] * 50, client="first")))
+    )
     await held.until_begun(1)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as http:
         other = asyncio.create_task(http.post("/v1/completions", json=text(client="second")))
         await held.until_begun(2)
         gone.set()
@@ -114,7 +157,9 @@ async def test_prompts_of_one_request_leave_threads_to_others_and_are_dropped_wi
     assert held.begun == 3
 
 
-async def test_no_more_tokens_are_made_text_than_a_model_has_room_for(fake: Callable[..., FakeEngine]) -> None:
+async def test_no_more_tokens_are_made_text_than_a_model_has_room_for(
+    fake: Callable[..., FakeEngine],
+) -> None:
     engine = fake()
     async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:
         most = engine.info.intake.max_model_len
@@ -124,10 +169,18 @@ async def test_no_more_tokens_are_made_text_than_a_model_has_room_for(fake: Call
         assert "max_model_len" in refused.text
 
 
-async def test_one_client_can_fill_no_more_than_its_share_of_what_is_prepared(held: HeldEngine) -> None:
+async def test_one_client_can_fill_no_more_than_its_share_of_what_is_prepared(
+    held: HeldEngine,
+) -> None:
     size = len(FITS) + 200  # of a body, and a little more
-    async with serving(held, ServerSettings(max_body_bytes=2 * size)) as url, httpx.AsyncClient(base_url=url) as http:
-        asked = [asyncio.create_task(http.post("/v1/completions", json=text(client="first"))) for _ in range(3)]
+    async with (
+        serving(held, ServerSettings(max_body_bytes=2 * size)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        asked = [
+            asyncio.create_task(http.post("/v1/completions", json=text(client="first")))
+            for _ in range(3)
+        ]
         done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)  # type: ignore[assignment]
         [refused] = [one.result() for one in done]
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
@@ -143,10 +196,16 @@ async def test_clients_with_keys_of_their_own_have_shares_of_their_own(held: Hel
     size = len(FITS) + 200
     settings = ServerSettings(max_body_bytes=size, api_keys=("a", "b"))
     async with serving(held, settings) as url, httpx.AsyncClient(base_url=url) as http:
-        first = asyncio.create_task(http.post("/v1/completions", json=text(), headers={"authorization": "Bearer a"}))
+        first = asyncio.create_task(
+            http.post("/v1/completions", json=text(), headers={"authorization": "Bearer a"})
+        )
         await held.until_begun(1)
-        assert (await http.post("/v1/completions", json=text(), headers={"x-api-key": "a"})).status_code == 429
-        second = asyncio.create_task(http.post("/v1/completions", json=text(), headers={"x-api-key": "b"}))
+        assert (
+            await http.post("/v1/completions", json=text(), headers={"x-api-key": "a"})
+        ).status_code == 429
+        second = asyncio.create_task(
+            http.post("/v1/completions", json=text(), headers={"x-api-key": "b"})
+        )
         await held.until_begun(2)
         held.may_go_on.set()
         assert [(await first).status_code, (await second).status_code] == [200, 200]
@@ -159,7 +218,9 @@ async def test_a_text_whose_client_has_gone_is_not_tokenized(held: HeldEngine) -
     gone.set()
     await asyncio.gather(*asked)
     held.may_go_on.set()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as http:
         assert (await http.post("/v1/completions", json=text())).status_code == 200
     assert held.begun == len(SIZES)
 
@@ -177,22 +238,31 @@ async def ask_until(gone: asyncio.Event, app: Starlette, body: bytes) -> None:
     async def send(message: Message) -> None:
         raise AssertionError("nobody is there to be answered")
 
-    await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    await app(
+        {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send
+    )
 
 
 async def test_a_short_request_waits_for_no_long_one(held: HeldEngine) -> None:
     async with serving(held) as url, httpx.AsyncClient(base_url=url) as http:
         asked = [asyncio.create_task(http.post("/v1/completions", json=text())) for _ in range(8)]
         await held.until_begun(len(SIZES) - 1)
-        short = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1})
+        short = await http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
+        )
         assert short.status_code == 200
         held.may_go_on.set()
         assert [(await one).status_code for one in asked] == [200] * 8
 
 
-async def test_a_request_that_was_let_in_before_the_server_drains_is_answered(held: HeldEngine) -> None:
+async def test_a_request_that_was_let_in_before_the_server_drains_is_answered(
+    held: HeldEngine,
+) -> None:
     app = create_app(held)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as http:
         asked = asyncio.create_task(http.post("/v1/completions", json=text()))
         await held.until_begun(1)
         app.state.draining = True
@@ -291,29 +361,44 @@ async def test_an_error_of_the_work_is_its_callers() -> None:
 
 async def test_templates_of_requests_hold_up_no_model_s_own() -> None:
     preparing, held = Preparing(1), Held()
-    given = await begun(*(preparing.run("a", 1, held.work("given"), given_template=True) for _ in range(20)))
+    given = await begun(
+        *(preparing.run("a", 1, held.work("given"), given_template=True) for _ in range(20))
+    )
     assert await preparing.run("a", 10**6, lambda: "own") == "own"
     held.end()
     await asyncio.gather(*given)
 
 
-async def test_a_client_that_has_nothing_else_under_way_is_let_in_and_so_is_a_small_request() -> None:
+async def test_a_client_that_has_nothing_else_under_way_is_let_in_and_so_is_a_small_request() -> (
+    None
+):
     preparing, large = Preparing(100_000), 10**9
     for _ in range(2):
-        with preparing.admitted("a", large), preparing.admitted("a", SIZES[0]), preparing.admitted("b", 100_000):
+        with (
+            preparing.admitted("a", large),
+            preparing.admitted("a", SIZES[0]),
+            preparing.admitted("b", 100_000),
+        ):
             for client in ("a", "b"):
-                with pytest.raises(HttpError, match="max_body_bytes"), preparing.admitted(client, SIZES[0] + 1):
+                with (
+                    pytest.raises(HttpError, match="max_body_bytes"),
+                    preparing.admitted(client, SIZES[0] + 1),
+                ):
                     pass
 
 
-async def test_a_thread_that_cannot_be_started_fails_its_task_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thread_that_cannot_be_started_fails_its_task_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_thread(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
     threads = FairThreads((inf,))
     with monkeypatch.context() as patch:
         patch.setattr(ThreadPoolExecutor, "submit", no_thread)
-        for each in await asyncio.gather(*(threads.run("client", 1, lambda: 1) for _ in range(3)), return_exceptions=True):
+        for each in await asyncio.gather(
+            *(threads.run("client", 1, lambda: 1) for _ in range(3)), return_exceptions=True
+        ):
             assert "can't start" in str(each)
     async with asyncio.timeout(PATIENCE_S):
         assert await threads.run("client", 1, lambda: 1) == 1

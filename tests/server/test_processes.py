@@ -27,7 +27,9 @@ from dovetail.cli.app import app
 from tests.support import FULL
 
 PATIENCE_S = 60.0
-TOLD_S = 5.0 if FULL else PATIENCE_S  # until clients know that the engine is dead, on a machine that does nothing else
+TOLD_S = (
+    5.0 if FULL else PATIENCE_S
+)  # until clients know that the engine is dead, on a machine that does nothing else
 FREED_S = 1.0 if FULL else PATIENCE_S  # until a dead front end's requests have left the engine
 ENDLESS = {"prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
 TOY = {"step_s": 0.05}  # for longer than any test: 8000 tokens
@@ -46,7 +48,13 @@ def until(what: Callable[[], Any], why: str, seconds: float = PATIENCE_S) -> Any
 class Server:
     """`dovetail serve`, run as a user does."""
 
-    def __init__(self, directory: Path, *options: str, toy: dict[str, Any] | None = None, listens: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        toy: dict[str, Any] | None = None,
+        listens: bool = True,
+    ) -> None:
         """`toy`: options of the executor of that name, with which the engine's process starts in a fifth of the time, as it imports no torch.
         `listens`: wait until it does, or has ended."""
         self.directory = directory
@@ -55,10 +63,20 @@ class Server:
         if toy is not None:
             environment |= {"PYTHONPATH": _toy(directory)}
             source = str(directory / "engine.yaml")
-            Path(source).write_text(yaml.safe_dump({"model": "demo", "sampler": "toy", "executor": {"name": "toy", "max_model_len": 8192, **toy}}))
+            Path(source).write_text(
+                yaml.safe_dump(
+                    {
+                        "model": "demo",
+                        "sampler": "toy",
+                        "executor": {"name": "toy", "max_model_len": 8192, **toy},
+                    }
+                )
+            )
         self.errors = (directory / "stderr").open("ab")
         command = [sys.executable, "-m", "dovetail", "serve", source, "--port", "0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, env=environment)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self.errors, env=environment
+        )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().decode() if listens else ""
         self.port = int(self.line.rsplit(":", 1)[1]) if "http" in self.line else 0
@@ -94,14 +112,23 @@ class Server:
     def left(self, pids: list[int]) -> list[str]:
         """Return what was left: processes, and files in its temporary directory."""
         alive = [str(pid) for pid in pids if _runs(pid)]
-        return [*alive, *(entry.name for entry in self.directory.iterdir() if entry.name not in ("stderr", "toy", "engine.yaml"))]
+        return [
+            *alive,
+            *(
+                entry.name
+                for entry in self.directory.iterdir()
+                if entry.name not in ("stderr", "toy", "engine.yaml")
+            ),
+        ]
 
 
 def _toy(directory: Path) -> str:
     """The path on which Python finds the executor `toy`."""
     if not (directory / "toy").exists():
         installed_in(directory / "toy")
-    return os.pathsep.join([str(directory / "toy"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join(
+        [str(directory / "toy"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
 
 
 def shared_memory(pids: list[int]) -> set[str]:
@@ -131,7 +158,9 @@ class Stream:
     def _run(self, port: int, body: dict[str, Any]) -> None:
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-            connection.request("POST", "/v1/completions", json.dumps({"stream": True, "model": "demo", **body}))
+            connection.request(
+                "POST", "/v1/completions", json.dumps({"stream": True, "model": "demo", **body})
+            )
             for line in connection.getresponse():
                 if line.startswith(b"data: "):
                     self.events.append(line[6:].decode().strip())
@@ -145,7 +174,9 @@ class Stream:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="dt-") as name:  # short: the path of a socket is at most 107 characters
+    with tempfile.TemporaryDirectory(
+        prefix="dt-"
+    ) as name:  # short: the path of a socket is at most 107 characters
         yield Path(name)
 
 
@@ -202,7 +233,9 @@ def begin(server: Server, count: int, **fields: Any) -> list[Stream]:
 
 @pytest.mark.parametrize("once_more", range(20 if FULL else 1))
 @pytest.mark.slow("starts a server's processes")
-def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(start: Callable[..., Server], once_more: int) -> None:
+def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(
+    start: Callable[..., Server], once_more: int
+) -> None:
     server = start("--front-ends", "2")
     pids = server.children()
     streams = begin(server, 8)
@@ -221,7 +254,9 @@ def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(
 
 
 @pytest.mark.slow("starts a server's processes")
-def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(start: Callable[..., Server]) -> None:
+def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(
+    start: Callable[..., Server],
+) -> None:
     server = start("--step-timeout", "1", toy={"step_s": 0.05, "hangs_at_step": 12})
     pids = server.children()
     streams = begin(server, 4)
@@ -236,12 +271,17 @@ def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(start: C
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--step-timeout", "1"), "it had sent no heartbeat for 1 s (--step-timeout)"),  # as with code that never lets another thread run
+        (
+            ("--step-timeout", "1"),
+            "it had sent no heartbeat for 1 s (--step-timeout)",
+        ),  # as with code that never lets another thread run
         ((), "it had been stopped (SIGSTOP) for 5 s"),
     ],
 )
 @pytest.mark.slow("starts a server's processes")
-def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..., Server], options: tuple[str, ...], said: str) -> None:
+def test_an_engine_that_says_nothing_any_more_ends_the_server(
+    start: Callable[..., Server], options: tuple[str, ...], said: str
+) -> None:
     server = start(*options, toy=TOY)
     pids = server.children()
     [stream] = begin(server, 1, max_tokens=8000)
@@ -254,14 +294,19 @@ def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..
 
 
 @pytest.mark.slow("starts a server's processes")
-def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_with_it(server: Server) -> None:
+def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_with_it(
+    server: Server,
+) -> None:
     stopped = server.children("front_end")[0]
     os.kill(stopped, signal.SIGSTOP)
     waiting = [server.complete(prompt="ROMEO:", max_tokens=3) for _ in range(12)]
     for stream in waiting:
         assert stream.over.wait(PATIENCE_S)
         assert stream.events[-1] == "[DONE]"
-    until(lambda: len(server.children("front_end")) == 2 and stopped not in server.children(), "there is another")
+    until(
+        lambda: len(server.children("front_end")) == 2 and stopped not in server.children(),
+        "there is another",
+    )
     assert "it had been stopped (SIGSTOP) for 5 s; restarting it" in server.told()
 
 
@@ -273,20 +318,26 @@ if any("front_end" in word for word in sys.orig_argv):
 
 
 @pytest.mark.slow("hangs for 30 s")
-def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Server], directory: Path) -> None:
+def test_a_front_end_whose_event_loop_hangs_is_replaced(
+    start: Callable[..., Server], directory: Path
+) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
     (directory / "toy" / "sitecustomize.py").write_text(HANGS_AT_A_SIGNAL)
     server = start(toy={"step_s": 0.01})
     [hung] = server.children("front_end")
     os.kill(hung, signal.SIGUSR1)
-    until(lambda: server.children("front_end") and hung not in server.children(), "there is another")
+    until(
+        lambda: server.children("front_end") and hung not in server.children(), "there is another"
+    )
     assert "its event loop had been blocked for 30 s; restarting it" in server.told()
     assert until(lambda: _status(server), "it serves") == 200
 
 
 @pytest.mark.slow("is busy for 12 s")
-def test_a_front_end_that_is_busy_is_not_replaced(start: Callable[..., Server], directory: Path) -> None:
+def test_a_front_end_that_is_busy_is_not_replaced(
+    start: Callable[..., Server], directory: Path
+) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
     (directory / "toy" / "sitecustomize.py").write_text(HANGS_AT_A_SIGNAL.replace("3600", "12"))
@@ -298,7 +349,9 @@ def test_a_front_end_that_is_busy_is_not_replaced(start: Callable[..., Server], 
 
 
 @pytest.mark.slow("pauses between restarts")
-def test_front_ends_that_die_again_and_again_do_not_end_the_server(start: Callable[..., Server]) -> None:
+def test_front_ends_that_die_again_and_again_do_not_end_the_server(
+    start: Callable[..., Server],
+) -> None:
     server = start(toy={"step_s": 0.01})
     for _ in range(5):
         [pid] = until(lambda: server.children("front_end"), "there is one")
@@ -320,7 +373,9 @@ if any("front_end" in word for word in sys.orig_argv):
 
 
 @pytest.mark.slow("pauses between restarts")
-def test_front_ends_that_cannot_start_again_end_the_server(start: Callable[..., Server], directory: Path) -> None:
+def test_front_ends_that_cannot_start_again_end_the_server(
+    start: Callable[..., Server], directory: Path
+) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
     (directory / "toy" / "sitecustomize.py").write_text(CANNOT_START)
@@ -333,9 +388,13 @@ def test_front_ends_that_cannot_start_again_end_the_server(start: Callable[..., 
 @pytest.mark.slow("starts a server's processes")
 def test_while_the_supervisor_hangs_the_server_is_not_healthy(server: Server) -> None:
     server.process.send_signal(signal.SIGSTOP)
-    status, told = until(lambda: (answer := server.get("/health"))[0] != 200 and answer, "it isn't healthy")
+    status, told = until(
+        lambda: (answer := server.get("/health"))[0] != 200 and answer, "it isn't healthy"
+    )
     assert (status, told["error"]["code"]) == (503, "supervisor_hangs")
-    until(lambda: server.get("/ready")[0] == 503, "it isn't ready")  # the other front end may answer
+    until(
+        lambda: server.get("/ready")[0] == 503, "it isn't ready"
+    )  # the other front end may answer
     server.process.send_signal(signal.SIGCONT)
     until(lambda: server.get("/health")[0] == 200, "it is healthy again")
 
@@ -381,7 +440,9 @@ class Scraper:
 def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(server: Server) -> None:
     streams = begin(server, 12, max_tokens=8000)
     scrapers: dict[str, Scraper] = {}
-    while len(scrapers) < 2:  # new connections may wait in a dead front end's queue until there is another
+    while (
+        len(scrapers) < 2
+    ):  # new connections may wait in a dead front end's queue until there is another
         one = Scraper(server.port)
         scrapers[one.place] = one
     [doomed] = server.children("front_end")[:1]
@@ -393,9 +454,21 @@ def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(server:
             scraper.scrape()
             alive.append(scraper)
     [survivor] = alive
-    seen = [len(stream.events) for stream in streams]  # of some it shows only later that they are over
-    until(lambda: all(stream.over.is_set() or len(stream.events) > before for stream, before in zip(streams, seen, strict=True)), "the others go on")
-    until(lambda: survivor.running == sum(not stream.over.is_set() for stream in streams), "all is free", killed + FREED_S - time.monotonic())
+    seen = [
+        len(stream.events) for stream in streams
+    ]  # of some it shows only later that they are over
+    until(
+        lambda: all(
+            stream.over.is_set() or len(stream.events) > before
+            for stream, before in zip(streams, seen, strict=True)
+        ),
+        "the others go on",
+    )
+    until(
+        lambda: survivor.running == sum(not stream.over.is_set() for stream in streams),
+        "all is free",
+        killed + FREED_S - time.monotonic(),
+    )
     until(lambda: len(server.children("front_end")) == 2, "there is another")
 
 
@@ -409,7 +482,9 @@ def test_a_signal_while_it_starts_ends_it(start: Callable[..., Server]) -> None:
 
 
 @pytest.mark.slow("starts a server's processes")
-def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(start: Callable[..., Server]) -> None:
+def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(
+    start: Callable[..., Server],
+) -> None:
     server = start(toy=TOY)
     [front_end] = server.children("front_end")
     children = Path(f"/proc/{front_end}/task").glob("*/children")
@@ -422,11 +497,16 @@ def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second
 
 
 @pytest.mark.full
-def test_two_servers_that_start_at_the_same_port_at_once_do_not_share_it(start: Callable[..., Server]) -> None:
+def test_two_servers_that_start_at_the_same_port_at_once_do_not_share_it(
+    start: Callable[..., Server],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     servers = [start("--port", str(port), listens=False) for _ in range(2)]
-    ended = until(lambda: [server for server in servers if server.process.poll() is not None], "one has given up")
+    ended = until(
+        lambda: [server for server in servers if server.process.poll() is not None],
+        "one has given up",
+    )
     assert len(ended) == 1
     assert "Address already in use" in ended[0].told()
     assert "Traceback" not in ended[0].told()
@@ -470,13 +550,17 @@ def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]
     ("options", "said"),
     [
         (["--set", "max_num_seqs=none"], "max_num_seqs"),  # by the supervisor
-        pytest.param(["--set", "kv_cache_memory=1"], "kv_cache_memory", marks=pytest.mark.full),  # by the engine's process
+        pytest.param(
+            ["--set", "kv_cache_memory=1"], "kv_cache_memory", marks=pytest.mark.full
+        ),  # by the engine's process
         (["--port", "70000"], "--port"),
         (["--host", "256.256.256.256"], "--host"),
     ],
 )
 @pytest.mark.slow("starts a server's processes")
-def test_what_keeps_it_from_starting_is_reported_in_a_sentence(start: Callable[..., Server], options: list[str], said: str) -> None:
+def test_what_keeps_it_from_starting_is_reported_in_a_sentence(
+    start: Callable[..., Server], options: list[str], said: str
+) -> None:
     server = start(*options)
     assert server.end() == 2
     assert said in server.told()
@@ -494,7 +578,9 @@ def test_options_that_keep_it_from_starting_are_named(option: str, value: str) -
 
 @pytest.mark.parametrize("is_in_process", [False, True])
 @pytest.mark.slow("starts a server's processes")
-def test_each_request_is_a_line_of_json_on_stderr(server: Server, start: Callable[..., Server], is_in_process: bool) -> None:
+def test_each_request_is_a_line_of_json_on_stderr(
+    server: Server, start: Callable[..., Server], is_in_process: bool
+) -> None:
     server = start("--in-process", toy=TOY) if is_in_process else server
     server.get("/v1/models")
     until(lambda: "/v1/models" in server.told(), "the request was logged")
@@ -503,14 +589,19 @@ def test_each_request_is_a_line_of_json_on_stderr(server: Server, start: Callabl
 
 
 @pytest.mark.slow("starts a server's processes")
-def test_when_the_only_front_end_is_killed_another_serves_and_a_drain_lets_requests_end(start: Callable[..., Server]) -> None:
+def test_when_the_only_front_end_is_killed_another_serves_and_a_drain_lets_requests_end(
+    start: Callable[..., Server],
+) -> None:
     server = start(toy=TOY)
     streams = begin(server, 4, max_tokens=8000)
     [front_end], [engine] = server.children("front_end"), server.children("engine_process")
     os.kill(front_end, signal.SIGKILL)
     for stream in streams:
         assert stream.over.wait(PATIENCE_S)
-    until(lambda: [pid for pid in server.children("front_end") if pid != front_end], "there is another")
+    until(
+        lambda: [pid for pid in server.children("front_end") if pid != front_end],
+        "there is another",
+    )
     done = server.complete(prompt="ROMEO:", max_tokens=3)
     assert done.over.wait(PATIENCE_S)
     assert done.events[-1] == "[DONE]"

@@ -37,7 +37,15 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(patiently())
 
 
-async def ask(engine: Any, name: str, prompt: Any, params: SamplingParams, *, is_plain: bool = False, **fields: Any) -> Collector:
+async def ask(
+    engine: Any,
+    name: str,
+    prompt: Any,
+    params: SamplingParams,
+    *,
+    is_plain: bool = False,
+    **fields: Any,
+) -> Collector:
     """Submit a request and wait for its end."""
     listener = Collector(is_plain=is_plain)
     await engine.submit(name, prompt, params, listener, **fields)
@@ -55,9 +63,21 @@ def many_params() -> list[SamplingParams]:
         {"prompt_logprobs": 2, "logprobs": 0},
         {"n": 3, "stop": ["a "], "logprobs": 1},
         {"stop_token_ids": list(range(0, 400, 3)), "include_stop_str_in_output": True},
-        {"bad_words": ["the"], "logit_bias": {5: 3.0}, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2, "min_tokens": 4},
+        {
+            "bad_words": ["the"],
+            "logit_bias": {5: 3.0},
+            "temperature": 0.7,
+            "top_k": 20,
+            "repetition_penalty": 1.2,
+            "min_tokens": 4,
+        },
     ]
-    return [SamplingParams(**{"seed": 1000 + index, "max_tokens": 16 + index % 7, **kinds[index % len(kinds)]}) for index in range(64)]
+    return [
+        SamplingParams(
+            **{"seed": 1000 + index, "max_tokens": 16 + index % 7, **kinds[index % len(kinds)]}
+        )
+        for index in range(64)
+    ]
 
 
 def essence(samples: Any) -> list[Any]:
@@ -76,27 +96,47 @@ PROMPTS = [f"{'ROMEO: JULIET: '[: 3 + index % 12]}{index}" for index in range(64
 def offline(request: pytest.FixtureRequest) -> list[RequestOutput]:
     """Return the outputs of the first `request.param` requests."""
     with LLM(**DEMO) as llm:
-        return llm.generate(PROMPTS[: request.param], many_params()[: request.param], use_tqdm=False)
+        return llm.generate(
+            PROMPTS[: request.param], many_params()[: request.param], use_tqdm=False
+        )
 
 
-counts = pytest.mark.parametrize("offline", [8, pytest.param(64, marks=pytest.mark.slow("answers many requests"))], indirect=True)
+counts = pytest.mark.parametrize(
+    "offline", [8, pytest.param(64, marks=pytest.mark.slow("answers many requests"))], indirect=True
+)
 
 
 @counts
 @both
-def test_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
+def test_requests_at_once_give_what_they_give_offline(
+    link: Link, tmp_path: Path, offline: list[RequestOutput]
+) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
-            heard = await asyncio.gather(*(ask(at.engine, str(i), PROMPTS[i], params) for i, params in enumerate(many_params()[: len(offline)])))
+            heard = await asyncio.gather(
+                *(
+                    ask(at.engine, str(i), PROMPTS[i], params)
+                    for i, params in enumerate(many_params()[: len(offline)])
+                )
+            )
             await at.until_all_is_free()
         for listener, expected in zip(heard, offline, strict=True):
             last = listener.outputs[-1]
             assert essence(listener.samples()) == essence(expected.outputs)
             for sample, its in zip(listener.samples(), expected.outputs, strict=True):
-                assert own_logprobs(sample.logprobs) == rounded(own_logprobs(its.logprobs), roundings_of_demo())
-                assert [len(position) for position in sample.logprobs or ()] == [len(position) for position in its.logprobs or ()]
-            assert own_logprobs(last.prompt_logprobs) == rounded(own_logprobs(expected.prompt_logprobs), roundings_of_demo())
-            assert (last.prompt, list(last.prompt_token_ids)) == (expected.prompt, list(expected.prompt_token_ids))
+                assert own_logprobs(sample.logprobs) == rounded(
+                    own_logprobs(its.logprobs), roundings_of_demo()
+                )
+                assert [len(position) for position in sample.logprobs or ()] == [
+                    len(position) for position in its.logprobs or ()
+                ]
+            assert own_logprobs(last.prompt_logprobs) == rounded(
+                own_logprobs(expected.prompt_logprobs), roundings_of_demo()
+            )
+            assert (last.prompt, list(last.prompt_token_ids)) == (
+                expected.prompt,
+                list(expected.prompt_token_ids),
+            )
             assert last.metrics is not None
             assert last.metrics.first_token_time is not None
 
@@ -115,41 +155,79 @@ def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
     drafting.install(site)
     answers: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for output in offline:
-        answers.setdefault(tuple(output.prompt_token_ids), []).extend(sample.token_ids for sample in output.outputs)
+        answers.setdefault(tuple(output.prompt_token_ids), []).extend(
+            sample.token_ids for sample in output.outputs
+        )
     monkeypatch.setattr(drafting, "ANSWERS", answers)
 
     async def main() -> None:
-        async with served("zmq", tmp_path, speculation={"drafter": "alternating", "max_drafts": 4}, executor="free") as at:
-            asked = (ask(at.engine, str(i), PROMPTS[i], params, is_plain=is_plain) for i, params in enumerate(many_params()[: len(offline)]))
+        async with served(
+            "zmq",
+            tmp_path,
+            speculation={"drafter": "alternating", "max_drafts": 4},
+            executor="free",
+        ) as at:
+            asked = (
+                ask(at.engine, str(i), PROMPTS[i], params, is_plain=is_plain)
+                for i, params in enumerate(many_params()[: len(offline)])
+            )
             heard = await asyncio.gather(*asked)
             await at.until_all_is_free()
             load = at.engine.load
             assert load.draft_tokens > sum(load.accepted_drafts) > load.draft_rows / 4
-        for listener, params, expected in zip(heard, many_params()[: len(offline)], offline, strict=True):
+        for listener, params, expected in zip(
+            heard, many_params()[: len(offline)], offline, strict=True
+        ):
             for sample, its in zip(listener.samples(), expected.outputs, strict=True):
-                assert (sample.text, sample.finish_reason, sample.stop_reason) == (its.text, its.finish_reason, its.stop_reason)
+                assert (sample.text, sample.finish_reason, sample.stop_reason) == (
+                    its.text,
+                    its.finish_reason,
+                    its.stop_reason,
+                )
                 assert is_plain or list(sample.token_ids) == list(its.token_ids)
-                assert own_logprobs(sample.logprobs) == rounded(own_logprobs(its.logprobs), roundings_of_demo())
-                assert len(sample.logprobs or ()) == (len(its.token_ids) if params.logprobs is not None else 0)
-        assert sum(len(listener.outputs) for listener in heard) < 0.7 * sum(len(s.token_ids) for output in offline for s in output.outputs)
+                assert own_logprobs(sample.logprobs) == rounded(
+                    own_logprobs(its.logprobs), roundings_of_demo()
+                )
+                assert len(sample.logprobs or ()) == (
+                    len(its.token_ids) if params.logprobs is not None else 0
+                )
+        assert sum(len(listener.outputs) for listener in heard) < 0.7 * sum(
+            len(s.token_ids) for output in offline for s in output.outputs
+        )
 
     run(main())
 
 
 @counts
-@pytest.mark.parametrize("link", [pytest.param("thread", marks=pytest.mark.full), "zmq"])  # what such a listener hears, both make in one place
-def test_a_listener_that_wants_only_text_gets_the_same_text(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
+@pytest.mark.parametrize(
+    "link", [pytest.param("thread", marks=pytest.mark.full), "zmq"]
+)  # what such a listener hears, both make in one place
+def test_a_listener_that_wants_only_text_gets_the_same_text(
+    link: Link, tmp_path: Path, offline: list[RequestOutput]
+) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
             heard = await asyncio.gather(
-                *(ask(at.engine, str(i), PROMPTS[i], params, is_plain=True) for i, params in enumerate(many_params()[: len(offline)]))
+                *(
+                    ask(at.engine, str(i), PROMPTS[i], params, is_plain=True)
+                    for i, params in enumerate(many_params()[: len(offline)])
+                )
             )
             await at.until_all_is_free()
-        for listener, params, expected in zip(heard, many_params()[: len(offline)], offline, strict=True):
+        for listener, params, expected in zip(
+            heard, many_params()[: len(offline)], offline, strict=True
+        ):
             ends = [(s.text, s.finish_reason, s.stop_reason) for s in listener.samples()]
             assert ends == [(s.text, s.finish_reason, s.stop_reason) for s in expected.outputs]
-            told_more = params.n > 1 or params.stop or params.logprobs is not None or params.prompt_logprobs is not None
-            assert bool(listener.texts) == (not told_more and len(expected.outputs[0].token_ids) > 2)
+            told_more = (
+                params.n > 1
+                or params.stop
+                or params.logprobs is not None
+                or params.prompt_logprobs is not None
+            )
+            assert bool(listener.texts) == (
+                not told_more and len(expected.outputs[0].token_ids) > 2
+            )
 
     run(main())
 
@@ -165,7 +243,9 @@ async def begin_endless(at: Served, count: int) -> list[Collector]:
 
 
 @both
-def test_an_abort_frees_the_blocks_and_is_the_last_that_is_heard(link: Link, tmp_path: Path) -> None:
+def test_an_abort_frees_the_blocks_and_is_the_last_that_is_heard(
+    link: Link, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
             listeners = await begin_endless(at, 5)
@@ -195,7 +275,9 @@ def test_what_is_wrong_with_one_request_is_told_to_it_alone(link: Link, tmp_path
             for wrong in wrongs:
                 given: dict[str, Any] = {"prompt": "ROMEO:", "params": SamplingParams(), **wrong}
                 with pytest.raises(RequestError):
-                    await at.engine.submit("wrong", given.pop("prompt"), given.pop("params"), Collector(), **given)
+                    await at.engine.submit(
+                        "wrong", given.pop("prompt"), given.pop("params"), Collector(), **given
+                    )
             listener = await ask(at.engine, "right", "ROMEO:", SamplingParams(max_tokens=3))
             assert listener.outputs[-1].finished
             await at.until_all_is_free()
@@ -220,7 +302,10 @@ def test_a_text_that_was_tokenized_before_is_answered_as_one_that_was_not(tmp_pa
         async with served("thread", tmp_path) as at:
             text, params = "To be. " * 20, SamplingParams(max_tokens=5, seed=1)
             [before] = await asyncio.to_thread(at.engine.source([text]).all)
-            first, second = await ask(at.engine, "before", before, params), await ask(at.engine, "not before", text, params)
+            first, second = (
+                await ask(at.engine, "before", before, params),
+                await ask(at.engine, "not before", text, params),
+            )
             assert essence(first.samples()) == essence(second.samples())
             assert first.outputs[0].prompt == text
             with pytest.raises(RequestError, match=r"limits.max_prompt_chars"):
@@ -274,21 +359,32 @@ def test_a_failing_listener_is_told_and_does_not_affect_others(tmp_path: Path, w
     run(main())
 
 
-def test_all_front_ends_together_may_have_as_many_requests_as_the_engine_takes(tmp_path: Path) -> None:
+def test_all_front_ends_together_may_have_as_many_requests_as_the_engine_takes(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         async with served("zmq", tmp_path, limits={"max_waiting": 3}) as at:
-            other = await RemoteEngine.connect(ZmqLine(f"ipc://{tmp_path}/engine", b"another"), "another")
+            other = await RemoteEngine.connect(
+                ZmqLine(f"ipc://{tmp_path}/engine", b"another"), "another"
+            )
             try:
                 await begin_endless(at, 2)
                 both_samples = Collector()
-                await other.submit("two samples", "ROMEO:", SamplingParams(n=2, ignore_eos=True, max_tokens=200), both_samples)
+                await other.submit(
+                    "two samples",
+                    "ROMEO:",
+                    SamplingParams(n=2, ignore_eos=True, max_tokens=200),
+                    both_samples,
+                )
                 await both_samples.begun.wait()
                 refused = await ask(other, "one more", "ROMEO:", SamplingParams())
                 assert "max_waiting" in str(refused.error)
                 at.engine.abort("endless 0")
                 other.abort("two samples")
                 for name in ("taken", "as well"):
-                    assert (await ask(other, name, "ROMEO:", SamplingParams(max_tokens=2))).error is None
+                    assert (
+                        await ask(other, name, "ROMEO:", SamplingParams(max_tokens=2))
+                    ).error is None
             finally:
                 other.close()
 
@@ -308,7 +404,11 @@ def test_a_front_end_that_takes_nothing_loses_its_requests_and_is_told(tmp_path:
             for listener in listeners:
                 await listener.over.wait()
                 assert isinstance(listener.error, DovetailError)
-            assert (await ask(at.engine, "next", "ROMEO:", SamplingParams(max_tokens=2))).outputs[-1].finished
+            assert (
+                (await ask(at.engine, "next", "ROMEO:", SamplingParams(max_tokens=2)))
+                .outputs[-1]
+                .finished
+            )
 
     run(main())
 
@@ -346,7 +446,9 @@ def test_a_message_that_cant_be_read_fails_the_front_end_once(tmp_path: Path) ->
             other = await RemoteEngine.connect(line, "another", failed)
             try:
                 listener = Collector()
-                await other.submit("endless", "ROMEO:", SamplingParams(ignore_eos=True, max_tokens=500), listener)
+                await other.submit(
+                    "endless", "ROMEO:", SamplingParams(ignore_eos=True, max_tokens=500), listener
+                )
                 await listener.begun.wait()
                 line.tear()
                 await line.several.wait()
@@ -388,10 +490,16 @@ def test_the_times_of_preemptions_arrive_with_the_end(tmp_path: Path) -> None:
     """Two requests that the cache can't hold together: the younger one is preempted, and goes on when the first has ended."""
 
     async def main() -> list[Collector]:
-        settings = {"max_model_len": 128, "executor": {"name": "local", "num_blocks": 8}, "kv_cache": {"name": "prefix", "reuse": False}}
+        settings = {
+            "max_model_len": 128,
+            "executor": {"name": "local", "num_blocks": 8},
+            "kv_cache": {"name": "prefix", "reuse": False},
+        }
         async with served("zmq", tmp_path, **settings) as one:
             params = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0)
-            return list(await asyncio.gather(*(ask(one.engine, name, [5, 6], params) for name in "ab")))
+            return list(
+                await asyncio.gather(*(ask(one.engine, name, [5, 6], params) for name in "ab"))
+            )
 
     times = [collector.outputs[-1].metrics for collector in run(main())]
     assert times[0].preemptions == len(times[0].pauses) == 0
@@ -410,7 +518,11 @@ def test_a_reset_of_the_prefix_cache_precedes_later_requests(link: Link, tmp_pat
             await ask(one.engine, "a", prompt, params)
             cached = (await ask(one.engine, "b", prompt, params)).outputs[0].num_cached_tokens
             await one.engine.reset_prefix_cache()
-            assert (await ask(one.engine, "c", prompt, params)).outputs[0].num_cached_tokens == 0 < cached
+            assert (
+                (await ask(one.engine, "c", prompt, params)).outputs[0].num_cached_tokens
+                == 0
+                < cached
+            )
             one.engine.fail("the engine died")
             with pytest.raises(EngineDeadError, match="the engine died"):
                 await one.engine.reset_prefix_cache()

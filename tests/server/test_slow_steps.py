@@ -47,7 +47,9 @@ def test_a_step_is_timed_from_its_latest_progress(clock: Time) -> None:
     watch = StepWatch(cast(EngineHost, host))
     assert pass_time(watch, clock, 50) == pytest.approx(50, abs=1)
     PULSE.beat("a module", "its arguments")
-    assert pass_time(watch, clock, 50) == pytest.approx(50, abs=1), "not the 100 since the step began"
+    assert pass_time(watch, clock, 50) == pytest.approx(50, abs=1), (
+        "not the 100 since the step began"
+    )
     host.busy_since = clock.now
     assert pass_time(watch, clock, 5) == pytest.approx(5, abs=1), "a new step"
     host.busy_since = None

@@ -59,11 +59,21 @@ def spans() -> Iterator[Spans]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_has_one_span_with_its_tokens_and_times_and_without_its_prompt(spans: Spans, stream: bool) -> None:
+def test_a_request_has_one_span_with_its_tokens_and_times_and_without_its_prompt(
+    spans: Spans, stream: bool
+) -> None:
     [span] = spans.of({**BODY, "n": 2, "stream": stream}, **{"x-request-id": "mine"})
     told = dict(span.attributes or {})
-    assert (span.name, span.kind, span.status.status_code) == (SPAN, SpanKind.SERVER, StatusCode.UNSET)
-    assert (told["gen_ai.request.id"], told["gen_ai.response.model"], told["gen_ai.request.n"]) == ("mine", "fake", 2)
+    assert (span.name, span.kind, span.status.status_code) == (
+        SPAN,
+        SpanKind.SERVER,
+        StatusCode.UNSET,
+    )
+    assert (told["gen_ai.request.id"], told["gen_ai.response.model"], told["gen_ai.request.n"]) == (
+        "mine",
+        "fake",
+        2,
+    )
     assert str(told["gen_ai.response.id"]).startswith("cmpl-")
     assert (told["gen_ai.request.temperature"], told["gen_ai.request.max_tokens"]) == (0.5, 9)
     assert told["gen_ai.usage.completion_tokens"] == 2 * 4
@@ -71,7 +81,9 @@ def test_a_request_has_one_span_with_its_tokens_and_times_and_without_its_prompt
     assert 0 < told["gen_ai.latency.time_to_first_token"] <= told["gen_ai.latency.e2e"]  # type: ignore[operator]
     assert span.start_time is not None
     assert span.end_time is not None
-    assert span.end_time - span.start_time == pytest.approx(told["gen_ai.latency.e2e"] * 1e9, abs=1e3)  # type: ignore[operator]
+    assert span.end_time - span.start_time == pytest.approx(
+        told["gen_ai.latency.e2e"] * 1e9, abs=1e3
+    )  # type: ignore[operator]
     assert "secret" not in str(told)
 
 
@@ -135,7 +147,9 @@ def test_a_server_sends_its_last_spans_at_its_end(collector: Collector) -> None:
     with TestClient(create_app(FakeEngine(demo_tokenizer()), settings)) as client:
         assert client.post("/v1/completions", json=BODY).status_code == 200
     [resource] = collector.got.get(timeout=30).resource_spans
-    assert {one.key: one.value.string_value for one in resource.resource.attributes}["service.name"] == "dovetail"
+    assert {one.key: one.value.string_value for one in resource.resource.attributes}[
+        "service.name"
+    ] == "dovetail"
     assert [span.name for span in resource.scope_spans[0].spans] == [SPAN]
 
 
@@ -143,16 +157,32 @@ def test_a_real_engine_tells_how_long_its_request_waited(monkeypatch: pytest.Mon
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
     monkeypatch.setattr(Tracing, "to", lambda endpoint: tracing)
-    with serving_in_threads({"model": "demo", "max_num_seqs": 4}, ServerSettings(otlp_traces_endpoint="http://127.0.0.1:9/")) as url:
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 3, "ignore_eos": True}).status_code == 200
+    with serving_in_threads(
+        {"model": "demo", "max_num_seqs": 4},
+        ServerSettings(otlp_traces_endpoint="http://127.0.0.1:9/"),
+    ) as url:
+        assert (
+            httpx.post(
+                f"{url}/v1/completions",
+                json={"prompt": "ROMEO:", "max_tokens": 3, "ignore_eos": True},
+            ).status_code
+            == 200
+        )
     tracing.flush()
     *phases, request = exporter.get_finished_spans()
-    assert [span.name for span in phases] == [f"{SPAN}.{name}" for name in ("queue", "prefill", "decode")]
-    assert all(span.parent == request.context and span.start_time >= request.start_time for span in phases)
+    assert [span.name for span in phases] == [
+        f"{SPAN}.{name}" for name in ("queue", "prefill", "decode")
+    ]
+    assert all(
+        span.parent == request.context and span.start_time >= request.start_time for span in phases
+    )
     assert [span.end_time for span in phases[:-1]] == [span.start_time for span in phases[1:]]
     assert phases[-1].end_time <= request.end_time
     told = dict(request.attributes or {})
-    queue_s, prefill_s, decode_s = (told[f"gen_ai.latency.time_in_{what}"] for what in ("queue", "model_prefill", "model_decode"))
+    queue_s, prefill_s, decode_s = (
+        told[f"gen_ai.latency.time_in_{what}"]
+        for what in ("queue", "model_prefill", "model_decode")
+    )
     assert queue_s >= 0 < prefill_s  # type: ignore[operator]
     assert queue_s + prefill_s + decode_s <= told["gen_ai.latency.e2e"]  # type: ignore[operator]
 
@@ -162,12 +192,20 @@ def test_a_real_engine_tells_how_long_its_request_waited(monkeypatch: pytest.Mon
     [
         (RequestMetrics(1.0), [("queue", 1.0, 9.0)]),
         (RequestMetrics(1.0, 2.0), [("queue", 1.0, 2.0), ("prefill", 2.0, 9.0)]),
-        (RequestMetrics(1.0, 2.0, 4.0, 7.0), [("queue", 1.0, 2.0), ("prefill", 2.0, 4.0), ("decode", 4.0, 7.0)]),
+        (
+            RequestMetrics(1.0, 2.0, 4.0, 7.0),
+            [("queue", 1.0, 2.0), ("prefill", 2.0, 4.0), ("decode", 4.0, 7.0)],
+        ),
         (RequestMetrics(1.0, 1.0, 1.0, 1.0), []),
         (
             RequestMetrics(1.0, 2.0, 4.0, 7.0, 2, [(3.0, 3.5), (5.0, 6.0)]),
             [
-                *(("queue", 1.0, 2.0), ("prefill", 2.0, 3.0), ("preempted", 3.0, 3.5), ("prefill", 3.5, 4.0)),
+                *(
+                    ("queue", 1.0, 2.0),
+                    ("prefill", 2.0, 3.0),
+                    ("preempted", 3.0, 3.5),
+                    ("prefill", 3.5, 4.0),
+                ),
                 *(("decode", 4.0, 5.0), ("preempted", 5.0, 6.0), ("decode", 6.0, 7.0)),
             ],
         ),
@@ -178,26 +216,42 @@ def test_a_real_engine_tells_how_long_its_request_waited(monkeypatch: pytest.Mon
     ],
     ids=lambda value: f"{len(value)} phases" if isinstance(value, list) else "",
 )
-def test_phases_have_neither_gaps_nor_overlaps(times: RequestMetrics, expected: list[tuple[str, float, float]]) -> None:
+def test_phases_have_neither_gaps_nor_overlaps(
+    times: RequestMetrics, expected: list[tuple[str, float, float]]
+) -> None:
     assert phases_of(times, 9.0) == expected
 
 
 def test_spans_of_phases_lie_within_that_of_their_request() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
-    record = RequestRecord(began=time.monotonic() - 4.0, params=SamplingParams(), times=RequestMetrics(-50.0, 97.0, 98.0, 200.0, 1, [(98.5, 99.0)]))
+    record = RequestRecord(
+        began=time.monotonic() - 4.0,
+        params=SamplingParams(),
+        times=RequestMetrics(-50.0, 97.0, 98.0, 200.0, 1, [(98.5, 99.0)]),
+    )
     tracing.export({"type": "http", "headers": []}, record, 100.0)
     tracing.flush()
     *phases, request = exporter.get_finished_spans()
-    assert [span.name.removeprefix(f"{SPAN}.") for span in phases] == ["queue", "prefill", "decode", "preempted", "decode"]
+    assert [span.name.removeprefix(f"{SPAN}.") for span in phases] == [
+        "queue",
+        "prefill",
+        "decode",
+        "preempted",
+        "decode",
+    ]
     assert (phases[0].start_time, phases[-1].end_time) == (request.start_time, request.end_time)
     assert phases[3].end_time - phases[3].start_time == pytest.approx(0.5e9, abs=1e3)
 
 
-def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
-    result = CliRunner().invoke(app, ["serve", "demo", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"])
+    result = CliRunner().invoke(
+        app, ["serve", "demo", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"]
+    )
     assert result.exit_code == 2
     assert 'pip install "dovetail-llm[tracing]"' in " ".join(result.output.split())

@@ -11,14 +11,25 @@ import jsonschema
 
 CHECKER = jsonschema.FormatChecker(formats=())
 _DATE = re.compile(r"(\d{4})-(\d\d)-(\d\d)", re.ASCII)
-_TIME = re.compile(r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d|60)(\.\d+)?([zZ]|([+-])([01]\d|2[0-3]):([0-5]\d))", re.ASCII)
+_TIME = re.compile(
+    r"([01]\d|2[0-3]):([0-5]\d):([0-5]\d|60)(\.\d+)?([zZ]|([+-])([01]\d|2[0-3]):([0-5]\d))",
+    re.ASCII,
+)
 _CLOCK = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
-_DURATION = re.compile(rf"P((\d+D|\d+M(\d+D)?|\d+Y(\d+M(\d+D)?)?)({_CLOCK})?|{_CLOCK}|\d+W)", re.ASCII)
+_DURATION = re.compile(
+    rf"P((\d+D|\d+M(\d+D)?|\d+Y(\d+M(\d+D)?)?)({_CLOCK})?|{_CLOCK}|\d+W)", re.ASCII
+)
 _LABEL = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?")
-_ATOMS = re.compile(r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*|\"([\x20\x21\x23-\x5b\x5d-\x7e]|\\[\x20-\x7e])*\"", re.ASCII)
+_ATOMS = re.compile(
+    r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*|\"([\x20\x21\x23-\x5b\x5d-\x7e]|\\[\x20-\x7e])*\"",
+    re.ASCII,
+)
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _URI_CHARACTER = r"([\w.~!$&'()*+,;=:@/?-]|%[0-9a-fA-F]{2})"
-_URI = re.compile(rf"[a-zA-Z][a-zA-Z0-9+.-]*:(//([^/?#\[\]]*@)?(\[[0-9a-fA-Fv.:]+\])?(?=.*))?{_URI_CHARACTER}*(#{_URI_CHARACTER}*)?", re.ASCII)
+_URI = re.compile(
+    rf"[a-zA-Z][a-zA-Z0-9+.-]*:(//([^/?#\[\]]*@)?(\[[0-9a-fA-Fv.:]+\])?(?=.*))?{_URI_CHARACTER}*(#{_URI_CHARACTER}*)?",
+    re.ASCII,
+)
 
 
 def validator(schema: Any) -> jsonschema.Draft202012Validator:
@@ -30,7 +41,9 @@ def _is_date(value: object) -> bool:
     if not isinstance(value, str):
         return True
     parts = _DATE.fullmatch(value)
-    return bool(parts and date(int(parts[1]) or 400, int(parts[2]), int(parts[3])))  # the year 0 is one, and a leap year like 400
+    return bool(
+        parts and date(int(parts[1]) or 400, int(parts[2]), int(parts[3]))
+    )  # the year 0 is one, and a leap year like 400
 
 
 @CHECKER.checks("time")
@@ -47,7 +60,9 @@ def _is_time(value: object) -> bool:
 
 @CHECKER.checks("date-time", ValueError)
 def _is_date_time(value: object) -> bool:
-    return not isinstance(value, str) or (len(value) > 10 and value[10] in "tT" and _is_date(value[:10]) and _is_time(value[11:]))
+    return not isinstance(value, str) or (
+        len(value) > 10 and value[10] in "tT" and _is_date(value[:10]) and _is_time(value[11:])
+    )
 
 
 @CHECKER.checks("duration")
@@ -57,7 +72,9 @@ def _is_duration(value: object) -> bool:
 
 @CHECKER.checks("hostname")
 def _is_hostname(value: object) -> bool:
-    return not isinstance(value, str) or (len(value) <= 253 and all(_LABEL.fullmatch(label) for label in value.split(".")))
+    return not isinstance(value, str) or (
+        len(value) <= 253 and all(_LABEL.fullmatch(label) for label in value.split("."))
+    )
 
 
 @CHECKER.checks("email")
@@ -65,7 +82,9 @@ def _is_email(value: object) -> bool:
     if not isinstance(value, str):
         return True
     local, _, domain = value.rpartition("@")
-    return _ATOMS.fullmatch(local) is not None and (_is_hostname(domain) or (domain[:1], domain[-1:]) == ("[", "]"))
+    return _ATOMS.fullmatch(local) is not None and (
+        _is_hostname(domain) or (domain[:1], domain[-1:]) == ("[", "]")
+    )
 
 
 @CHECKER.checks("ipv4", ValueError)

@@ -43,7 +43,18 @@ PATTERNS = (
     *("^[^@ ]+@[^@ ]+\\.[a-z]{2,4}$", "^[\\w.-]+$", "^.{2,8}$", "^\\+?[0-9 ]{6,12}$", "^(?:[01]\\d|2[0-3]):[0-5]\\d$", "^\\S+$", "^[äöü]?x*$"),
     *("^$", "^a\\/b\\\\?$", '^"?quoted"?$', "^[\\x20-\\x7e]{1,10}$", "[0-9]", "^x", "y$"),
 )  # fmt: skip
-FORMATS = ("date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "uri", "hostname", "duration")
+FORMATS = (
+    "date",
+    "time",
+    "date-time",
+    "email",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+    "hostname",
+    "duration",
+)
 
 
 def schema(seed: int) -> Schema:
@@ -59,23 +70,48 @@ class _Maker:
         self.key = chance.choice(("$defs", "$defs", "definitions"))
 
     def document(self) -> Schema:
-        made = self.chance.choices((self.record, self.list, self.map, self.tree, self.alternatives, self.leaf), (12, 2, 1, 1, 1, 1))[0](0)
-        about = {"$schema": "https://json-schema.org/draft/2020-12/schema"} if self.chance.random() < 0.3 else {}
+        made = self.chance.choices(
+            (self.record, self.list, self.map, self.tree, self.alternatives, self.leaf),
+            (12, 2, 1, 1, 1, 1),
+        )[0](0)
+        about = (
+            {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+            if self.chance.random() < 0.3
+            else {}
+        )
         if self.chance.random() < 0.3:
-            about |= {"title": "A thing", "description": 'As an author says it: {"not": "a schema"}.', "examples": [1, {"a": []}], "default": None}
+            about |= {
+                "title": "A thing",
+                "description": 'As an author says it: {"not": "a schema"}.',
+                "examples": [1, {"a": []}],
+                "default": None,
+            }
         return {**about, **made, **({self.key: self.shared} if self.shared else {})}
 
     def value(self, depth: int) -> Schema:
         if depth >= DEEPEST:
             return self.leaf(depth)
-        made = (self.leaf, self.record, self.list, self.map, self.tuple, self.tree, self.reference, self.alternatives, self.nullable)
+        made = (
+            self.leaf,
+            self.record,
+            self.list,
+            self.map,
+            self.tuple,
+            self.tree,
+            self.reference,
+            self.alternatives,
+            self.nullable,
+        )
         return self.chance.choices(made, (12, 2, 3, 1, 1, 0.4, 2, 1, 1))[0](depth)
 
     # ---- what is made of others
 
     def record(self, depth: int) -> Schema:
         names = self.chance.sample(NAMES, self.chance.randint(0 if depth else 1, 5))
-        made: Schema = {"type": "object", "properties": {name: self.value(depth + 1) for name in names}}
+        made: Schema = {
+            "type": "object",
+            "properties": {name: self.value(depth + 1) for name in names},
+        }
         required = [name for name in names if self.chance.random() < 0.7]
         if required or self.chance.random() < 0.2:
             made["required"] = required
@@ -106,7 +142,9 @@ class _Maker:
         name = f"node{len(self.shared)}"
         self.shared[name] = {}
         here = {"$ref": f"#/{self.key}/{name}"}
-        further = self.chance.choice(({"type": "array", "items": here, "maxItems": 2}, {"anyOf": [here, {"type": "null"}]}))
+        further = self.chance.choice(
+            ({"type": "array", "items": here, "maxItems": 2}, {"anyOf": [here, {"type": "null"}]})
+        )
         self.shared[name] = {
             "type": "object",
             "properties": {"label": self.leaf(depth), "next": further},
@@ -125,12 +163,27 @@ class _Maker:
         if how == "tagged":
             kinds = self.chance.sample(("circle", "square", "line"), 2)
             return {"oneOf": [self.tagged(kind, depth) for kind in kinds]}
-        by_type = [{"type": "boolean"}, {"type": "null"}, self.integer(), self.string(), self.record(depth + 1), self.list(depth + 1)]
+        by_type = [
+            {"type": "boolean"},
+            {"type": "null"},
+            self.integer(),
+            self.string(),
+            self.record(depth + 1),
+            self.list(depth + 1),
+        ]
         return {how: self.chance.sample(by_type, self.chance.randint(2, 4))}
 
     def tagged(self, kind: str, depth: int) -> Schema:
-        properties = {"kind": {"const": kind}, **{name: self.leaf(depth) for name in self.chance.sample(NAMES[:10], 2)}}
-        return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        properties = {
+            "kind": {"const": kind},
+            **{name: self.leaf(depth) for name in self.chance.sample(NAMES[:10], 2)},
+        }
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
 
     def nullable(self, depth: int) -> Schema:
         return {"type": [self.chance.choice(("string", "integer", "number", "boolean")), "null"]}
@@ -138,7 +191,15 @@ class _Maker:
     # ---- plain values
 
     def leaf(self, depth: int) -> Schema:
-        made = (self.string, self.integer, self.number, self.enum, self.const, lambda: {"type": "boolean"}, lambda: {"type": "null"})
+        made = (
+            self.string,
+            self.integer,
+            self.number,
+            self.enum,
+            self.const,
+            lambda: {"type": "boolean"},
+            lambda: {"type": "null"},
+        )
         return self.chance.choices(made, (6, 3, 2, 3, 1, 2, 0.5))[0]()
 
     def string(self) -> Schema:
@@ -160,7 +221,9 @@ class _Maker:
         if self.chance.random() < 0.5:
             made[self.chance.choice(("minimum", "minimum", "exclusiveMinimum"))] = least
         if self.chance.random() < 0.5:
-            made[self.chance.choice(("maximum", "maximum", "exclusiveMaximum"))] = least + self.chance.choice((2, 9, 100, 12345))
+            made[self.chance.choice(("maximum", "maximum", "exclusiveMaximum"))] = (
+                least + self.chance.choice((2, 9, 100, 12345))
+            )
         if self.chance.random() < 0.1:
             made["multipleOf"] = self.chance.choice((1, 2))
         return made
@@ -171,15 +234,25 @@ class _Maker:
         if self.chance.random() < 0.5:
             made[self.chance.choice(("minimum", "exclusiveMinimum"))] = least
         if self.chance.random() < 0.5:
-            made[self.chance.choice(("maximum", "exclusiveMaximum"))] = least + self.chance.choice((0.5, 1, 10.25, 1000))
+            made[self.chance.choice(("maximum", "exclusiveMaximum"))] = least + self.chance.choice(
+                (0.5, 1, 10.25, 1000)
+            )
         return made
 
     def enum(self) -> Schema:
         values: list[Any] = self.chance.sample(WORDS, self.chance.randint(1, 5))
         if self.chance.random() < 0.2:
-            values += self.chance.sample([0, 1, -7, 2.5, True, None, [], {}, [1, "x"], {"a": {"b": None}}], 3)
+            values += self.chance.sample(
+                [0, 1, -7, 2.5, True, None, [], {}, [1, "x"], {"a": {"b": None}}], 3
+            )
             return {"enum": values}
-        return {"type": "string", "enum": values} if self.chance.random() < 0.5 else {"enum": values}
+        return (
+            {"type": "string", "enum": values} if self.chance.random() < 0.5 else {"enum": values}
+        )
 
     def const(self) -> Schema:
-        return {"const": self.chance.choice(("fixed", "", 1, 0, -3.5, True, None, [1, 2], {"a": 1, "b": ["x"]}, 'a"b'))}
+        return {
+            "const": self.chance.choice(
+                ("fixed", "", 1, 0, -3.5, True, None, [1, 2], {"a": 1, "b": ["x"]}, 'a"b')
+            )
+        }

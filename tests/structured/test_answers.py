@@ -30,7 +30,10 @@ PLAN = {  # schemas, and answers to each: 20,000 in all in the full profile
 KNOWN = {"llguidance": 0.97, "xgrammar": 0.7}  # share of the schemas that a backend must not refuse
 
 
-QUICK = {("llguidance", "demo"): 75, ("llguidance", "byte-level"): 3}  # schemas in the quick profile, where not all
+QUICK = {
+    ("llguidance", "demo"): 75,
+    ("llguidance", "byte-level"): 3,
+}  # schemas in the quick profile, where not all
 LONGER = pytest.mark.slow("compiles hundreds of schemas, or some with the largest vocabulary")
 
 
@@ -49,7 +52,13 @@ def parts() -> Iterator[Any]:
             first = min(count, QUICK.get((name, vocabulary), count))
             yield pytest.param(name, vocabulary, range(first), id=f"{name}-{vocabulary}")
             if first < count:
-                yield pytest.param(name, vocabulary, range(first, count), marks=LONGER, id=f"{name}-{vocabulary}-more")
+                yield pytest.param(
+                    name,
+                    vocabulary,
+                    range(first, count),
+                    marks=LONGER,
+                    id=f"{name}-{vocabulary}-more",
+                )
 
 
 @pytest.mark.parametrize(("name", "vocabulary", "seeds"), list(parts()))
@@ -59,7 +68,9 @@ def test_answers_that_end_follow_their_schemas(name: str, vocabulary: str, seeds
     for seed in seeds:
         rule = schema(seed)
         try:
-            grammar = backend(name, vocabulary).compile(GrammarSpec("json_schema", json.dumps(rule)))
+            grammar = backend(name, vocabulary).compile(
+                GrammarSpec("json_schema", json.dumps(rule))
+            )
         except RequestError:
             refused += 1
             continue

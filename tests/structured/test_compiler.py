@@ -40,9 +40,13 @@ def test_equal_specs_are_compiled_once_for_all_samples_and_requests(toy: Toy) ->
     compiler = GrammarCompiler(toy, Limits())
     params = SamplingParams(n=3, structured={"choice": ["a", "b"]})
     constraints = [*compiler.constraints(params), *compiler.constraints(params)]
-    assert compiler.compile(choice("a", "b")).result(PATIENCE_S) is compiler.compile(choice("a", "b")).result(PATIENCE_S)
+    assert compiler.compile(choice("a", "b")).result(PATIENCE_S) is compiler.compile(
+        choice("a", "b")
+    ).result(PATIENCE_S)
     assert len(constraints) == 6
-    assert len({id(constraint.matcher) for constraint in constraints}) == 6, "each sample has a matcher of its own"
+    assert len({id(constraint.matcher) for constraint in constraints}) == 6, (
+        "each sample has a matcher of its own"
+    )
     assert len(toy.compiled) == 1
 
 
@@ -54,25 +58,36 @@ def test_the_least_used_goes_when_there_is_no_room(toy: Toy) -> None:
 
 
 def test_a_refusal_names_the_rule(toy: Toy) -> None:
-    assert error_of(GrammarCompiler(toy, Limits()).compile(choice("wrong"))) == "structured.choice: the word isn't liked here"
+    assert (
+        error_of(GrammarCompiler(toy, Limits()).compile(choice("wrong")))
+        == "structured.choice: the word isn't liked here"
+    )
 
 
 def test_a_panic_ends_its_own_request_alone(toy: Toy) -> None:
     compiler = GrammarCompiler(toy, Limits(), threads=1)
-    assert "the grammar backend failed: Panic: the native library is beside itself" in error_of(compiler.compile(choice("panics")))
+    assert "the grammar backend failed: Panic: the native library is beside itself" in error_of(
+        compiler.compile(choice("panics"))
+    )
     compiler.compile(choice("a")).result(PATIENCE_S)
 
 
 def test_a_kind_that_the_backend_lacks_is_refused_at_once(toy: Toy) -> None:
-    with pytest.raises(RequestError, match=r"structured\.regex: grammar backend Toy can't do it; it has choice"):
+    with pytest.raises(
+        RequestError, match=r"structured\.regex: grammar backend Toy can't do it; it has choice"
+    ):
         GrammarCompiler(toy, Limits()).constraints(SamplingParams(structured={"regex": "a"}))
 
 
 def test_what_takes_too_long_is_given_up_by_the_name_of_its_limit(toy: Toy) -> None:
     compiler = GrammarCompiler(toy, QUICK, threads=1)
-    assert "longer than 0.05 s (limits.max_grammar_s) to compile" in error_of(compiler.compile(choice("hangs")))
+    assert "longer than 0.05 s (limits.max_grammar_s) to compile" in error_of(
+        compiler.compile(choice("hangs"))
+    )
     compiler.compile(choice("a")).result(PATIENCE_S)
-    assert "longer than 0.05 s" in error_of(compiler.compile(choice("hangs"))), "nor is it tried again while it is under way"
+    assert "longer than 0.05 s" in error_of(compiler.compile(choice("hangs"))), (
+        "nor is it tried again while it is under way"
+    )
     assert toy.compiled == ['["hangs"]', '["a"]']
 
 
@@ -107,7 +122,9 @@ def test_threads_that_hang_are_few(toy: Toy) -> None:
     hanging = [compiler.compile(choice(f"hangs {index}")) for index in range(MAX_ABANDONED)]
     for future in hanging:
         assert "longer than" in error_of(future)
-    assert f"nothing can be compiled now: {MAX_ABANDONED} grammars" in error_of(compiler.compile(choice("a")))
+    assert f"nothing can be compiled now: {MAX_ABANDONED} grammars" in error_of(
+        compiler.compile(choice("a"))
+    )
     toy.release.set()
     while compiler.compile(choice("b")).exception(PATIENCE_S) is not None:
         pass  # they come back one by one

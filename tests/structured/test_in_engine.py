@@ -16,7 +16,10 @@ from tests.structured.toy import Toy, ToyPart
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"enum": ["Romeo", "Juliet"]}, "age": {"type": "integer", "minimum": 13, "maximum": 17}},
+    "properties": {
+        "name": {"enum": ["Romeo", "Juliet"]},
+        "age": {"type": "integer", "minimum": 13, "maximum": 17},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -50,42 +53,81 @@ def test_every_sample_follows_the_schema(llm: LLM) -> None:
 
 
 def test_the_rule_begins_behind_what_it_is_told_to_come_after(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=80, temperature=0, structured=Structured(choice=["yes", "no"], after="\n"))
+    params = SamplingParams(
+        max_tokens=80, temperature=0, structured=Structured(choice=["yes", "no"], after="\n")
+    )
     [output] = llm.generate("ROMEO: What", params, use_tqdm=False)
     thought, _, answer = output.outputs[0].text.partition("\n")
     assert answer in ("yes", "no")
-    free = llm.generate("ROMEO: What", SamplingParams(max_tokens=80, temperature=0), use_tqdm=False)[0].outputs[0].text
+    free = (
+        llm.generate("ROMEO: What", SamplingParams(max_tokens=80, temperature=0), use_tqdm=False)[0]
+        .outputs[0]
+        .text
+    )
     assert free.startswith(f"{thought}\n"), "what comes before is as if there were no rule"
 
 
 def test_what_must_come_is_forced_after_its_most_tokens(llm: LLM) -> None:
     bound = Structured(after="</think>", after_tokens=5)
-    [output] = llm.generate("ROMEO: What", SamplingParams(max_tokens=40, temperature=0, structured=bound, ignore_eos=True), use_tqdm=False)
-    [free] = llm.generate("ROMEO: What", SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
+    [output] = llm.generate(
+        "ROMEO: What",
+        SamplingParams(max_tokens=40, temperature=0, structured=bound, ignore_eos=True),
+        use_tqdm=False,
+    )
+    [free] = llm.generate(
+        "ROMEO: What", SamplingParams(max_tokens=5, temperature=0), use_tqdm=False
+    )
     assert output.outputs[0].text.startswith(f"{free.outputs[0].text}</think>")
     assert len(output.outputs[0].token_ids) == 40, "any text may follow"
     ruled = Structured(choice=["yes", "no"], after="</think>", after_tokens=5)
-    [output] = llm.generate("ROMEO: What", SamplingParams(max_tokens=40, temperature=0, structured=ruled), use_tqdm=False)
+    [output] = llm.generate(
+        "ROMEO: What",
+        SamplingParams(max_tokens=40, temperature=0, structured=ruled),
+        use_tqdm=False,
+    )
     assert output.outputs[0].text.removeprefix(f"{free.outputs[0].text}</think>") in ("yes", "no")
 
 
 def test_stop_strings_and_limits_of_length_hold_within_a_rule(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=80, temperature=0, structured=Structured(regex="[a-c]{3}x[a-c]{3}"), stop="x")
+    params = SamplingParams(
+        max_tokens=80, temperature=0, structured=Structured(regex="[a-c]{3}x[a-c]{3}"), stop="x"
+    )
     [output] = llm.generate("ROMEO:", params, use_tqdm=False)
-    assert (len(output.outputs[0].text), output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (3, "stop", "x")
-    cut = llm.generate("ROMEO:", SamplingParams(max_tokens=2, structured=Structured(json_schema=PERSON)), use_tqdm=False)[0].outputs[0]
+    assert (
+        len(output.outputs[0].text),
+        output.outputs[0].finish_reason,
+        output.outputs[0].stop_reason,
+    ) == (3, "stop", "x")
+    cut = llm.generate(
+        "ROMEO:",
+        SamplingParams(max_tokens=2, structured=Structured(json_schema=PERSON)),
+        use_tqdm=False,
+    )[0].outputs[0]
     assert cut.finish_reason == "length"
 
 
-@pytest.mark.parametrize(("rule", "said"), [({"regex": "a" * 6000}, "limits.max_grammar_chars"), ({"regex": "(" * 200}, "limits.max_grammar_depth")])
-def test_what_is_found_wrong_on_arrival_is_raised(llm: LLM, rule: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"regex": "a" * 6000}, "limits.max_grammar_chars"),
+        ({"regex": "(" * 200}, "limits.max_grammar_depth"),
+    ],
+)
+def test_what_is_found_wrong_on_arrival_is_raised(
+    llm: LLM, rule: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         llm.generate("ROMEO:", SamplingParams(structured=rule), use_tqdm=False)
 
 
 def test_what_is_found_wrong_in_compiling_ends_its_request_alone(llm: LLM) -> None:
-    params = [SamplingParams(structured=Structured(regex="(?=a)b")), SamplingParams(structured=Structured(choice=["a"]))]
-    wrong, right = (output.outputs[0] for output in llm.generate(["ROMEO:", "ROMEO:"], params, use_tqdm=False))
+    params = [
+        SamplingParams(structured=Structured(regex="(?=a)b")),
+        SamplingParams(structured=Structured(choice=["a"])),
+    ]
+    wrong, right = (
+        output.outputs[0] for output in llm.generate(["ROMEO:", "ROMEO:"], params, use_tqdm=False)
+    )
     assert (wrong.finish_reason, wrong.text, list(wrong.token_ids)) == ("rejected", "", [])
     assert str(wrong.stop_reason).startswith("structured.regex: lookarounds")
     assert right.text == "a"
@@ -121,7 +163,9 @@ def test_a_panic_of_the_library_ends_its_request_alone() -> None:
         engine.add_request("good", "ROMEO:", SamplingParams(structured={"choice": ["Hello"]}))
         ends = {}
         while engine.has_unfinished_requests():
-            ends |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+            ends |= {
+                output.request_id: output.outputs[0] for output in engine.step() if output.finished
+            }
         assert "Panic: the native library is beside itself" in str(ends["bad"].stop_reason)
         assert ends["good"].text == "Hello"
 
@@ -149,7 +193,10 @@ def test_without_a_backend_a_request_that_needs_one_is_refused_and_no_other() ->
 def test_an_executor_without_masks_is_named() -> None:
     engine, assembly = toy_engine()
     assembly.has_masks = False
-    with LLMEngine(assembly) as other, pytest.raises(RequestError, match="structured: executor local can't mask tokens"):
+    with (
+        LLMEngine(assembly) as other,
+        pytest.raises(RequestError, match="structured: executor local can't mask tokens"),
+    ):
         other.add_request("a", "ROMEO:", SamplingParams(structured={"choice": ["a"]}))
     engine.close()
 
@@ -160,7 +207,11 @@ def test_the_async_engine_follows_rules_too() -> None:
 
             async def one(name: str) -> str:
                 params = SamplingParams(structured=Structured(choice=[name]), max_tokens=20)
-                return [output async for output in engine.generate(name, "ROMEO:", params)][-1].outputs[0].text
+                return (
+                    [output async for output in engine.generate(name, "ROMEO:", params)][-1]
+                    .outputs[0]
+                    .text
+                )
 
             return list(await asyncio.gather(*(one(f"answer {index}") for index in range(5))))
 

@@ -11,7 +11,12 @@ from dovetail.errors import RequestError
 from tests.grammars.helpers import BACKENDS, compiled, takes
 from tests.structured.formats import validator
 
-POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 STRING = {"type": "string"}
 INTEGER = {"type": "integer"}
 
@@ -119,7 +124,11 @@ OTHER_WORDS = {  # by which a refusal names what it refuses as well
 }
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{keyword}-{number}" for number, (keyword, *_) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "number",
+    range(len(CASES)),
+    ids=[f"{keyword}-{number}" for number, (keyword, *_) in enumerate(CASES)],
+)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_keyword_is_followed_or_refused_by_name(name: str, number: int) -> None:
     keyword, rule, right, wrong = CASES[number]
@@ -134,7 +143,14 @@ def test_a_keyword_is_followed_or_refused_by_name(name: str, number: int) -> Non
             raise
         return
     assert right, "what can't be followed is refused"
-    text = {json.dumps(value, separators=(",", ":"), ensure_ascii=False): value for value in (*right, *wrong)}
+    text = {
+        json.dumps(value, separators=(",", ":"), ensure_ascii=False): value
+        for value in (*right, *wrong)
+    }
     taken = [value for written, value in text.items() if takes(grammar, written)]
     assert [value for value in taken if value in wrong and value not in right] == []
-    assert [value for value in right if not any(value == other and type(value) is type(other) for other in taken)] == []
+    assert [
+        value
+        for value in right
+        if not any(value == other and type(value) is type(other) for other in taken)
+    ] == []

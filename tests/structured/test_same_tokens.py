@@ -19,13 +19,21 @@ SCHEMA = {
     "properties": {
         "name": {"type": "string", "minLength": 3, "maxLength": 12},
         "age": {"type": "integer", "minimum": 10, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["red", "green", "blue"]},
+            "minItems": 2,
+            "maxItems": 4,
+        },
         "code": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2}$"},
     },
     "required": ["name", "age", "tags", "code"],
     "additionalProperties": False,
 }
-PROMPTS = [f"{name}: the {number} of" for number, name in enumerate(["ROMEO", "JULIET", "KING", "Nurse", "First Citizen", "DUKE"])]
+PROMPTS = [
+    f"{name}: the {number} of"
+    for number, name in enumerate(["ROMEO", "JULIET", "KING", "Nurse", "First Citizen", "DUKE"])
+]
 PARAMS = [
     SamplingParams(max_tokens=120, seed=number, temperature=(0, 0.8, 1.3)[number % 3], n=1 + (number == 4), logprobs=2 if number == 1 else None,
                    presence_penalty=0.5 * (number == 2), repetition_penalty=1.2 if number == 3 else 1.0,
@@ -35,7 +43,12 @@ PARAMS = [
 WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "no overlap": {"overlap": False},
-    "small memory": {"block_size": 8, "executor": {"name": "local", "num_blocks": 36}, "max_model_len": 256, "overlap": True},
+    "small memory": {
+        "block_size": 8,
+        "executor": {"name": "local", "num_blocks": 36},
+        "max_model_len": 256,
+        "overlap": True,
+    },
     "one at a time": {"max_num_seqs": 1},
     "small steps": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
 }
@@ -53,7 +66,10 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
 @cache
 def alone(grammar: str, requests: Sequence[int]) -> list[list[tuple[int, ...]]]:
     with LLM("demo", grammar=grammar, overlap=False) as llm:
-        return [tokens(llm.generate(PROMPTS[number], PARAMS[number], use_tqdm=False))[0] for number in requests]
+        return [
+            tokens(llm.generate(PROMPTS[number], PARAMS[number], use_tqdm=False))[0]
+            for number in requests
+        ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +78,12 @@ def _some_are_answered_alone() -> None:
         alone(grammar, SOME)
 
 
-SLOW = [(grammar, way) for grammar in ("llguidance", "xgrammar") for way in WAYS if (grammar, way) not in QUICK]
+SLOW = [
+    (grammar, way)
+    for grammar in ("llguidance", "xgrammar")
+    for way in WAYS
+    if (grammar, way) not in QUICK
+]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +95,9 @@ SLOW = [(grammar, way) for grammar in ("llguidance", "xgrammar") for way in WAYS
         *(pytest.param(*pair, ALL, marks=pytest.mark.full) for pair in SLOW),
     ],
 )
-def test_tokens_under_a_rule_are_the_same_whatever_is_around_them(grammar: str, way: str, requests: Sequence[int]) -> None:
+def test_tokens_under_a_rule_are_the_same_whatever_is_around_them(
+    grammar: str, way: str, requests: Sequence[int]
+) -> None:
     params = [PARAMS[number] for number in requests]
     with LLM("demo", grammar=grammar, **WAYS[way]) as llm:
         outputs = llm.generate([PROMPTS[number] for number in requests], params, use_tqdm=False)
@@ -91,13 +114,21 @@ def test_logprobs_under_a_rule_are_of_the_raw_distribution() -> None:
     """The first token's are those without the rule, though the rule forbids the likeliest."""
     with LLM("demo") as llm:
         free, ruled = (
-            llm.generate("ROMEO:", SamplingParams(max_tokens=1, temperature=0, logprobs=5, structured=rule), use_tqdm=False)[0].outputs[0]
+            llm.generate(
+                "ROMEO:",
+                SamplingParams(max_tokens=1, temperature=0, logprobs=5, structured=rule),
+                use_tqdm=False,
+            )[0].outputs[0]
             for rule in (None, Structured(json_schema=SCHEMA))
         )
     assert free.token_ids != ruled.token_ids
     assert free.logprobs is not None
     assert ruled.logprobs is not None
     likeliest = sorted((entry.rank, entry.logprob) for entry in free.logprobs[0].values())[:5]
-    raw = sorted((entry.rank, entry.logprob) for entry in ruled.logprobs[0].values() if entry.rank <= 5)
+    raw = sorted(
+        (entry.rank, entry.logprob) for entry in ruled.logprobs[0].values() if entry.rank <= 5
+    )
     assert [rank for rank, _ in raw] == [1, 2, 3, 4, 5]
-    assert [value for _, value in raw] == rounded([value for _, value in likeliest], roundings_of_demo())
+    assert [value for _, value in raw] == rounded(
+        [value for _, value in likeliest], roundings_of_demo()
+    )

@@ -23,11 +23,21 @@ from dovetail.sampling_params import GuidedDecodingParams, SamplingParams, Struc
 from dovetail.structured import RULES, Structured
 from tests.support import examples
 
-SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"b": {"type": "integer"}, "a": {"type": "string"}},
+    "required": ["b"],
+}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab{[", max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("ab{[", max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -42,7 +52,11 @@ class Person(BaseModel):
 def test_a_schema_is_the_same_as_a_mapping_as_json_and_frozen(schema: dict[str, Any]) -> None:
     made = Structured(json_schema=schema)
     assert json.loads(spec_of(made).text) == schema
-    assert made == Structured(json_schema=json.dumps(schema, indent=2)) == Structured(json_schema=MappingProxyType(schema))
+    assert (
+        made
+        == Structured(json_schema=json.dumps(schema, indent=2))
+        == Structured(json_schema=MappingProxyType(schema))
+    )
 
 
 def test_properties_keep_their_order_since_answers_have_it() -> None:
@@ -55,7 +69,9 @@ def test_a_pydantic_model_stands_for_its_schema() -> None:
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, "9", True, 2**63])
 def test_the_tokens_before_the_mark_are_a_positive_integer(tokens: Any) -> None:
-    with pytest.raises(RequestError, match=r"structured\.after_tokens: it must be an integer of 1 or more"):
+    with pytest.raises(
+        RequestError, match=r"structured\.after_tokens: it must be an integer of 1 or more"
+    ):
         Structured(after="</think>", after_tokens=tokens)
 
 
@@ -92,7 +108,10 @@ def test_it_can_be_copied_pickled_hashed_and_written_as_a_mapping() -> None:
         ({"regex": "a|b"}, "a|b"),
         ({"grammar": 'start: "a"'}, 'start: "a"'),
         ({"choice": ("é", "b", "é")}, '["é", "b"]'),
-        ({"structural_tag": {**TAG, "type": "structural_tag"}}, json.dumps(TAG, separators=(",", ":"))),
+        (
+            {"structural_tag": {**TAG, "type": "structural_tag"}},
+            json.dumps(TAG, separators=(",", ":")),
+        ),
     ],
 )
 def test_every_rule_has_its_text(rule: dict[str, Any], text: str) -> None:
@@ -106,7 +125,11 @@ def test_every_rule_has_its_text(rule: dict[str, Any], text: str) -> None:
     [
         {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
         {"structured_outputs": {"json": json.dumps(SCHEMA)}},
-        {"guided_decoding": GuidedDecodingParams(json=SCHEMA, backend="auto", disable_fallback=True)},
+        {
+            "guided_decoding": GuidedDecodingParams(
+                json=SCHEMA, backend="auto", disable_fallback=True
+            )
+        },
         {"structured": {"json_schema": SCHEMA}, "structured_outputs": None},
     ],
 )
@@ -134,8 +157,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"choice": ["a", 1]}, "non-empty string, got 1"),
     ({"structural_tag": {**TAG, "x": 1}}, r"structural_tag\.x: there is no such key"),
     ({"structural_tag": {**TAG, "triggers": []}}, r"structural_tag\.triggers: it must be a list"),
-    ({"structural_tag": {**TAG, "triggers": ["g"]}}, r"structures\[0\]\.begin: it must begin with one of the triggers"),
-    ({"structural_tag": {**TAG, "structures": [{"begin": "<f>"}]}}, r"structures\[0\]: it must be a mapping with begin, schema, end"),
+    (
+        {"structural_tag": {**TAG, "triggers": ["g"]}},
+        r"structures\[0\]\.begin: it must begin with one of the triggers",
+    ),
+    (
+        {"structural_tag": {**TAG, "structures": [{"begin": "<f>"}]}},
+        r"structures\[0\]: it must be a mapping with begin, schema, end",
+    ),
     ({"structural_tag": {**TAG, "at_least_one": 1}}, r"at_least_one: it must be true or false"),
     ({"regex": "a", "after": ""}, r"structured\.after: it must be a non-empty string"),
 ]
@@ -154,9 +183,15 @@ def test_params_refuse_what_is_no_rule(wrong: object) -> None:
         SamplingParams(structured=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("other", [{"min_tokens": 1}, {"ignore_eos": True}, {"allowed_token_ids": [1]}])
-def test_a_parameter_that_contradicts_the_rule_is_refused_with_both_names(other: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=f"{next(iter(other))} and structured contradict each other"):
+@pytest.mark.parametrize(
+    "other", [{"min_tokens": 1}, {"ignore_eos": True}, {"allowed_token_ids": [1]}]
+)
+def test_a_parameter_that_contradicts_the_rule_is_refused_with_both_names(
+    other: dict[str, Any],
+) -> None:
+    with pytest.raises(
+        RequestError, match=f"{next(iter(other))} and structured contradict each other"
+    ):
         SamplingParams(structured={"regex": "a"}, **other)
 
 
@@ -164,9 +199,18 @@ def test_a_parameter_that_contradicts_the_rule_is_refused_with_both_names(other:
     ("given", "said"),
     [
         ({"structured_outputs": {"jsn": 1}}, "structured_outputs.jsn: there is no such field"),
-        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern: it isn't supported"),
-        ({"guided_decoding": {"regex": "a", "backend": "outlines"}}, "backend: the engine's config chooses it"),
-        ({"structured_outputs": {"regex": "a"}, "structured": {"regex": "a"}}, "structured_outputs and structured say the same"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern: it isn't supported",
+        ),
+        (
+            {"guided_decoding": {"regex": "a", "backend": "outlines"}},
+            "backend: the engine's config chooses it",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "structured": {"regex": "a"}},
+            "structured_outputs and structured say the same",
+        ),
     ],
 )
 def test_an_option_of_vllms_is_honoured_or_refused(given: dict[str, Any], said: str) -> None:
@@ -180,7 +224,11 @@ def test_an_option_of_vllms_is_honoured_or_refused(given: dict[str, Any], said: 
         ({"regex": "a" * 11}, Limits(max_grammar_chars=10), "max_grammar_chars"),
         ({"choice": ["aaaaaa", "bbbbbb"]}, Limits(max_grammar_chars=10), "max_grammar_chars"),
         ({"regex": "((((a))))"}, Limits(max_grammar_depth=3), "max_grammar_depth"),
-        ({"json_schema": {"not": {"not": {"not": {}}}}}, Limits(max_grammar_depth=3), "max_grammar_depth"),
+        (
+            {"json_schema": {"not": {"not": {"not": {}}}}},
+            Limits(max_grammar_depth=3),
+            "max_grammar_depth",
+        ),
         ({"regex": "a", "after": "aaa"}, Limits(max_stop_chars=2), "max_stop_chars"),
     ],
 )
@@ -191,6 +239,13 @@ def test_sizes_have_limits_with_names(rule: dict[str, Any], limits: Limits, name
     request_checks.check_params(params, Limits())
 
 
-@pytest.mark.parametrize(("rule", "depth"), [({"regex": r"((a)[(](b\())"}, 2), ({"json_schema": {"a": {"b": "{{{"}}}, 2), ({"choice": ["[["]}, 1)])
+@pytest.mark.parametrize(
+    ("rule", "depth"),
+    [
+        ({"regex": r"((a)[(](b\())"}, 2),
+        ({"json_schema": {"a": {"b": "{{{"}}}, 2),
+        ({"choice": ["[["]}, 1),
+    ],
+)
 def test_brackets_in_strings_and_sets_are_not_counted(rule: dict[str, Any], depth: int) -> None:
     assert Structured(**rule).depth() == depth

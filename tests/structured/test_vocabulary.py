@@ -21,20 +21,36 @@ from tests.support import examples
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=30)
-CORPUS = ['{"name": "Anna", "age": 31}', "to be or not to be", "Größe 漢字 \U0001f600", "\n\t  a"] * 3
+CORPUS = [
+    '{"name": "Anna", "age": 31}',
+    "to be or not to be",
+    "Größe 漢字 \U0001f600",
+    "\n\t  a",
+] * 3
 
 
 def covered(backend: Backend) -> Tokenizer:
     backend.add_special_tokens(["<s>", "</s>"])
-    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>")])
-    return TransformersTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+    backend.add_tokens(
+        [AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>")]
+    )
+    return TransformersTokenizer(
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
+        )
+    )
 
 
 def byte_level() -> Tokenizer:
     backend = Backend(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     return covered(backend)
 
 
@@ -44,15 +60,37 @@ def sentencepiece() -> Tokenizer:
     trained.normalizer = normalizers.Replace(" ", "\u2581")
     trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, show_progress=False))
     content = json.loads(trained.to_str())
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)]
-    content["model"] |= {"vocab": {piece: place for place, piece in enumerate(pieces)}, "byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *sorted(content["model"]["vocab"], key=content["model"]["vocab"].get),
+    ]
+    content["model"] |= {
+        "vocab": {piece: place for place, piece in enumerate(pieces)},
+        "byte_fallback": True,
+        "unk_token": "<unk>",
+        "fuse_unk": True,
+    }
     backend = Backend.from_str(json.dumps(content))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return covered(backend)
 
 
-TOKENIZERS = {"demo": Tokenizer.load(DEMO), "byte-level": byte_level(), "sentencepiece": sentencepiece()}
+TOKENIZERS = {
+    "demo": Tokenizer.load(DEMO),
+    "byte-level": byte_level(),
+    "sentencepiece": sentencepiece(),
+}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -64,14 +102,18 @@ def test_a_text_is_the_bytes_of_its_tokens(name: str, text: str) -> None:
     pieces = [plain[token] for token in tokenizer.encode(text, special_tokens=False)]
     assert None not in pieces
     spelled = b"".join(piece for piece in pieces if piece is not None)
-    assert spelled.removeprefix(b" ") == text.encode().removeprefix(b" "), "but for a space before the first word"
+    assert spelled.removeprefix(b" ") == text.encode().removeprefix(b" "), (
+        "but for a space before the first word"
+    )
 
 
 @pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
 def test_special_tokens_are_no_text_but_can_be_looked_for(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     plain, spelled = token_bytes(tokenizer, tokenizer.vocab_size)
-    [end], [think] = (tokenizer.encode(text, special_tokens=False)[-1:] for text in ("</s>", "</think>"))
+    [end], [think] = (
+        tokenizer.encode(text, special_tokens=False)[-1:] for text in ("</s>", "</think>")
+    )
     assert (plain[end], spelled[end]) == (None, b"</s>")
     assert plain[think] == spelled[think] == b"</think>"
 
@@ -95,7 +137,11 @@ def word_piece() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "said"), [(word_piece(), "decodes by WordPiece"), (TransformersTokenizer(transformers.ByT5Tokenizer()), "is written in Python")]
+    ("tokenizer", "said"),
+    [
+        (word_piece(), "decodes by WordPiece"),
+        (TransformersTokenizer(transformers.ByT5Tokenizer()), "is written in Python"),
+    ],
 )
 def test_a_tokenizer_of_an_unknown_kind_is_refused(tokenizer: Tokenizer, said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"structured: this model's tokenizer {said}"):

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dovetail.api.component import NoOptions
-from dovetail.api.grammar import Grammar, GrammarBackend, GrammarCapabilities, GrammarContext, GrammarSpec, Matcher
+from dovetail.api.grammar import (
+    Grammar,
+    GrammarBackend,
+    GrammarCapabilities,
+    GrammarContext,
+    GrammarSpec,
+    Matcher,
+)
 from dovetail.errors import RequestError
 
 if TYPE_CHECKING:
@@ -33,7 +40,9 @@ class ToyMatcher(Matcher):
         if token in self._context.stop_ids:
             return self._text() in self._choices
         piece = self._context.token_bytes[token]
-        return piece is not None and any(choice.startswith(self._text() + piece) for choice in self._choices)
+        return piece is not None and any(
+            choice.startswith(self._text() + piece) for choice in self._choices
+        )
 
     def fill(self, words: NDArray[np.uint32]) -> None:
         words[:] = 0
@@ -59,7 +68,9 @@ class ToyMatcher(Matcher):
     @property
     def complete(self) -> bool:
         text = self._text()
-        return text in self._choices and not any(choice != text and choice.startswith(text) for choice in self._choices)
+        return text in self._choices and not any(
+            choice != text and choice.startswith(text) for choice in self._choices
+        )
 
 
 class ToyGrammar(Grammar):
@@ -76,7 +87,9 @@ class Toy(GrammarBackend):
     capabilities = GrammarCapabilities(kinds=("choice",), rollback=True, forced=False)
 
     def __init__(self, options: object = None, context: GrammarContext | None = None) -> None:
-        super().__init__(NoOptions(), context or GrammarContext([b"a", b"b", None], frozenset({2}), 3))
+        super().__init__(
+            NoOptions(), context or GrammarContext([b"a", b"b", None], frozenset({2}), 3)
+        )
         self.compiled: list[str] = []
         self.begun = threading.Semaphore(0)  # a permit for each that hangs
         self.release = threading.Event()

@@ -13,7 +13,9 @@ from tests.structured.test_vocabulary import DEMO, sentencepiece
 
 TRUE_SIZE = 150_000
 LONGEST = 20  # bytes of a token of the byte-level BPE
-OFTEN = ' \n",:{}[]0123456789-.eE\\u/abcdefghijklmnopqrstuvwxyzABCDEFTZ_' + "éä漢字😀"  # what its texts are made of, above all
+OFTEN = (
+    ' \n",:{}[]0123456789-.eE\\u/abcdefghijklmnopqrstuvwxyzABCDEFTZ_' + "éä漢字😀"
+)  # what its texts are made of, above all
 
 
 def of_tokenizer(tokenizer: Tokenizer) -> GrammarContext:
@@ -32,7 +34,12 @@ def byte_level(size: int = TRUE_SIZE, seed: int = 0) -> GrammarContext:
     known = set(tokens)
     common = [bytes([byte]) for byte in OFTEN.encode()]
     while len(tokens) < size - 8:
-        left, right = (chance.choice(common) if chance.random() < 0.5 else tokens[int(len(tokens) * chance.random() ** 3)] for _ in range(2))
+        left, right = (
+            chance.choice(common)
+            if chance.random() < 0.5
+            else tokens[int(len(tokens) * chance.random() ** 3)]
+            for _ in range(2)
+        )
         if len(merged := left + right) <= LONGEST and merged not in known:
             known.add(merged)
             tokens.append(merged)

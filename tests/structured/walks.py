@@ -15,7 +15,26 @@ from tests.structured.vocabularies import vocabulary
 
 FREE = 25  # tokens until an answer strives for its end
 LONGEST = 400  # tokens of an answer, after which it is left unfinished
-ENDING = (b'"', b"}", b"]", b'"}', b'"]', b"}]", b"}}", b"]}", b'"}]', b'"}}', b'"]}', b"1", b"0", b'":', b"\\", b"n", b"null", b"true")
+ENDING = (
+    b'"',
+    b"}",
+    b"]",
+    b'"}',
+    b'"]',
+    b"}]",
+    b"}}",
+    b"]}",
+    b'"}]',
+    b'"}}',
+    b'"]}',
+    b"1",
+    b"0",
+    b'":',
+    b"\\",
+    b"n",
+    b"null",
+    b"true",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +58,9 @@ def ending(vocabulary_name: str) -> list[int]:
 
 
 def allowed(words: np.ndarray, context: GrammarContext) -> np.ndarray:
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: context.vocab_size])
+    return np.flatnonzero(
+        np.unpackbits(words.view(np.uint8), bitorder="little")[: context.vocab_size]
+    )
 
 
 def walk(grammar: Grammar, vocabulary_name: str, chance: random.Random) -> Answer:
@@ -58,17 +79,24 @@ def walk(grammar: Grammar, vocabulary_name: str, chance: random.Random) -> Answe
         token = _choice(ids, words, vocabulary_name, step > FREE and chance.random() < 0.7, chance)
         if token in context.stop_ids:
             continue
-        assert matcher.accept(token), f"token {token} isn't accepted behind {text!r}, which the mask allows"
+        assert matcher.accept(token), (
+            f"token {token} isn't accepted behind {text!r}, which the mask allows"
+        )
         text += context.token_bytes[token] or b""
     return Answer(text, False)
 
 
-def _choice(ids: np.ndarray, words: np.ndarray, vocabulary_name: str, end: bool, chance: random.Random) -> int:
+def _choice(
+    ids: np.ndarray, words: np.ndarray, vocabulary_name: str, end: bool, chance: random.Random
+) -> int:
     if end:
         near = [id for id in ending(vocabulary_name) if words[id // 32] >> id % 32 & 1]
         if near:
             return chance.choice(near)
     if chance.random() < 0.25:
         tokens = vocabulary(vocabulary_name).token_bytes
-        return max((int(ids[chance.randrange(len(ids))]) for _ in range(8)), key=lambda id: len(tokens[id] or b""))
+        return max(
+            (int(ids[chance.randrange(len(ids))]) for _ in range(8)),
+            key=lambda id: len(tokens[id] or b""),
+        )
     return int(ids[chance.randrange(len(ids))])

@@ -21,7 +21,9 @@ def test_cpu_time_of_a_living_child_and_of_its_own_children_counts() -> None:
     burn = BURN.format(seconds=0.2)
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print(flush=True); input()"
     before = Spent.now()
-    with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", inner], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         assert descendants_cpu_s(os.getpid()) >= 0.15
@@ -31,7 +33,9 @@ def test_cpu_time_of_a_living_child_and_of_its_own_children_counts() -> None:
 
 
 @pytest.mark.slow("burns CPU time in a pytest of its own")
-def test_a_test_far_over_its_budget_fails_and_a_fixture_of_its_module_does_not_count(tmp_path: Path) -> None:
+def test_a_test_far_over_its_budget_fails_and_a_fixture_of_its_module_does_not_count(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.format(root=str(ROOT)) + REGISTER)
     (tmp_path / "test_some.py").write_text(
         "import time, pytest\n"
@@ -55,7 +59,9 @@ def test_a_test_far_over_its_budget_fails_and_a_fixture_of_its_module_does_not_c
 def test_what_is_marked_slow_has_a_reason(tmp_path: Path) -> None:
     hooks = "from tests.conftest import pytest_collection_modifyitems\n"
     (tmp_path / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{hooks}")
-    (tmp_path / "test_some.py").write_text("import pytest\n@pytest.mark.slow\ndef test_one(): pass\n")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.slow\ndef test_one(): pass\n"
+    )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -32,7 +32,10 @@ def test_undocumented(self: Any) -> None: ...
 test_undocumented.__test__ = False  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("id", "method"), [("kind.name", with_fixture), ("kind.name", test_undocumented), ("name", lambda self: None)])
+@pytest.mark.parametrize(
+    ("id", "method"),
+    [("kind.name", with_fixture), ("kind.name", test_undocumented), ("name", lambda self: None)],
+)
 def test_what_is_no_check_is_refused(id: str, method: Any) -> None:
     with pytest.raises(TypeError, match="must be"):
         check(id, since="0.1")(method)
@@ -58,7 +61,9 @@ def test_checks_run_under_optimization_too() -> None:
     assert "\n        assert " not in inspect.getsource(scheduler)
 
 
-@pytest.mark.parametrize(("reason", "url"), [("", "https://example.org"), ("known", ""), ("known", "see the issue")])
+@pytest.mark.parametrize(
+    ("reason", "url"), [("", "https://example.org"), ("known", ""), ("known", "see the issue")]
+)
 def test_a_waiver_needs_a_reason_and_a_url(reason: str, url: str) -> None:
     with pytest.raises(ValueError, match="a waiver needs"):
         Waiver(reason, url)

@@ -10,7 +10,15 @@ import pytest
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
-from dovetail.api.executor import AdapterLoad, Batch, ExecutorConfig, ExecutorContext, NewRow, PoolingCapacity, RowPooling
+from dovetail.api.executor import (
+    AdapterLoad,
+    Batch,
+    ExecutorConfig,
+    ExecutorContext,
+    NewRow,
+    PoolingCapacity,
+    RowPooling,
+)
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
@@ -21,20 +29,50 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def executor(max_adapters: int = 0, **options: Any) -> FakeExecutor:
-    config = ExecutorConfig("", "auto", "dummy", None, 4, 64, 0.9, None, None, False, True, 0, max_adapters=max_adapters)
+    config = ExecutorConfig(
+        "", "auto", "dummy", None, 4, 64, 0.9, None, None, False, True, 0, max_adapters=max_adapters
+    )
     made = FakeExecutor(FakeExecutorOptions(**options), ExecutorContext(config, VirtualClock()))
     made.start()
     return made
 
 
-def row(row: int = 0, tokens: list[int] = PROMPT, computed: int = 0, blocks: tuple[int, ...] = (0, 1)) -> NewRow:
-    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), computed, (np.array(blocks, np.int32),), RowSampling())
+def row(
+    row: int = 0, tokens: list[int] = PROMPT, computed: int = 0, blocks: tuple[int, ...] = (0, 1)
+) -> NewRow:
+    return NewRow(
+        row,
+        f"r{row}",
+        np.array(tokens, np.int32),
+        len(tokens),
+        computed,
+        (np.array(blocks, np.int32),),
+        RowSampling(),
+    )
 
 
-def batch(step: int, rows: list[int], num_tokens: list[int], yields_token: list[bool] | None = None, **fields: Any) -> Batch:
+def batch(
+    step: int,
+    rows: list[int],
+    num_tokens: list[int],
+    yields_token: list[bool] | None = None,
+    **fields: Any,
+) -> Batch:
     empty = np.array([], np.int32)
-    given = {"removed": empty, "added": (), "new_pages": empty.reshape(0, 3), "copies": (), **fields}
-    return Batch(step, rows=np.array(rows), num_tokens=np.array(num_tokens), yields_token=np.array(yields_token or [True] * len(rows)), **given)
+    given = {
+        "removed": empty,
+        "added": (),
+        "new_pages": empty.reshape(0, 3),
+        "copies": (),
+        **fields,
+    }
+    return Batch(
+        step,
+        rows=np.array(rows),
+        num_tokens=np.array(num_tokens),
+        yields_token=np.array(yields_token or [True] * len(rows)),
+        **given,
+    )
 
 
 def test_tokens_are_a_function_of_what_came_before() -> None:
@@ -56,17 +94,29 @@ def test_tokens_depend_on_the_adapter_in_the_row_s_slot() -> None:
     assert tokens == expected_tokens(PROMPT, 3, digest="other") != expected_tokens(PROMPT, 3)
 
 
-@pytest.mark.parametrize(("slot", "loaded", "rule"), [(1, 2, "holds none"), (3, 3, "which there isn't")])
+@pytest.mark.parametrize(
+    ("slot", "loaded", "rule"), [(1, 2, "holds none"), (3, 3, "which there isn't")]
+)
 def test_wrong_use_of_slots_is_refused(slot: int, loaded: int, rule: str) -> None:
     with pytest.raises(DovetailError, match=rule):
         executor(max_adapters=2).submit(
-            batch(0, [0], [5], added=(replace(row(), adapter=slot),), adapters=(AdapterLoad(loaded, "", "one"),)),
+            batch(
+                0,
+                [0],
+                [5],
+                added=(replace(row(), adapter=slot),),
+                adapters=(AdapterLoad(loaded, "", "one"),),
+            ),
         )
 
 
 def test_a_slot_keeps_its_adapter_while_a_row_uses_it() -> None:
     fake = executor(max_adapters=2)
-    fake.submit(batch(0, [0], [5], added=(replace(row(), adapter=1),), adapters=(AdapterLoad(1, "", "one"),)))
+    fake.submit(
+        batch(
+            0, [0], [5], added=(replace(row(), adapter=1),), adapters=(AdapterLoad(1, "", "one"),)
+        )
+    )
     with pytest.raises(DovetailError, match="keeps its adapter"):
         fake.submit(batch(1, [0], [1], adapters=(AdapterLoad(1, "", "other"),)))
 
@@ -104,10 +154,24 @@ def test_time_passes_as_on_a_device() -> None:
         (batch(2, [1], [1], added=(row(1, computed=5),)), "no token left to compute"),
         (batch(2, [1], [3], added=(row(1),)), "samples before its last token"),
         (batch(2, [1], [1], added=(row(1, [3, 1, 4, 1, 6], computed=4),)), None),
-        (batch(2, [1], [1], added=(row(1, [2, 1, 4, 1, 5], computed=4),)), "would read another sequence's K and V"),
-        (batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),)), "would read another sequence's K and V"),
-        (batch(2, [1, 0], [5, 1], added=(row(1, [9, 9, 9, 9, 9]),)), "would read another sequence's K and V"),
-        (batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),), copies=(PageCopy(0, 7),)), None),
+        (
+            batch(2, [1], [1], added=(row(1, [2, 1, 4, 1, 5], computed=4),)),
+            "would read another sequence's K and V",
+        ),
+        (
+            batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),)),
+            "would read another sequence's K and V",
+        ),
+        (
+            batch(2, [1, 0], [5, 1], added=(row(1, [9, 9, 9, 9, 9]),)),
+            "would read another sequence's K and V",
+        ),
+        (
+            batch(
+                2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),), copies=(PageCopy(0, 7),)
+            ),
+            None,
+        ),
     ],
 )
 def test_a_breach_of_the_contract_is_caught_at_once(wrong: Batch, words: str | None) -> None:
@@ -138,9 +202,20 @@ def test_results_must_be_collected_in_order() -> None:
 def test_a_window_is_looked_back_from_each_token_of_a_chunk() -> None:
     fake = executor(window=2, block_size=1)
     fake.submit(batch(0, [0], [3], [False], added=(row(blocks=(0, 1, 2, 3, 4)),)))
-    fake.submit(batch(1, [1], [1], [False], removed=np.array([0]), added=(row(1, [9] * 5, blocks=(1, 6, 7, 8, 9)),)))
+    fake.submit(
+        batch(
+            1,
+            [1],
+            [1],
+            [False],
+            removed=np.array([0]),
+            added=(row(1, [9] * 5, blocks=(1, 6, 7, 8, 9)),),
+        )
+    )
     fake.collect(0)
-    fake.submit(batch(2, [2], [2], added=(row(2, computed=3, blocks=(0, 1, 2, 3, 4)),)))  # position 3 looks at 2, position 4 at 3
+    fake.submit(
+        batch(2, [2], [2], added=(row(2, computed=3, blocks=(0, 1, 2, 3, 4)),))
+    )  # position 3 looks at 2, position 4 at 3
     fake.collect(1)
     with pytest.raises(DovetailError, match="position 1 of 5 would read"):
         fake.submit(batch(3, [3], [3], added=(row(3, computed=2, blocks=(0, 1, 2, 3, 4)),)))
@@ -172,7 +247,12 @@ def pooling_row(pooling: RowPooling = EMBED, **fields: Any) -> NewRow:
 
 @pytest.mark.parametrize(
     ("pooling", "shape"),
-    [(EMBED, (3,)), (RowPooling("embed", 2, activate=False), (2,)), (RowPooling("classify"), (2,)), (RowPooling("token_embed"), (5, 3))],
+    [
+        (EMBED, (3,)),
+        (RowPooling("embed", 2, activate=False), (2,)),
+        (RowPooling("classify"), (2,)),
+        (RowPooling("token_embed"), (5, 3)),
+    ],
 )
 def test_a_row_pools_at_the_end_of_its_prompt(pooling: RowPooling, shape: tuple[int, ...]) -> None:
     fake, due = executor(pooling=MEAN), np.array([0])
@@ -189,20 +269,45 @@ def test_a_row_pools_at_the_end_of_its_prompt(pooling: RowPooling, shape: tuple[
 @pytest.mark.parametrize(
     ("capacity", "wrong", "words"),
     [
-        (None, batch(0, [0], [5], [False], added=(pooling_row(),), pooled=np.array([0])), "a task that the model can serve"),
+        (
+            None,
+            batch(0, [0], [5], [False], added=(pooling_row(),), pooled=np.array([0])),
+            "a task that the model can serve",
+        ),
         (
             MEAN,
-            batch(0, [0], [5], [False], added=(pooling_row(RowPooling("token_classify")),), pooled=np.array([0])),
+            batch(
+                0,
+                [0],
+                [5],
+                [False],
+                added=(pooling_row(RowPooling("token_classify")),),
+                pooled=np.array([0]),
+            ),
             "a task that the model can serve",
         ),
         (MEAN, batch(0, [0], [5], added=(pooling_row(),), pooled=np.array([0])), "yields no token"),
         (MEAN, batch(0, [0], [5], [False], added=(pooling_row(),)), "exactly when they end"),
-        (MEAN, batch(0, [0], [4], [False], added=(pooling_row(),), pooled=np.array([0])), "exactly when they end"),
-        (MEAN, batch(0, [0], [1], [False], added=(pooling_row(computed=4),), pooled=np.array([0])), "starts without computed tokens"),
-        (replace(MEAN, indivisible=True), batch(0, [0], [4], [False], added=(pooling_row(),)), "computed in one step"),
+        (
+            MEAN,
+            batch(0, [0], [4], [False], added=(pooling_row(),), pooled=np.array([0])),
+            "exactly when they end",
+        ),
+        (
+            MEAN,
+            batch(0, [0], [1], [False], added=(pooling_row(computed=4),), pooled=np.array([0])),
+            "starts without computed tokens",
+        ),
+        (
+            replace(MEAN, indivisible=True),
+            batch(0, [0], [4], [False], added=(pooling_row(),)),
+            "computed in one step",
+        ),
         (replace(MEAN, generates=False), batch(0, [0], [5], added=(row(),)), "generates nothing"),
     ],
 )
-def test_a_breach_of_the_contract_of_pooling_is_caught_at_once(capacity: PoolingCapacity | None, wrong: Batch, words: str) -> None:
+def test_a_breach_of_the_contract_of_pooling_is_caught_at_once(
+    capacity: PoolingCapacity | None, wrong: Batch, words: str
+) -> None:
     with pytest.raises(DovetailError, match=words):
         executor(pooling=capacity).submit(wrong)

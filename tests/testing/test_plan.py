@@ -31,7 +31,12 @@ def test_who_is_granted_what_in_which_order() -> None:
 
 
 def test_memory_is_as_scarce_as_the_test_says() -> None:
-    done = plan(ShortestFirst, waiting=[make_request("long", 30), make_request("short", 5)], free_blocks=3, block_size=4)
+    done = plan(
+        ShortestFirst,
+        waiting=[make_request("long", 30), make_request("short", 5)],
+        free_blocks=3,
+        block_size=4,
+    )
     assert done.granted == {"short": 5}
     assert done.refused == {"long": Refusal.MEMORY}
     assert done.free_blocks == 1
@@ -47,7 +52,10 @@ def test_so_are_budget_and_seats() -> None:
 
 
 def test_running_requests_decode_unless_they_have_computed_less() -> None:
-    running = [make_request("decoding", 8, generated=3), make_request("amid its prefill", 20, computed=12)]
+    running = [
+        make_request("decoding", 8, generated=3),
+        make_request("amid its prefill", 20, computed=12),
+    ]
     done = plan(ShortestFirst, running=running)
     assert done.granted == {"decoding": 1, "amid its prefill": 8}
 
@@ -60,18 +68,33 @@ def test_a_preempted_request_that_prefills_again_is_running_too() -> None:
             shown.extend([step.running, step.decoding])
             step.grant_each(step.running)
 
-    done = plan(Looks, running=[make_request("again", 8, generated=6, computed=4), make_request("decodes", 8, generated=6)])
+    done = plan(
+        Looks,
+        running=[
+            make_request("again", 8, generated=6, computed=4),
+            make_request("decodes", 8, generated=6),
+        ],
+    )
     assert done.granted == {"again": 10, "decodes": 1}
-    assert [[request.id for request in requests] for requests in shown] == [["again", "decodes"], ["decodes"]]
+    assert [[request.id for request in requests] for requests in shown] == [
+        ["again", "decodes"],
+        ["decodes"],
+    ]
 
 
 def test_cached_tokens_are_whatever_the_test_says() -> None:
-    done = plan(ShortestFirst, waiting=[make_request("a", 30), make_request("b", 20)], cached={"a": 28})
+    done = plan(
+        ShortestFirst, waiting=[make_request("a", 30), make_request("b", 20)], cached={"a": 28}
+    )
     assert done.granted == {"a": 2, "b": 20}
 
 
 def test_the_clock_stands_where_the_test_says() -> None:
-    done = plan(ShortestFirst, waiting=[make_request("late", deadline=4.0), make_request("fine", deadline=6.0)], now=5.0)
+    done = plan(
+        ShortestFirst,
+        waiting=[make_request("late", deadline=4.0), make_request("fine", deadline=6.0)],
+        now=5.0,
+    )
     assert done.rejected == {"late": "late"}
     assert list(done.granted) == ["fine"]
 
@@ -92,7 +115,12 @@ def test_evictions_are_seen_and_told_of() -> None:
         def on_preempted(self, request: Request) -> None:
             self.heard.append(("preempted", request.id))
 
-    done = plan(Newest, waiting=[make_request("new", 8)], running=[make_request("old", 8, generated=1)], free_blocks=0)
+    done = plan(
+        Newest,
+        waiting=[make_request("new", 8)],
+        running=[make_request("old", 8, generated=1)],
+        free_blocks=0,
+    )
     assert (done.preempted, done.granted) == (("old",), {"new": 8})
     assert isinstance(done.policy, Newest)
     assert done.policy.heard == [("arrival", "old"), ("arrival", "new"), ("preempted", "old")]

@@ -34,7 +34,10 @@ def test_torch_and_dovetail_are_imported_before_a_program_starts(preloaded: Prel
 
 def test_two_programs_share_nothing_but_what_is_preloaded(bare: Preloaded) -> None:
     assert printed(bare, "import json, wave; json.seen = wave.seen = 1; print(1)") == "1"
-    assert printed(bare, "import sys, json; print('wave' in sys.modules, hasattr(json, 'seen'))") == "False False"
+    assert (
+        printed(bare, "import sys, json; print('wave' in sys.modules, hasattr(json, 'seen'))")
+        == "False False"
+    )
     assert printed(bare, "x = 1; print(__name__)") == "__main__"
     assert printed(bare, "print('x' in globals())") == "False"
 
@@ -45,7 +48,9 @@ def test_random_numbers_differ_between_programs(preloaded: Preloaded) -> None:
     assert not set(first) & set(second)
 
 
-def test_a_program_has_its_arguments_folder_environment_and_path(bare: Preloaded, tmp_path: Path) -> None:
+def test_a_program_has_its_arguments_folder_environment_and_path(
+    bare: Preloaded, tmp_path: Path
+) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mine.py").write_text("import sys\nprint('mine', __name__, sys.argv[1:])\n")
     (tmp_path / "input").write_text("asked\n")
@@ -68,11 +73,21 @@ def test_a_program_has_its_arguments_folder_environment_and_path(bare: Preloaded
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
         ("import os; os._exit(3)", 3, ""),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
-        ("import atexit, sys; atexit.register(print, 'last words', file=sys.stderr)", 0, "last words\n"),
-        ("import threading, sys; threading.Timer(0.01, print, ['late'], {'file': sys.stderr}).start()", 0, "late\n"),
+        (
+            "import atexit, sys; atexit.register(print, 'last words', file=sys.stderr)",
+            0,
+            "last words\n",
+        ),
+        (
+            "import threading, sys; threading.Timer(0.01, print, ['late'], {'file': sys.stderr}).start()",
+            0,
+            "late\n",
+        ),
     ],
 )
-def test_a_program_ends_as_that_of_an_interpreter(bare: Preloaded, code: str, exit_code: int, errors: str) -> None:
+def test_a_program_ends_as_that_of_an_interpreter(
+    bare: Preloaded, code: str, exit_code: int, errors: str
+) -> None:
     ended = bare.run(["-c", code])
     assert ended.exit_code == exit_code
     assert ended.errors.endswith(errors)
@@ -115,7 +130,10 @@ def test_a_module_that_cannot_be_imported_is_an_error_at_the_start() -> None:
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("import threading, signal\nthreading.Thread(target=signal.pause, daemon=True).start()", "has 2 threads"),
+        (
+            "import threading, signal\nthreading.Thread(target=signal.pause, daemon=True).start()",
+            "has 2 threads",
+        ),
         pytest.param(
             "import torch\ntorch.ones(2)",
             r"has run torch operations: aten\.ones",
@@ -124,11 +142,16 @@ def test_a_module_that_cannot_be_imported_is_an_error_at_the_start() -> None:
     ],
     ids=["thread", "operation"],
 )
-def test_a_process_that_could_break_its_children_forks_none(source: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_could_break_its_children_forks_none(
+    source: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "preloaded_here.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     modules = ["torch"] * ("torch" in source)
-    with closing(Preloaded([*modules, "preloaded_here"])) as process, pytest.raises(PreloadError, match=why):
+    with (
+        closing(Preloaded([*modules, "preloaded_here"])) as process,
+        pytest.raises(PreloadError, match=why),
+    ):
         process.run(["-c", "pass"])
 
 
@@ -136,7 +159,10 @@ def test_programs_end_with_the_process(tmp_path: Path) -> None:
     process = Preloaded(["json"])
     read_fd, write_fd = os.pipe()
     with open(write_fd, "wb") as writer:
-        process.start(["-c", "import signal; print(1, flush=True); signal.pause()"], files=(None, writer, None))
+        process.start(
+            ["-c", "import signal; print(1, flush=True); signal.pause()"],
+            files=(None, writer, None),
+        )
     with open(read_fd, "rb") as reader:
         assert reader.readline() == b"1\n"
         process.close()

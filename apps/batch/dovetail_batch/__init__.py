@@ -10,4 +10,10 @@ from dovetail.api.component import CommandSpec, hookimpl
 
 @hookimpl
 def dovetail_commands() -> list[CommandSpec]:
-    return [CommandSpec("batch", "dovetail_batch.command:app", "Put a file of prompts through one engine or several, each row exactly once")]
+    return [
+        CommandSpec(
+            "batch",
+            "dovetail_batch.command:app",
+            "Put a file of prompts through one engine or several, each row exactly once",
+        )
+    ]

@@ -22,11 +22,15 @@ from dovetail.request import CompletionOutput, TokenLogprobMap
 from dovetail_batch.rows import JobRow
 
 Answer = dict[str, Any]
-Writer = Callable[[Sequence[Answer], Path], None]  # writes the answers of one shard, in row order, to a file
+Writer = Callable[
+    [Sequence[Answer], Path], None
+]  # writes the answers of one shard, in row order, to a file
 
 KEYS = frozenset({"id", "row", "error", "prompt_tokens", "outputs"})  # that every answer has
 FAILED = ("error", "rejected")  # finish reasons of samples without an answer
-SUFFIXES: Mapping[str, str] = MappingProxyType({"jsonl": "jsonl", "parquet": "parquet", "openai": "jsonl"})  # of files, by format
+SUFFIXES: Mapping[str, str] = MappingProxyType(
+    {"jsonl": "jsonl", "parquet": "parquet", "openai": "jsonl"}
+)  # of files, by format
 
 
 def answer_of(row: JobRow, output: Any) -> Answer:
@@ -35,7 +39,9 @@ def answer_of(row: JobRow, output: Any) -> Answer:
         return _embedding(row, output)
     for sample in output.outputs:
         if sample.finish_reason in FAILED:
-            return failure_of(row.number, row.id, f"{sample.finish_reason}: {sample.stop_reason}", row.form)
+            return failure_of(
+                row.number, row.id, f"{sample.finish_reason}: {sample.stop_reason}", row.form
+            )
     answer: Answer = {
         "id": row.id,
         "row": row.number,
@@ -45,21 +51,40 @@ def answer_of(row: JobRow, output: Any) -> Answer:
         "form": row.form,
     }
     if output.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = [None if position is None else _logprobs(position) for position in output.prompt_logprobs]
+        answer["prompt_logprobs"] = [
+            None if position is None else _logprobs(position) for position in output.prompt_logprobs
+        ]
     return answer
 
 
 def _embedding(row: JobRow, output: PoolingRequestOutput[PoolingOutput]) -> Answer:
     if output.outputs is None:
-        return failure_of(row.number, row.id, f"{output.finish_reason}: {output.stop_reason}", row.form)
+        return failure_of(
+            row.number, row.id, f"{output.finish_reason}: {output.stop_reason}", row.form
+        )
     tokens = len(output.prompt_token_ids)
     embedding = output.outputs.data.tolist()
-    return {"id": row.id, "row": row.number, "error": None, "prompt_tokens": tokens, "outputs": [], "embedding": embedding, "form": row.form}
+    return {
+        "id": row.id,
+        "row": row.number,
+        "error": None,
+        "prompt_tokens": tokens,
+        "outputs": [],
+        "embedding": embedding,
+        "form": row.form,
+    }
 
 
 def failure_of(number: int, id: str | None, error: str, form: str = "prompt") -> Answer:
     """Return the answer to a row that failed."""
-    return {"id": id, "row": number, "error": error, "prompt_tokens": 0, "outputs": [], "form": form}
+    return {
+        "id": id,
+        "row": number,
+        "error": error,
+        "prompt_tokens": 0,
+        "outputs": [],
+        "form": form,
+    }
 
 
 def output_tokens(answer: Answer) -> int:
@@ -74,7 +99,9 @@ def writer_of(format: Literal["jsonl", "parquet", "openai"], model: str) -> Writ
 
         check_installed()
         return write_parquet
-    return partial(_write_lines, _without_form if format == "jsonl" else partial(_openai_line, model))
+    return partial(
+        _write_lines, _without_form if format == "jsonl" else partial(_openai_line, model)
+    )
 
 
 def _sample(sample: CompletionOutput) -> dict[str, Any]:
@@ -85,7 +112,10 @@ def _sample(sample: CompletionOutput) -> dict[str, Any]:
         "stop_reason": sample.stop_reason,
     }
     if sample.logprobs is not None:
-        plain |= {"cumulative_logprob": sample.cumulative_logprob, "logprobs": [_logprobs(position) for position in sample.logprobs]}
+        plain |= {
+            "cumulative_logprob": sample.cumulative_logprob,
+            "logprobs": [_logprobs(position) for position in sample.logprobs],
+        }
     return plain
 
 
@@ -93,7 +123,9 @@ def _logprobs(position: TokenLogprobMap) -> dict[str, Any]:
     return {str(token): dataclasses.asdict(logprob) for token, logprob in position.items()}
 
 
-def _write_lines(convert: Callable[[Answer], Mapping[str, Any]], answers: Sequence[Answer], path: Path) -> None:
+def _write_lines(
+    convert: Callable[[Answer], Mapping[str, Any]], answers: Sequence[Answer], path: Path
+) -> None:
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for answer in answers:
             file.write(json.dumps(convert(answer), ensure_ascii=False) + "\n")
@@ -105,13 +137,23 @@ def _without_form(answer: Answer) -> Mapping[str, Any]:
 
 def _openai_line(model: str, answer: Answer) -> Mapping[str, Any]:
     """Return an answer as a line of OpenAI's batch API (https://platform.openai.com/docs/guides/batch)."""
-    line = {"id": f"batch_req_{answer['row']}", "custom_id": answer["id"], "response": None, "error": None}
+    line = {
+        "id": f"batch_req_{answer['row']}",
+        "custom_id": answer["id"],
+        "response": None,
+        "error": None,
+    }
     if answer["error"] is not None:
         return {**line, "error": {"code": "request_failed", "message": answer["error"]}}
     if (embedding := answer.get("embedding")) is not None:
         tokens = answer["prompt_tokens"]
         data = [{"object": "embedding", "index": 0, "embedding": embedding}]
-        told = {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        told = {
+            "object": "list",
+            "data": data,
+            "model": model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
         return {**line, "response": {"status_code": 200, "request_id": line["id"], "body": told}}
     chat, made = answer.get("form") == "messages", output_tokens(answer)
     body = {
@@ -120,11 +162,19 @@ def _openai_line(model: str, answer: Answer) -> Mapping[str, Any]:
         "created": int(time.time()),
         "model": model,
         "choices": [_choice(index, sample, chat) for index, sample in enumerate(answer["outputs"])],
-        "usage": {"prompt_tokens": answer["prompt_tokens"], "completion_tokens": made, "total_tokens": answer["prompt_tokens"] + made},
+        "usage": {
+            "prompt_tokens": answer["prompt_tokens"],
+            "completion_tokens": made,
+            "total_tokens": answer["prompt_tokens"] + made,
+        },
     }
     return {**line, "response": {"status_code": 200, "request_id": line["id"], "body": body}}
 
 
 def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> Mapping[str, Any]:
-    content = {"message": {"role": "assistant", "content": sample["text"]}} if chat else {"text": sample["text"]}
+    content = (
+        {"message": {"role": "assistant", "content": sample["text"]}}
+        if chat
+        else {"text": sample["text"]}
+    )
     return {"index": index, **content, "logprobs": None, "finish_reason": sample["finish_reason"]}

@@ -15,7 +15,12 @@ from dovetail.errors import ConfigError
 if TYPE_CHECKING:
     from dovetail_batch.open_job import Summary
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.callback()
@@ -25,12 +30,34 @@ def batch() -> None:
 
 @app.command()
 def run(
-    job: Annotated[str, typer.Argument(metavar="job.yaml", help="The job: `engine`, `input`, `output` and what docs/batch.md lists.")],
-    anew: Annotated[bool, typer.Option("--anew", help="Delete the answers that are in the output folder, and begin with the first row.")] = False,
-    on: Annotated[str | None, typer.Option("--on", metavar="ray", help="Where the engines run: `ray` is a cluster of Ray. Default: here.")] = None,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="job.yaml",
+            help="The job: `engine`, `input`, `output` and what docs/batch.md lists.",
+        ),
+    ],
+    anew: Annotated[
+        bool,
+        typer.Option(
+            "--anew",
+            help="Delete the answers that are in the output folder, and begin with the first row.",
+        ),
+    ] = False,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="ray",
+            help="Where the engines run: `ray` is a cluster of Ray. Default: here.",
+        ),
+    ] = None,
     address: Annotated[
         str | None,
-        typer.Option("--address", help="The cluster's address, such as 10.0.0.5:6379; `auto`: that of this machine's. Default: RAY_ADDRESS."),
+        typer.Option(
+            "--address",
+            help="The cluster's address, such as 10.0.0.5:6379; `auto`: that of this machine's. Default: RAY_ADDRESS.",
+        ),
     ] = None,
 ) -> None:
     """Run a job, or go on with it where it was interrupted.
@@ -44,7 +71,10 @@ def run(
     try:
         _print_summary(plan.job.output.path, run_job(plan, anew=anew))
     except KeyboardInterrupt:
-        typer.echo(f"interrupted: what is computed is in {plan.job.output.path}, and the same command goes on with the job", err=True)
+        typer.echo(
+            f"interrupted: what is computed is in {plan.job.output.path}, and the same command goes on with the job",
+            err=True,
+        )
         raise
 
 
@@ -52,13 +82,19 @@ def _runner(on: str | None, address: str | None) -> Callable[..., Summary]:
     """Return the function that runs a job there. Raises `ConfigError` for an unknown place."""
     if on is None:
         if address is not None:
-            raise ConfigError("--address: it belongs to --on ray: without that, engines run on this machine")
+            raise ConfigError(
+                "--address: it belongs to --on ray: without that, engines run on this machine"
+            )
         from dovetail_batch.runner import run
 
         return run
     if on != "ray":
-        raise ConfigError(f"--on: expected ray, got {shown(on)}; without it, engines run on this machine")
-    return partial(resolve_name("dovetail_cluster.ray_jobs:run"), address=address)  # by name: batch doesn't depend on cluster
+        raise ConfigError(
+            f"--on: expected ray, got {shown(on)}; without it, engines run on this machine"
+        )
+    return partial(
+        resolve_name("dovetail_cluster.ray_jobs:run"), address=address
+    )  # by name: batch doesn't depend on cluster
 
 
 def _print_summary(path: str, summary: Summary) -> None:
@@ -72,7 +108,9 @@ def _print_summary(path: str, summary: Summary) -> None:
     typer.echo(f"computed now: {_rows(summary.rows - summary.earlier)}, {speed}")
     if summary.failed:
         more = "; …" if summary.failed > len(summary.failures) else ""
-        typer.echo(f"failed: {_rows(summary.failed)}; `error` says why: {'; '.join(summary.failures)}{more}")
+        typer.echo(
+            f"failed: {_rows(summary.failed)}; `error` says why: {'; '.join(summary.failures)}{more}"
+        )
 
 
 def _rows(count: int) -> str:

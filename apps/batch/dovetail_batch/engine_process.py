@@ -40,7 +40,9 @@ def main() -> int:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     source = connection.recv()
     received: queue.SimpleQueue[list[JobRow] | None] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, received), name="dovetail-batch-rows", daemon=True).start()
+    threading.Thread(
+        target=_receive, args=(connection, received), name="dovetail-batch-rows", daemon=True
+    ).start()
     try:
         engine = start_engine(source)
     except DovetailError as error:
@@ -51,7 +53,9 @@ def main() -> int:
     connection.send(("ready", engine.config.max_num_seqs))
     with engine:
         try:
-            EngineWorker(engine, received, lambda answers: connection.send(("answers", answers))).run()
+            EngineWorker(
+                engine, received, lambda answers: connection.send(("answers", answers))
+            ).run()
         except EngineDeadError as error:
             connection.send(("dead", str(error)))
             return 1
@@ -68,19 +72,28 @@ def start_engine(source: str | Mapping[str, Any]) -> LLMEngine:
     return engine
 
 
-def _receive(connection: Connection[Any, Any], received: queue.SimpleQueue[list[JobRow] | None]) -> None:
+def _receive(
+    connection: Connection[Any, Any], received: queue.SimpleQueue[list[JobRow] | None]
+) -> None:
     """Queue rows as they arrive. Started before the model loads, so that the command's death is noticed meanwhile."""
     try:
         while True:
             received.put(connection.recv())
     except (EOFError, OSError):
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # with the engine's own processes: this one leads the group
+        os.killpg(
+            os.getpgrp(), signal.SIGKILL
+        )  # with the engine's own processes: this one leads the group
 
 
 class EngineWorker:
     """Computes rows as they arrive. `run` is called once, in the engine's thread."""
 
-    def __init__(self, engine: LLMEngine, received: queue.SimpleQueue[list[JobRow] | None], send: Callable[[list[Answer]], None]) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        received: queue.SimpleQueue[list[JobRow] | None],
+        send: Callable[[list[Answer]], None],
+    ) -> None:
         """`received` ends with None. `send` is called in a thread of the worker's; an `OSError` of it means that nobody receives any more."""
         self._engine, self._received, self._send = engine, received, send
         self._prepared: queue.SimpleQueue[list[_Prepared] | None] = queue.SimpleQueue()
@@ -90,7 +103,9 @@ class EngineWorker:
 
     def run(self) -> None:
         """Return when all rows are answered and no more will come. Raises `EngineDeadError`, after sending the answers so far."""
-        threading.Thread(target=self._prepare_all, name="dovetail-batch-prompts", daemon=True).start()
+        threading.Thread(
+            target=self._prepare_all, name="dovetail-batch-prompts", daemon=True
+        ).start()
         sender = threading.Thread(target=self._send_all, name="dovetail-batch-answers", daemon=True)
         sender.start()
         try:
@@ -108,7 +123,11 @@ class EngineWorker:
             if engine.has_unfinished_requests():
                 outputs = engine.step()
                 engine.core.check_alive()  # otherwise all unfinished rows would count as failed
-                answers += [answer_of(self._rows.pop(output.request_id), output) for output in outputs if output.finished]
+                answers += [
+                    answer_of(self._rows.pop(output.request_id), output)
+                    for output in outputs
+                    if output.finished
+                ]
             if answers:
                 self._answers.put(answers)
 
@@ -130,7 +149,9 @@ class EngineWorker:
             try:
                 if isinstance(prompt, RequestError):
                     raise prompt
-                self._engine.add_list([(str(row.number), prompt, row.params, row.fields)])  # not subject to `limits.max_waiting`
+                self._engine.add_list(
+                    [(str(row.number), prompt, row.params, row.fields)]
+                )  # not subject to `limits.max_waiting`
                 self._rows[str(row.number)] = row
             except RequestError as error:
                 refused.append(failure_of(row.number, row.id, str(error), row.form))
@@ -145,15 +166,25 @@ class EngineWorker:
     def _prepare(self, rows: Sequence[JobRow]) -> list[_Prepared]:
         try:
             cut = any(cuts(row.params) for row in rows)
-            texts = iter(self._engine.all_tokenized([self._text(row) for row in rows if row.form == "prompt"], cut=cut))
-            return [(row, next(texts) if row.form == "prompt" else self._prompt(row)) for row in rows]
+            texts = iter(
+                self._engine.all_tokenized(
+                    [self._text(row) for row in rows if row.form == "prompt"], cut=cut
+                )
+            )
+            return [
+                (row, next(texts) if row.form == "prompt" else self._prompt(row)) for row in rows
+            ]
         except DovetailError:  # one by one, to find the invalid ones
             return [(row, self._prompt(row)) for row in rows]
 
     def _text(self, row: JobRow) -> str:
         """Return the text of a row, with the stored prompt if it is to be embedded."""
         text: str = row.content
-        return text if isinstance(row.params, SamplingParams) else self._engine.pooling.prompted(text, row.prompt_name)
+        return (
+            text
+            if isinstance(row.params, SamplingParams)
+            else self._engine.pooling.prompted(text, row.prompt_name)
+        )
 
     def _prompt(self, row: JobRow) -> Prompt | RequestError:
         try:
@@ -162,7 +193,9 @@ class EngineWorker:
             if row.form == "prompt":
                 return self._engine.tokenized(self._text(row), cut=cuts(row.params))
             if row.prompt_name is not None:
-                raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
+                raise RequestError(
+                    "prompt_name: a stored prompt is put before texts; these are token ids"
+                )
             return {"prompt_token_ids": row.content}
         except RequestError as error:
             return error
@@ -173,7 +206,9 @@ class EngineWorker:
     def _chat(self) -> ChatFrontEnd:
         from dovetail.front.chat import ChatFrontEnd
 
-        return ChatFrontEnd(self._engine.tokenizer, self._engine.config.limits, self._engine.capacity.max_model_len)
+        return ChatFrontEnd(
+            self._engine.tokenizer, self._engine.config.limits, self._engine.capacity.max_model_len
+        )
 
     # In the thread that sends answers
 

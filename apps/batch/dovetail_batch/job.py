@@ -30,7 +30,9 @@ CHANGES_NO_ANSWER = (  # keys of `engine.yaml` that may change while a job is in
 
 Source = str | dict[str, Any]
 Format = Literal["jsonl", "csv", "parquet", "openai"]  # of an input
-Column = Literal["id", "prompt", "messages", "token_ids", "sampling", "pooling", "extra", "predicted_tokens"]
+Column = Literal[
+    "id", "prompt", "messages", "token_ids", "sampling", "pooling", "extra", "predicted_tokens"
+]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
@@ -122,18 +124,34 @@ class Plan:
         if isinstance(given, list):
             return tuple(given) or (None,) * len(self.sources)
         needed, visible = given * len(self.sources), os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [str(place) for place in range(needed)] if visible is None else [name for name in visible.split(",") if name]
+        names = (
+            [str(place) for place in range(needed)]
+            if visible is None
+            else [name for name in visible.split(",") if name]
+        )
         if len(names) < needed:
             told = f"{len(self.sources)} engines of {given} need {needed} GPUs, and CUDA_VISIBLE_DEVICES names {len(names)}"
             raise ConfigError(f"gpus: {told}")
-        return tuple(",".join(names[place * given : (place + 1) * given]) for place in range(len(self.sources)))
+        return tuple(
+            ",".join(names[place * given : (place + 1) * given])
+            for place in range(len(self.sources))
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that the answers depend on, as plain values: a job resumes only with the same ones."""
         job = self.job
-        engines = [{key: value for key, value in config.model_dump(mode="json").items() if key not in CHANGES_NO_ANSWER} for config in self.configs]
-        different = [engine for place, engine in enumerate(engines) if engine not in engines[:place]]
+        engines = [
+            {
+                key: value
+                for key, value in config.model_dump(mode="json").items()
+                if key not in CHANGES_NO_ANSWER
+            }
+            for config in self.configs
+        ]
+        different = [
+            engine for place, engine in enumerate(engines) if engine not in engines[:place]
+        ]
         return {
             "engine": different[0] if len(different) == 1 else different,
             "sampling": job.sampling,
@@ -151,7 +169,11 @@ def load_plan(name: str) -> Plan:
     sources = _sources(job, where)
     configs = tuple(_config(source, where) for source in sources)
     if len(models := {(config.model.path, str(config.tokenizer)) for config in configs}) > 1:
-        raise ConfigError(where.at("engine").says(f"the engines of a job must have one model, got {', '.join(sorted(model for model, _ in models))}"))
+        raise ConfigError(
+            where.at("engine").says(
+                f"the engines of a job must have one model, got {', '.join(sorted(model for model, _ in models))}"
+            )
+        )
     return Plan(job, _format(job, where), sources, configs, _reader(job, where))
 
 
@@ -159,12 +181,20 @@ def _sources(job: JobSettings, where: Where) -> tuple[Source, ...]:
     """Return the config of each engine as given."""
     if isinstance(job.engine, list):
         if job.engines != 1:
-            raise ConfigError(where.at("engines").says(f"engine is a list of {len(job.engine)}, which says how many there are: leave this out"))
+            raise ConfigError(
+                where.at("engines").says(
+                    f"engine is a list of {len(job.engine)}, which says how many there are: leave this out"
+                )
+            )
         sources = tuple(job.engine)
     else:
         sources = (job.engine,) * job.engines
     if isinstance(job.gpus, list) and job.gpus and len(job.gpus) != len(sources):
-        raise ConfigError(where.at("gpus").says(f"expected one for each engine, which are {len(sources)}, got {len(job.gpus)}"))
+        raise ConfigError(
+            where.at("gpus").says(
+                f"expected one for each engine, which are {len(sources)}, got {len(job.gpus)}"
+            )
+        )
     return sources
 
 
@@ -178,14 +208,28 @@ def _config(source: Source, where: Where) -> EngineConfig:
 def _format(job: JobSettings, where: Where) -> Format:
     given, place = job.input, where.at("input")
     if given.path == "-":
-        raise ConfigError(place.says("a job reads its rows twice, and again when it goes on: write standard input to a file first"))
+        raise ConfigError(
+            place.says(
+                "a job reads its rows twice, and again when it goes on: write standard input to a file first"
+            )
+        )
     found: Any = given.format or FORMAT_OF_SUFFIX.get(Path(given.path).suffix.lower())
     if found is None:
-        raise ConfigError(place.says(f"{given.path}: its name doesn't end in {', '.join(FORMAT_OF_SUFFIX)}: say the `format`"))
+        raise ConfigError(
+            place.says(
+                f"{given.path}: its name doesn't end in {', '.join(FORMAT_OF_SUFFIX)}: say the `format`"
+            )
+        )
     if found == "openai" and given.columns:
-        raise ConfigError(place.at("columns").says("OpenAI's format has names of its own: leave this out"))
+        raise ConfigError(
+            place.at("columns").says("OpenAI's format has names of its own: leave this out")
+        )
     if given.columns and not {"prompt", "messages", "token_ids"} & set(given.columns):
-        raise ConfigError(place.at("columns").says(f"name the column of a prompt, messages or token_ids; what can be named is {', '.join(KEYS)}"))
+        raise ConfigError(
+            place.at("columns").says(
+                f"name the column of a prompt, messages or token_ids; what can be named is {', '.join(KEYS)}"
+            )
+        )
     if Path(job.output.path).suffix.lower() in FORMAT_OF_SUFFIX:
         hint = f"{job.output.path}: the answers are a folder of files, one for each {job.shard_rows} rows: name a folder, and its `format`"
         raise ConfigError(where.at("output").says(hint))
@@ -197,9 +241,17 @@ def _reader(job: JobSettings, where: Where) -> RowReader:
         try:
             json.dumps(getattr(job, key))  # as in the manifest
         except TypeError as error:
-            raise ConfigError(where.at(key).says(f"expected values that JSON has, too: {error}")) from None
+            raise ConfigError(
+                where.at(key).says(f"expected values that JSON has, too: {error}")
+            ) from None
     try:
-        return RowReader(job.sampling, job.seed, has_logprobs=job.output.format != "openai", task=job.task, pooling=job.pooling)
+        return RowReader(
+            job.sampling,
+            job.seed,
+            has_logprobs=job.output.format != "openai",
+            task=job.task,
+            pooling=job.pooling,
+        )
     except RequestError as error:
         key, _, reason = str(error).partition(": ")
         raise ConfigError(where.at(key).says(reason)) from None

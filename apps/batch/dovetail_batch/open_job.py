@@ -25,11 +25,21 @@ from dovetail.errors import ConfigError, RequestError
 from dovetail_batch.answers import SUFFIXES, Answer, failure_of, output_tokens, writer_of
 from dovetail_batch.job import Plan
 from dovetail_batch.rows import JobRow, RowReader, id_of
-from dovetail_batch.shards import ANEW, Manifest, ShardStore, begin_anew, is_ours, locked, stray_answers
+from dovetail_batch.shards import (
+    ANEW,
+    Manifest,
+    ShardStore,
+    begin_anew,
+    is_ours,
+    locked,
+    stray_answers,
+)
 from dovetail_batch.sources import Csv, Jsonl, OpenAIBatch, Source, unreadable
 
 SHOWN_FAILURES = 3
-TRIED = 100  # rows: a job is rejected if its first `TRIED` rows, or all if it has fewer, are invalid
+TRIED = (
+    100  # rows: a job is rejected if its first `TRIED` rows, or all if it has fewer, are invalid
+)
 
 
 def digest(source: Source) -> str:
@@ -74,7 +84,11 @@ def _check_first_rows(source: Source, reader: RowReader) -> None:
             first = first or error
     if first is None:
         raise ConfigError(f"input: {source.path}: no rows in it")
-    which = "its only row is wrong" if number == 1 else f"its first {number} rows are all wrong, row 1 for instance"
+    which = (
+        "its only row is wrong"
+        if number == 1
+        else f"its first {number} rows are all wrong, row 1 for instance"
+    )
     raise ConfigError(f"input: {source.path}: {which}: {first}")
 
 
@@ -98,7 +112,9 @@ def _reject_duplicate(source: Source, hashes: set[int]) -> None:
         if name is None or _hash(name) not in hashes:
             continue
         if name in seen:
-            raise ConfigError(f"input: {source.path}: rows {seen[name]} and {number} have the same id, {shown(name)}")
+            raise ConfigError(
+                f"input: {source.path}: rows {seen[name]} and {number} have the same id, {shown(name)}"
+            )
         seen[name] = number
 
 
@@ -137,12 +153,16 @@ class RowsLeft:
                 continue
             if start != position:  # a shard was skipped
                 records = self.source.records(start)
-            for number, (record, end) in enumerate(islice(records, self.shard_rows), start=shard * self.shard_rows + 1):
+            for number, (record, end) in enumerate(
+                islice(records, self.shard_rows), start=shard * self.shard_rows + 1
+            ):
                 position = end
                 if number in self.left[shard]:
                     yield self._row(number, record)
             if self.source.stamp() != self.stamp:
-                raise ConfigError(f"input: {self.source.path}: it was changed while the job ran: some answers may be of other rows. {ANEW}")
+                raise ConfigError(
+                    f"input: {self.source.path}: it was changed while the job ran: some answers may be of other rows. {ANEW}"
+                )
 
     def _row(self, number: int, record: Any) -> JobRow | Answer:
         name: str | None = None
@@ -165,7 +185,9 @@ def job_folder(plan: Plan, *, anew: bool = False) -> Iterator[Callable[[], OpenJ
     writer = writer_of(plan.job.output.format, plan.configs[0].model.path)
     source.stamp()  # raises if it doesn't exist: the next line needs it
     if any(is_ours(directory, path) for path in (source.path, source.path.resolve())):
-        raise ConfigError(f"output: {directory}: the input is in it, and has the name of a file of answers: name another output folder")
+        raise ConfigError(
+            f"output: {directory}: the input is in it, and has the name of a file of answers: name another output folder"
+        )
 
     def open_job() -> OpenJob:
         stamp, sha256 = source.stamp(), digest(source)
@@ -186,7 +208,9 @@ def job_folder(plan: Plan, *, anew: bool = False) -> Iterator[Callable[[], OpenJ
         if before is not None:
             before.check_settings(directory, plan.settings)
         elif (stray := stray_answers(directory)) is not None:
-            raise ConfigError(f"output: {directory}: there is {stray} and no manifest that says what it is of: {ANEW}")
+            raise ConfigError(
+                f"output: {directory}: there is {stray} and no manifest that says what it is of: {ANEW}"
+            )
         yield open_job
 
 
@@ -207,17 +231,43 @@ def source_of(plan: Plan) -> Source:
 class OpenJob:
     """A job under way, with a progress bar on a terminal. `summary` is current except for its `seconds`, which `end` sets."""
 
-    def __init__(self, plan: Plan, source: Source, stamp: tuple[int, int, int], manifest: Manifest, store: ShardStore) -> None:
-        self._plan, self._source, self._stamp, self._manifest, self._store = plan, source, stamp, manifest, store
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        stamp: tuple[int, int, int],
+        manifest: Manifest,
+        store: ShardStore,
+    ) -> None:
+        self._plan, self._source, self._stamp, self._manifest, self._store = (
+            plan,
+            source,
+            stamp,
+            manifest,
+            store,
+        )
         self.summary = Summary(manifest.rows, store.answered)
         self._begun: float | None = None
         disable = True if self.is_done else None  # None: shown on a terminal only
-        self._bar = tqdm(total=manifest.rows, initial=self.summary.earlier, unit="row", disable=disable, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=manifest.rows,
+            initial=self.summary.earlier,
+            unit="row",
+            disable=disable,
+            dynamic_ncols=True,
+        )
         self._bar.set_description("loading")
 
     def rows_left(self) -> RowsLeft:
         """Return the rows that are unanswered now."""
-        return RowsLeft(self._source, self._stamp, self._plan.rows, self._plan.job.shard_rows, self._manifest.starts, self._store.left())
+        return RowsLeft(
+            self._source,
+            self._stamp,
+            self._plan.rows,
+            self._plan.job.shard_rows,
+            self._manifest.starts,
+            self._store.left(),
+        )
 
     def ready(self, seconds_ago: float = 0.0) -> None:
         """Note that an engine is ready. The first call starts the clock."""
@@ -237,7 +287,10 @@ class OpenJob:
                 if len(summary.failures) < SHOWN_FAILURES:
                     summary.failures += (f"row {answer['row']}: {answer['error']}",)
         if self._begun is not None:
-            self._bar.set_postfix_str(f"{summary.output_tokens / max(time.perf_counter() - self._begun, 1e-9):,.0f} tok/s", refresh=False)
+            self._bar.set_postfix_str(
+                f"{summary.output_tokens / max(time.perf_counter() - self._begun, 1e-9):,.0f} tok/s",
+                refresh=False,
+            )
         self._bar.update(len(new))
         return len(new)
 

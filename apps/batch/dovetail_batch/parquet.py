@@ -28,7 +28,9 @@ class Parquet(Source):
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)
         with self._file() as file:
-            self._groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+            self._groups = [
+                file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)
+            ]
             self._names = names_of_columns(path, file.schema_arrow.names, columns)
 
     def records(self, position: int) -> Iterator[tuple[Fields | RequestError, int]]:
@@ -40,7 +42,11 @@ class Parquet(Source):
             group += 1
         with self._file() as file:
             try:
-                rest = file.iter_batches(ROWS_AT_ONCE, row_groups=range(group, len(self._groups)), columns=list(self._names.values()))
+                rest = file.iter_batches(
+                    ROWS_AT_ONCE,
+                    row_groups=range(group, len(self._groups)),
+                    columns=list(self._names.values()),
+                )
                 for batch in rest:
                     passed = min(max(0, position - begin), batch.num_rows)
                     for row in _rows(batch.slice(passed)):
@@ -48,12 +54,18 @@ class Parquet(Source):
                         passed += 1
                     begin += batch.num_rows
             except (pa.ArrowException, OSError) as error:
-                raise ConfigError(f"input: {self.path}: can't be read from row {begin + 1} on: {error}") from None
+                raise ConfigError(
+                    f"input: {self.path}: can't be read from row {begin + 1} on: {error}"
+                ) from None
 
     def fields(self, record: Fields | RequestError) -> Fields:
         if isinstance(record, RequestError):
             raise record
-        return {ours: _without_nulls(record[theirs]) for ours, theirs in self._names.items() if record[theirs] is not None}
+        return {
+            ours: _without_nulls(record[theirs])
+            for ours, theirs in self._names.items()
+            if record[theirs] is not None
+        }
 
     def convert(self, fields: Fields) -> Fields:
         return with_json_parsed(fields)
@@ -65,7 +77,9 @@ class Parquet(Source):
 
         self.opened().close()
         try:
-            return ParquetFile(self.path, buffer_size=_BUFFER_BYTES)  # otherwise it reads whole columns of a row group
+            return ParquetFile(
+                self.path, buffer_size=_BUFFER_BYTES
+            )  # otherwise it reads whole columns of a row group
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"input: {self.path}: {_NO_PARQUET}: {error}") from None
 
@@ -111,14 +125,20 @@ def write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
             ("prompt_tokens", pa.int32()),
             ("outputs", pa.list_(output)),
             ("prompt_logprobs", pa.string()),
-            *([("embedding", pa.list_(pa.float32()))] if any("embedding" in answer for answer in answers) else []),
+            *(
+                [("embedding", pa.list_(pa.float32()))]
+                if any("embedding" in answer for answer in answers)
+                else []
+            ),
         ]
     )
     rows = [
         {
             **_with_json(answer, "prompt_logprobs"),
             **{name: _unicode(answer[name]) for name in ("id", "error")},
-            "outputs": [_with_json(sample, "stop_reason", "logprobs") for sample in answer["outputs"]],
+            "outputs": [
+                _with_json(sample, "stop_reason", "logprobs") for sample in answer["outputs"]
+            ],
         }
         for answer in answers
     ]
@@ -132,5 +152,9 @@ def _unicode(text: str | None) -> str | None:
 
 def _with_json(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Serialize the values of some names, where present, as JSON."""
-    texts = {name: json.dumps(values[name], ensure_ascii=False) for name in names if values.get(name) is not None}
+    texts = {
+        name: json.dumps(values[name], ensure_ascii=False)
+        for name in names
+        if values.get(name) is not None
+    }
     return {**values, **texts}

@@ -34,7 +34,9 @@ class JobRow:
     content: Any  # text, messages or token ids, as `form` says
     params: SamplingParams | PoolingParams
     fields: Mapping[str, Any]  # other arguments of `LLMEngine.add_request`
-    prompt_name: str | None = None  # of a prompt stored in the checkpoint, for a text to be embedded
+    prompt_name: str | None = (
+        None  # of a prompt stored in the checkpoint, for a text to be embedded
+    )
 
 
 class RowReader:
@@ -65,28 +67,59 @@ class RowReader:
         """Return the row. Raises `RequestError` if it is invalid as far as can be checked without an engine."""
         for key in fields:
             if key not in KEYS:
-                belongs = "a sampling parameter, which belongs in the row's `sampling`" if key in PARAMS_KEYS else unknown_key(key, KEYS, "key")
-                hint = "; is this OpenAI's batch format? Then say `format: openai` of the input" if key == "custom_id" else ""
+                belongs = (
+                    "a sampling parameter, which belongs in the row's `sampling`"
+                    if key in PARAMS_KEYS
+                    else unknown_key(key, KEYS, "key")
+                )
+                hint = (
+                    "; is this OpenAI's batch format? Then say `format: openai` of the input"
+                    if key == "custom_id"
+                    else ""
+                )
                 raise RequestError(f"{key}: {belongs}{hint}")
         forms = [form for form in FORMS if form in fields]
         if len(forms) != 1:
-            raise RequestError(f"expected exactly one of {', '.join(FORMS)}, got {' and '.join(forms) or 'none'}")
+            raise RequestError(
+                f"expected exactly one of {', '.join(FORMS)}, got {' and '.join(forms) or 'none'}"
+            )
         [form] = forms
         if (other := "sampling" if self._task == "embed" else "pooling") in fields:
             raise RequestError(f"{other}: this job's task is {self._task}")
         if self._task == "embed":
             if not isinstance(given := fields.get("pooling", {}), Mapping):
-                raise RequestError(f'pooling must be an object like {{"dimensions": 256}}, got {shown(given)}')
+                raise RequestError(
+                    f'pooling must be an object like {{"dimensions": 256}}, got {shown(given)}'
+                )
             pooling, name = self._read_pooling({**self._pooling, **given})
-            return JobRow(number, id_of(fields, number), form, _content(form, fields[form]), pooling, fields_of(fields), name)
+            return JobRow(
+                number,
+                id_of(fields, number),
+                form,
+                _content(form, fields[form]),
+                pooling,
+                fields_of(fields),
+                name,
+            )
         params = self._params
         if "sampling" in fields:
             if not isinstance(given := fields["sampling"], Mapping):
-                raise RequestError(f'sampling must be an object like {{"max_tokens": 100}}, got {shown(given)}')
+                raise RequestError(
+                    f'sampling must be an object like {{"max_tokens": 100}}, got {shown(given)}'
+                )
             params = self._read_sampling({**self._sampling, **given})
         if params.seed is None:
-            params = changed_unchecked(params, seed=xxhash.xxh3_64_intdigest(f"{self._seed}:{number}".encode()) >> 1)
-        return JobRow(number, id_of(fields, number), form, _content(form, fields[form]), params, fields_of(fields))
+            params = changed_unchecked(
+                params, seed=xxhash.xxh3_64_intdigest(f"{self._seed}:{number}".encode()) >> 1
+            )
+        return JobRow(
+            number,
+            id_of(fields, number),
+            form,
+            _content(form, fields[form]),
+            params,
+            fields_of(fields),
+        )
 
     def _read_sampling(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of a row. Raises `RequestError` with the prefix "sampling: "."""
@@ -94,8 +127,12 @@ class RowReader:
             if "output_kind" in fields:
                 raise RequestError("output_kind: a job writes whole answers")
             params = make_params(fields)
-            if not self._has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
-                raise RequestError("logprobs: answers in the format openai have none; those in jsonl do")
+            if not self._has_logprobs and (
+                params.logprobs is not None or params.prompt_logprobs is not None
+            ):
+                raise RequestError(
+                    "logprobs: answers in the format openai have none; those in jsonl do"
+                )
             return params
         except (RequestError, TypeError) as error:
             raise RequestError(f"sampling: {error}") from None

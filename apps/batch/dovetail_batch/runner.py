@@ -80,7 +80,9 @@ class EngineLink:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(ENDS_S)
             code = self._process.returncode
-            why = self._given_up or ("it sends nothing more" if code is None else f"it {how_ended(code)}")
+            why = self._given_up or (
+                "it sends nothing more" if code is None else f"it {how_ended(code)}"
+            )
         return BatchEngineFailed(f"engine {self._index} has failed: {why}; {GO_ON}")
 
     def give_up(self, why: str) -> None:
@@ -116,7 +118,9 @@ def run(plan: Plan, *, anew: bool = False) -> Summary:
     with ExitStack() as stack:
         open_job = stack.enter_context(job_folder(plan, anew=anew))
         links: list[EngineLink] = []
-        for index, (engine, gpus) in enumerate(zip(plan.sources, plan.gpus, strict=True)):  # they load while the input is read
+        for index, (engine, gpus) in enumerate(
+            zip(plan.sources, plan.gpus, strict=True)
+        ):  # they load while the input is read
             link = EngineLink(index, engine, gpus)
             stack.callback(link.close)
             links.append(link)

@@ -35,7 +35,9 @@ VERSION = 1
 ANEW = "Give back what it was, name another output folder, or start anew with --anew, which deletes the answers that are there"
 _LISTED = 5
 OPEN = ".open"
-_OURS = re.compile(rf"part-[0-9]{{6,}}\.[a-z]+({re.escape(OPEN)}|{re.escape(BESIDE)})?|{re.escape(MANIFEST)}({re.escape(BESIDE)})?")
+_OURS = re.compile(
+    rf"part-[0-9]{{6,}}\.[a-z]+({re.escape(OPEN)}|{re.escape(BESIDE)})?|{re.escape(MANIFEST)}({re.escape(BESIDE)})?"
+)
 
 
 class BatchEngineFailed(EngineDeadError):
@@ -52,7 +54,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UnwritableOutput(f"{path}: can't be written: {error.strerror or error}; once it can be, {GO_ON}") from None
+        raise UnwritableOutput(
+            f"{path}: can't be written: {error.strerror or error}; once it can be, {GO_ON}"
+        ) from None
 
 
 @contextmanager
@@ -67,14 +71,20 @@ def locked(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("w")
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
-        raise ConfigError(f"output: {directory}: can't be written to: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"output: {directory}: can't be written to: {getattr(error, 'strerror', None) or error}"
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"output: {directory}: another run of a job is writing to it: wait until it ends, or end it") from None
+            raise ConfigError(
+                f"output: {directory}: another run of a job is writing to it: wait until it ends, or end it"
+            ) from None
         except OSError as error:
-            raise ConfigError(f"output: {directory}: can't be locked: {error.strerror or error}; a local disk can") from None
+            raise ConfigError(
+                f"output: {directory}: can't be locked: {error.strerror or error}; a local disk can"
+            ) from None
         yield
 
 
@@ -101,8 +111,12 @@ class Manifest:
             values = json.loads(path.read_text(encoding="utf-8"))
             if values.pop("version") != VERSION:
                 raise ValueError("another version of Dovetail wrote it")
-            found = cls(values["sha256"], values["settings"], values["rows"], tuple(values["starts"]))
-            if not all(type(number) is int for number in (found.rows, *found.starts)) or not isinstance(found.settings, dict):
+            found = cls(
+                values["sha256"], values["settings"], values["rows"], tuple(values["starts"])
+            )
+            if not all(
+                type(number) is int for number in (found.rows, *found.starts)
+            ) or not isinstance(found.settings, dict):
                 raise ValueError("it isn't a manifest")
             return found
         except FileNotFoundError:
@@ -114,9 +128,13 @@ class Manifest:
         """Raise `ConfigError` with the differences unless the settings are the same."""
         differences = list(_differences("", self.settings, json.loads(json.dumps(settings))))
         if differences:
-            more = [f"… and {len(differences) - _LISTED} more"] if len(differences) > _LISTED else []
+            more = (
+                [f"… and {len(differences) - _LISTED} more"] if len(differences) > _LISTED else []
+            )
             told = "\n  ".join([*differences[:_LISTED], *more])
-            raise ConfigError(f"output: {directory}: its answers are of other settings than these:\n  {told}\n{ANEW}")
+            raise ConfigError(
+                f"output: {directory}: its answers are of other settings than these:\n  {told}\n{ANEW}"
+            )
 
     def check_input(self, directory: Path, sha256: str) -> None:
         """Raise `ConfigError` unless the input has this hash."""
@@ -141,10 +159,16 @@ class ShardStore:
         self._directory, self._writer, self._suffix = directory, writer, suffix
         self._rows, self._shard_rows = manifest.rows, int(manifest.settings["shard_rows"])
         with writing(directory):
-            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(directory) if _OURS.fullmatch(entry.name)}
+            sizes = {
+                entry.name: entry.stat().st_size
+                for entry in os.scandir(directory)
+                if _OURS.fullmatch(entry.name)
+            }
             # The numbers of the unanswered rows, by shard; an empty file has lost its answers.
             self._left: dict[int, range | set[int]] = {
-                shard: self._numbers(shard) for shard in range(len(manifest.starts)) if not sizes.get(self._path(shard).name)
+                shard: self._numbers(shard)
+                for shard in range(len(manifest.starts))
+                if not sizes.get(self._path(shard).name)
             }
             for name in (name for name in sizes if name.endswith(BESIDE)):
                 (directory / name).unlink()
@@ -158,7 +182,10 @@ class ShardStore:
 
     def left(self) -> dict[int, Collection[int]]:
         """Return the numbers of the rows that are unanswered now, by shard, without complete shards."""
-        return {shard: left if isinstance(left, range) else frozenset(left) for shard, left in self._left.items()}
+        return {
+            shard: left if isinstance(left, range) else frozenset(left)
+            for shard, left in self._left.items()
+        }
 
     def add(self, answers: Iterable[Answer]) -> list[Answer]:
         """Write answers of unanswered rows, and return them; others are ignored. Raises `UnwritableOutput`."""
@@ -188,7 +215,9 @@ class ShardStore:
         with writing(path):
             answers = sorted(_answers_in(opened, rows), key=lambda answer: int(answer["row"]))
             if [answer["row"] for answer in answers] != list(rows):
-                raise UnwritableOutput(f"{opened}: another program has changed it: remove it, and {GO_ON}")
+                raise UnwritableOutput(
+                    f"{opened}: another program has changed it: remove it, and {GO_ON}"
+                )
             write_whole(path, lambda beside: self._writer(answers, beside))
             opened.unlink()
         del self._left[shard]
@@ -197,12 +226,16 @@ class ShardStore:
         """Resume an open shard of an earlier run, or remove its file if the shard is complete."""
         shard = int(opened.name[len("part-") :].partition(".")[0])
         if shard in self._left:
-            self._mark(shard, [answer["row"] for answer in _answers_in(opened, self._numbers(shard))])
+            self._mark(
+                shard, [answer["row"] for answer in _answers_in(opened, self._numbers(shard))]
+            )
         else:
             opened.unlink()
 
     def _numbers(self, shard: int) -> range:
-        return range(shard * self._shard_rows + 1, min((shard + 1) * self._shard_rows, self._rows) + 1)
+        return range(
+            shard * self._shard_rows + 1, min((shard + 1) * self._shard_rows, self._rows) + 1
+        )
 
     def _path(self, shard: int) -> Path:
         return self._directory / f"part-{shard:06d}.{self._suffix}"
@@ -227,7 +260,13 @@ def _answers_in(opened: Path, rows: Collection[int]) -> list[Answer]:
             if not answer.keys() >= KEYS:
                 break
             answers.append(answer)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # garbage after a power failure
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):  # garbage after a power failure
             break
         whole += len(line)
     if whole < len(data):
@@ -250,4 +289,11 @@ def is_ours(directory: Path, path: Path) -> bool:
 
 def stray_answers(directory: Path) -> str | None:
     """Return the name of a file of answers in a folder, or None."""
-    return next((entry.name for entry in os.scandir(directory) if entry.name.startswith("part-") and _OURS.fullmatch(entry.name)), None)
+    return next(
+        (
+            entry.name
+            for entry in os.scandir(directory)
+            if entry.name.startswith("part-") and _OURS.fullmatch(entry.name)
+        ),
+        None,
+    )

@@ -22,10 +22,26 @@ from dovetail.sampling_params import BEAM_NAMES, BEAM_SEARCH
 from dovetail_batch.rows import KEYS
 
 MAX_LINE_BYTES = 64 * 2**20  # longer lines are rejected
-JSON_CELLS = ("messages", "token_ids", "sampling", "pooling", *FIELD_KEYS)  # columns that hold JSON where cells are text
+JSON_CELLS = (
+    "messages",
+    "token_ids",
+    "sampling",
+    "pooling",
+    *FIELD_KEYS,
+)  # columns that hold JSON where cells are text
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 OPENAI_KEYS = ("custom_id", "method", "url", "body")
-NO_EFFECT = ("model", "user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key")
+NO_EFFECT = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "stream",
+    "stream_options",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+)
 _BOM = b"\xef\xbb\xbf"
 
 Fields = dict[str, Any]
@@ -61,7 +77,9 @@ class Source(ABC):
     def opened(self) -> BufferedReader:
         """Open the file. Raises `ConfigError`, also for pipes and devices: they can't be reread, and opening one may block forever."""
         mode = self._stat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder raises a clear error
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(
+            mode
+        ):  # opening a folder raises a clear error
             reason = "a pipe or a device: a job reads its rows twice, and again when it goes on: write them to a file first"
             raise ConfigError(f"input: {self.path}: {reason}")
         try:
@@ -88,8 +106,14 @@ class Jsonl(Source):
         except UnicodeDecodeError as error:
             raise RequestError(f"not UTF-8: {error.reason} at byte {error.start}") from None
         if not isinstance(given, dict):
-            raise RequestError(f'expected an object like {{"id": "1", "prompt": "…"}}, got {shown(given)}')
-        return {ours: given[theirs] for ours, theirs in self.columns.items() if theirs in given} if self.columns else given
+            raise RequestError(
+                f'expected an object like {{"id": "1", "prompt": "…"}}, got {shown(given)}'
+            )
+        return (
+            {ours: given[theirs] for ours, theirs in self.columns.items() if theirs in given}
+            if self.columns
+            else given
+        )
 
 
 class Csv(Source):
@@ -121,9 +145,13 @@ class Csv(Source):
             nonlocal behind
             for line, end in lines(self, position):
                 if behind == 0:
-                    line = line.removeprefix(_BOM)  # otherwise a quote after it wouldn't begin a cell
+                    line = line.removeprefix(
+                        _BOM
+                    )  # otherwise a quote after it wouldn't begin a cell
                 behind = end
-                yield line.decode("utf-8", "surrogateescape")  # text that isn't UTF-8 fails with its row
+                yield line.decode(
+                    "utf-8", "surrogateescape"
+                )  # text that isn't UTF-8 fails with its row
 
         reader = csv.reader(texts(), strict=True)
         try:
@@ -140,7 +168,9 @@ def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
             file.seek(position)
             while line := file.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{source.path}: the line at byte {position} has more than {MAX_LINE_BYTES} bytes: that is no row")
+                    raise ConfigError(
+                        f"{source.path}: the line at byte {position} has more than {MAX_LINE_BYTES} bytes: that is no row"
+                    )
                 position += len(line)
                 yield line, position
         except OSError as error:
@@ -155,13 +185,19 @@ def names_of_columns(path: Path, header: list[str], columns: Mapping[str, str]) 
     if columns:
         for ours, theirs in columns.items():
             if theirs not in header:
-                hint = did_you_mean(theirs, header) or f"; there are {', '.join(map(shown, header))}"
-                raise ConfigError(f"{path}: no column {shown(theirs)}, which is to be the {ours}{hint}")
+                hint = (
+                    did_you_mean(theirs, header) or f"; there are {', '.join(map(shown, header))}"
+                )
+                raise ConfigError(
+                    f"{path}: no column {shown(theirs)}, which is to be the {ours}{hint}"
+                )
         return dict(columns)
     for name in header:
         if name not in KEYS:
             hint = did_you_mean(name, KEYS) or f"; known are {', '.join(KEYS)}."
-            raise ConfigError(f"{path}: unknown column {shown(name)}{hint} Say with `columns` of the input which are to be used")
+            raise ConfigError(
+                f"{path}: unknown column {shown(name)}{hint} Say with `columns` of the input which are to be used"
+            )
     return {name: name for name in header}
 
 
@@ -214,7 +250,13 @@ def fields_of(line: Mapping[str, Any], limited: bool) -> Fields:
     if not isinstance(body := line.get("body"), Mapping):
         raise RequestError(f"body must be an object, got {shown(body)}")
     own = {key: body[key] for key in FIELD_KEYS if key in body}
-    read = _embedding(body) if url == EMBEDDINGS else _chat(body, limited) if url == CHAT else _completion(body)
+    read = (
+        _embedding(body)
+        if url == EMBEDDINGS
+        else _chat(body, limited)
+        if url == CHAT
+        else _completion(body)
+    )
     return {"id": name, **own, **read}
 
 
@@ -234,18 +276,26 @@ def _chat(body: Mapping[str, Any], limited: bool) -> Fields:
 
 def _completion(body: Mapping[str, Any]) -> Fields:
     sampling = _sampling(body, "prompt")
-    if not isinstance(prompt := body.get("prompt"), str | list) or (isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)):
+    if not isinstance(prompt := body.get("prompt"), str | list) or (
+        isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
+    ):
         raise RequestError(f"prompt must be one text or one list of token ids, got {shown(prompt)}")
     return {"prompt" if isinstance(prompt, str) else "token_ids": prompt, "sampling": sampling}
 
 
 def _embedding(body: Mapping[str, Any]) -> Fields:
     prompt = body.get("input")
-    if not isinstance(prompt, str | list) or (isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)):
+    if not isinstance(prompt, str | list) or (
+        isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
+    ):
         raise RequestError(f"input must be one text or one list of token ids, got {shown(prompt)}")
     if body.get("encoding_format") not in (None, "float"):
         raise RequestError("encoding_format: a job writes floats")
-    left = {key: value for key, value in body.items() if key not in ("input", "encoding_format", *NO_EFFECT, *FIELD_KEYS) and value is not None}
+    left = {
+        key: value
+        for key, value in body.items()
+        if key not in ("input", "encoding_format", *NO_EFFECT, *FIELD_KEYS) and value is not None
+    }
     return {"prompt" if isinstance(prompt, str) else "token_ids": prompt, "pooling": left}
 
 
@@ -261,9 +311,13 @@ def _sampling(body: Mapping[str, Any], content: str) -> dict[str, Any]:
             raise RequestError(f"{key}: {BEAM_SEARCH}")
         if key == "vllm_xargs":
             if body.get("extra_args") is not None:
-                raise RequestError("vllm_xargs: another name of extra_args, which is given as well: leave one of them out")
+                raise RequestError(
+                    "vllm_xargs: another name of extra_args, which is given as well: leave one of them out"
+                )
             key = "extra_args"
         if key not in (*PARAMS_KEYS, "top_logprobs"):
-            raise RequestError(f"{key}: `dovetail batch` doesn't read it, and it would change the answer; /v1/batches of `dovetail serve` does")
+            raise RequestError(
+                f"{key}: `dovetail batch` doesn't read it, and it would change the answer; /v1/batches of `dovetail serve` does"
+            )
         sampling[key] = value
     return sampling

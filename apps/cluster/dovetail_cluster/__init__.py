@@ -7,4 +7,10 @@ from dovetail.api.component import CommandSpec, hookimpl
 
 @hookimpl
 def dovetail_commands() -> list[CommandSpec]:
-    return [CommandSpec("cluster", "dovetail_cluster.command:app", "Several servers of one model behind a router, kept alive")]
+    return [
+        CommandSpec(
+            "cluster",
+            "dovetail_cluster.command:app",
+            "Several servers of one model behind a router, kept alive",
+        )
+    ]

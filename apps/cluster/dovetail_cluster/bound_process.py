@@ -15,11 +15,23 @@ from dovetail.process_watch import die_with
 
 
 def start_bound(
-    command: Sequence[str], *, environment: Mapping[str, str], stdout: int | IO[bytes], stderr: int | IO[bytes] | None = None
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a Python module with arguments in a new session, bound to the calling thread: the kernel kills it when that thread ends."""
     return subprocess.Popen(
-        [sys.executable, "-m", "dovetail_cluster.bound_process", str(os.getpid()), sys.executable, "-m", *command],
+        [
+            sys.executable,
+            "-m",
+            "dovetail_cluster.bound_process",
+            str(os.getpid()),
+            sys.executable,
+            "-m",
+            *command,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

@@ -11,9 +11,20 @@ import typer
 
 from dovetail.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
-Cluster = Annotated[str | None, typer.Argument(metavar="[NAME|cluster.yaml]", help="The cluster's name, or its file. None: the only one that is up.")]
+Cluster = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NAME|cluster.yaml]",
+        help="The cluster's name, or its file. None: the only one that is up.",
+    ),
+]
 POLL_S = 0.2
 
 
@@ -25,7 +36,11 @@ def cluster() -> None:
 @app.command()
 def up(
     file: Annotated[
-        str, typer.Argument(metavar="cluster.yaml", help="The cluster: `engine`, `replicas`, `router` and what docs/serving/replicas.md lists.")
+        str,
+        typer.Argument(
+            metavar="cluster.yaml",
+            help="The cluster: `engine`, `replicas`, `router` and what docs/serving/replicas.md lists.",
+        ),
     ],
 ) -> None:
     """Start replicas and their router, and keep them running until `dovetail cluster down`, SIGTERM or Ctrl-C.
@@ -39,7 +54,10 @@ def up(
 
 
 @app.command()
-def status(name: Cluster = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+def status(
+    name: Cluster = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
     """Show the state of a cluster's replicas. The exit code is 0 while enough of them serve."""
     found = _send(name, "status")
     if as_json:
@@ -50,7 +68,12 @@ def status(name: Cluster = None, as_json: Annotated[bool, typer.Option("--json",
 
 
 @app.command()
-def restart(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all are replaced.")] = True) -> None:
+def restart(
+    name: Cluster = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until all are replaced.")
+    ] = True,
+) -> None:
     """Replace all replicas one by one while the others serve."""
     found = _send(name, "restart")
     while wait and (found["rolling"] or not _serves(found)):
@@ -60,7 +83,12 @@ def restart(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--n
 
 
 @app.command()
-def down(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all have ended.")] = True) -> None:
+def down(
+    name: Cluster = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until all have ended.")
+    ] = True,
+) -> None:
     """Drain all replicas, and end the cluster."""
     from dovetail_cluster.control import names_up
 
@@ -102,10 +130,16 @@ def _name(given: str | None) -> str:
 
 def _print(found: dict[str, Any]) -> None:
     router = found["router"]
-    typer.echo(f"router   {router['url']}  {'answers' if router['answers'] else 'does not answer'}, its metrics: {router['metrics']}")
-    typer.echo(f"replicas {found['target']} wanted{', rolling restart under way' if found['rolling'] else ''}; {found['deaths']} have died so far")
+    typer.echo(
+        f"router   {router['url']}  {'answers' if router['answers'] else 'does not answer'}, its metrics: {router['metrics']}"
+    )
+    typer.echo(
+        f"replicas {found['target']} wanted{', rolling restart under way' if found['rolling'] else ''}; {found['deaths']} have died so far"
+    )
     for replica in found["replicas"]:
         where = replica["url"] or ""
-        typer.echo(f"  {replica['name']:<12} {replica['state']:<9} {where:<28} {replica['running']} running, {replica['waiting']} waiting")
+        typer.echo(
+            f"  {replica['name']:<12} {replica['state']:<9} {where:<28} {replica['running']} running, {replica['waiting']} waiting"
+        )
     if found["last_death"]:
         typer.echo(f"last death: {found['last_death']}")

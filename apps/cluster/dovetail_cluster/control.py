@@ -33,14 +33,20 @@ class NotUp(DovetailError):
 def runtime_folder() -> Path:
     """Return the private folder of this user's clusters, creating it if needed. Raises `ConfigError` if it isn't private."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "dovetail" if base else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
+    folder = (
+        Path(base) / "dovetail" if base else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
+    )
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}: set XDG_RUNTIME_DIR to a folder that you may write to") from None
+        raise ConfigError(
+            f"{folder}: {error.strerror}: set XDG_RUNTIME_DIR to a folder that you may write to"
+        ) from None
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise ConfigError(f"{folder}: isn't a private folder of this user: set XDG_RUNTIME_DIR to one")
+        raise ConfigError(
+            f"{folder}: isn't a private folder of this user: set XDG_RUNTIME_DIR to one"
+        )
     return folder
 
 
@@ -59,13 +65,17 @@ class ControlSocket:
         self._lock: IO[str] = (folder / f"{name}.lock").open("a")
         if not self._takes_lock():
             self._lock.close()
-            raise ConfigError(f"a cluster named {name} is up: end it with `dovetail cluster down {name}`, or give this one another `name`") from None
+            raise ConfigError(
+                f"a cluster named {name} is up: end it with `dovetail cluster down {name}`, or give this one another `name`"
+            ) from None
         self._path.unlink(missing_ok=True)  # stale: its process was killed
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.bind(str(self._path))
         except OSError as error:
-            raise ConfigError(f"{self._path}: {error.strerror or error}: set XDG_RUNTIME_DIR to a shorter folder that you may write to") from None
+            raise ConfigError(
+                f"{self._path}: {error.strerror or error}: set XDG_RUNTIME_DIR to a shorter folder that you may write to"
+            ) from None
         self._socket.listen(8)
 
     def _takes_lock(self) -> bool:
@@ -87,7 +97,11 @@ class ControlSocket:
                 connection.settimeout(PATIENCE_S / 5)
                 with connection.makefile("rb") as lines:
                     asked = json.loads(lines.readline(_MOST_BYTES))
-                answered = answer(str(asked.get("do"))) if isinstance(asked, dict) else {"error": "expected an object"}
+                answered = (
+                    answer(str(asked.get("do")))
+                    if isinstance(asked, dict)
+                    else {"error": "expected an object"}
+                )
                 connection.sendall(json.dumps(answered).encode() + b"\n")
 
     def close(self) -> None:
@@ -100,7 +114,10 @@ def tell(name: str, what: str) -> dict[str, Any]:
     """Send a command to a cluster and return its response. Raises `NotUp`, or `DovetailError` if it doesn't answer or refuses."""
     folder = runtime_folder()
     if not _is_locked(folder / f"{name}.lock"):
-        raise NotUp(f"no cluster named {name} is up" + (f"; up are {', '.join(up)}" if (up := names_up()) else ""))
+        raise NotUp(
+            f"no cluster named {name} is up"
+            + (f"; up are {', '.join(up)}" if (up := names_up()) else "")
+        )
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(PATIENCE_S)

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dovetail.errors import DovetailError
-from dovetail_cluster.interfaces import Launcher, Listed, Prober, Replica, ReplicaStatus, Router, Vitals
+from dovetail_cluster.interfaces import (
+    Launcher,
+    Listed,
+    Prober,
+    Replica,
+    ReplicaStatus,
+    Router,
+    Vitals,
+)
 from dovetail_cluster.settings import ClusterSettings, Replicas, Scale
 
 FUTILE_STARTS = 3  # replicas in a row that die before they serve: then the cluster gives up if none has ever served
@@ -44,11 +52,23 @@ class Scaler:
             self._long_since = self._empty_since = None
             return self.target
         is_long = waiting > self._scale.queue_per_replica * serving
-        self._long_since = (self._long_since if self._long_since is not None else now) if is_long else None
-        self._empty_since = (self._empty_since if self._empty_since is not None else now) if waiting == 0 else None
-        if self._long_since is not None and now - self._long_since >= self._scale.up_after_s and self.target < self._bounds.max:
+        self._long_since = (
+            (self._long_since if self._long_since is not None else now) if is_long else None
+        )
+        self._empty_since = (
+            (self._empty_since if self._empty_since is not None else now) if waiting == 0 else None
+        )
+        if (
+            self._long_since is not None
+            and now - self._long_since >= self._scale.up_after_s
+            and self.target < self._bounds.max
+        ):
             self.target, self._long_since = self.target + 1, None
-        elif self._empty_since is not None and now - self._empty_since >= self._scale.down_after_s and self.target > self._bounds.min:
+        elif (
+            self._empty_since is not None
+            and now - self._empty_since >= self._scale.down_after_s
+            and self.target > self._bounds.min
+        ):
             self.target, self._empty_since = self.target - 1, now
         return self.target
 
@@ -98,7 +118,12 @@ class Controller:
         say: Callable[[str], None] = print,
     ):
         """`say` logs a line per event."""
-        self._settings, self._launcher, self._router, self._prober = settings, launcher, router, prober
+        self._settings, self._launcher, self._router, self._prober = (
+            settings,
+            launcher,
+            router,
+            prober,
+        )
         self._clock, self._say = clock, say
         self._scaler = Scaler(settings.replicas, settings.scale)
         self._members: list[Member] = []
@@ -136,7 +161,9 @@ class Controller:
     def roll(self) -> None:
         """Replace all present replicas one by one. Raises `DovetailError` if there is only one and no room for another."""
         if len(self._members) == self.target == 1 and not self._launcher.has_room():
-            raise DovetailError("a single replica isn't replaced where there are no GPUs for another: nobody would serve meanwhile")
+            raise DovetailError(
+                "a single replica isn't replaced where there are no GPUs for another: nobody would serve meanwhile"
+            )
         for member in self._members:
             member.is_old = True
 
@@ -177,9 +204,17 @@ class Controller:
             self._enter(member, State.JOINING)
         elif member.state in _COMING and age > self._settings.start_timeout_s:
             self._kill(member, f"didn't serve within {self._settings.start_timeout_s:g} s")
-        elif member.state is State.SERVING and now - max(member.vitals.healthy_at, member.since) > self._settings.unhealthy_after_s:
-            self._kill(member, f"gave no good answer at /health for {self._settings.unhealthy_after_s:g} s")
-        elif member.state is State.DRAINING and age > self._settings.server.drain_timeout_s + LETS_GO_S:
+        elif (
+            member.state is State.SERVING
+            and now - max(member.vitals.healthy_at, member.since) > self._settings.unhealthy_after_s
+        ):
+            self._kill(
+                member, f"gave no good answer at /health for {self._settings.unhealthy_after_s:g} s"
+            )
+        elif (
+            member.state is State.DRAINING
+            and age > self._settings.server.drain_timeout_s + LETS_GO_S
+        ):
             self._kill(member, "didn't end when it was told to")
 
     def _kill(self, member: Member, reason: str) -> None:
@@ -210,7 +245,10 @@ class Controller:
 
     def _enter(self, member: Member, state: State) -> None:
         member.state, member.since = state, self._clock()
-        self._say(f"{member.name} is {state.value}" + (f" at {member.url}" if state is State.SERVING else ""))
+        self._say(
+            f"{member.name} is {state.value}"
+            + (f" at {member.url}" if state is State.SERVING else "")
+        )
 
     # The router
 
@@ -220,7 +258,11 @@ class Controller:
         self._listed = None if listed is None else dict(listed)
         if self._listed is None:
             return
-        wanted = {member.url: member for member in self._members if member.state in _WANTED_BY_ROUTER and member.url is not None}
+        wanted = {
+            member.url: member
+            for member in self._members
+            if member.state in _WANTED_BY_ROUTER and member.url is not None
+        }
         for url in wanted.keys() - self._listed.keys():
             self._router.add(url)
         for url, how in self._listed.items():
@@ -231,7 +273,9 @@ class Controller:
             if member.state is State.JOINING and how_listed is Listed.READY:
                 self._has_served, self._futile = True, 0
                 self._enter(member, State.SERVING)
-            elif member.state is State.LEAVING and (how_listed is None or self._clock() - member.since > LETS_GO_S):
+            elif member.state is State.LEAVING and (
+                how_listed is None or self._clock() - member.since > LETS_GO_S
+            ):
                 self._drain(member)
 
     # All of them
@@ -239,19 +283,31 @@ class Controller:
     def _scale(self) -> None:
         serving = [member for member in self._members if member.state is State.SERVING]
         before = self.target
-        target = self._scaler.note(self._clock(), len(serving), sum(member.vitals.waiting for member in serving))
+        target = self._scaler.note(
+            self._clock(), len(serving), sum(member.vitals.waiting for member in serving)
+        )
         if target != before:
-            self._say(f"the number of replicas goes from {before} to {target}, because {'too many' if target > before else 'no'} requests wait")
+            self._say(
+                f"the number of replicas goes from {before} to {target}, because {'too many' if target > before else 'no'} requests wait"
+            )
 
     def _replace(self) -> None:
         """Retire one replica: an old one when its replacement serves, or a surplus one."""
         if self._listed is None or self._count(State.LEAVING, State.DRAINING):
             return
-        serving = [member for member in self._members if member.state is State.SERVING and self._gets_requests(member)]
+        serving = [
+            member
+            for member in self._members
+            if member.state is State.SERVING and self._gets_requests(member)
+        ]
         old = [member for member in serving if member.is_old]
         has_spare = len(serving) > self.target
         # Where there are no GPUs for one more, the old one goes first, and the others serve meanwhile.
-        must_make_room = bool(old) and len(serving) == self.target == len(self._members) > 1 and not self._launcher.has_room()
+        must_make_room = (
+            bool(old)
+            and len(serving) == self.target == len(self._members) > 1
+            and not self._launcher.has_room()
+        )
         if has_spare or must_make_room:
             self._enter(old[0] if old else serving[-1], State.LEAVING)
 
@@ -260,7 +316,11 @@ class Controller:
         now = self._clock()
         here = self._count(*_COMING, State.SERVING)
         missing = self.target - here
-        is_due = self.is_rolling and missing == 0 and not self._count(*_COMING, State.LEAVING, State.DRAINING)
+        is_due = (
+            self.is_rolling
+            and missing == 0
+            and not self._count(*_COMING, State.LEAVING, State.DRAINING)
+        )
         if is_due and self._launcher.has_room():
             missing = 1
         while missing > 0 and now >= self._not_before and self._launcher.has_room():
@@ -276,7 +336,11 @@ class Controller:
             missing -= 1
 
     def _gets_requests(self, member: Member) -> bool:
-        return self._listed is not None and member.url is not None and self._listed.get(member.url) is Listed.READY
+        return (
+            self._listed is not None
+            and member.url is not None
+            and self._listed.get(member.url) is Listed.READY
+        )
 
     def _count(self, *states: State) -> int:
         return sum(member.state in states for member in self._members)

@@ -30,31 +30,75 @@ from dovetail_server.streams import ClientGone, until_disconnected
 from dovetail_server.wire import DirectProtocol
 
 POSTED = {  # the router's path; None: the same
-    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/embeddings")),
+    **dict.fromkeys(
+        (
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/responses",
+            "/v1/embeddings",
+        )
+    ),
     **dict.fromkeys(("/v1/classify", "/classify"), b"/v1/classify"),
 }
 POOLED = ("/v1/embeddings", "/v1/classify", "/classify")
-NOT_ROUTED = ("/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling")  # the router has none, or changes what they mean
-ASKED = {"/health": b"/health", "/ready": b"/readiness", "/v1/models": None, "/v1/models/{model:path}": None}  # the router's path; None: the same
+NOT_ROUTED = (
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/rerank",
+    "/v2/rerank",
+    "/pooling",
+)  # the router has none, or changes what they mean
+ASKED = {
+    "/health": b"/health",
+    "/ready": b"/readiness",
+    "/v1/models": None,
+    "/v1/models/{model:path}": None,
+}  # the router's path; None: the same
 READ_BYTES = 2**16
-_OWN = frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"expect"})  # headers that the gate sets
+_OWN = frozenset(
+    {b"authorization", b"x-api-key", b"host", b"content-length", b"expect"}
+)  # headers that the gate sets
 _OF_CONNECTION = frozenset(
-    {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
 )
 
 
-def create_gate(settings: ServerSettings, port: int, key: str, *, on_loopback: bool = False) -> Starlette:
+def create_gate(
+    settings: ServerSettings, port: int, key: str, *, on_loopback: bool = False
+) -> Starlette:
     """Return the app. `settings`: those of the replicas, with the clients' keys. The router listens on loopback at `port` and requires `key`.
     `on_loopback`: only this machine can reach the gate."""
     bodies = HeldBytes(settings.max_received_bytes)
-    routes = [Route(path, Forward(settings, bodies, port, key, b"POST", name), methods=["POST"]) for path, name in POSTED.items()]
-    routes += [Route(path, Forward(settings, bodies, port, key, b"GET", name), methods=["GET"]) for path, name in ASKED.items()]
+    routes = [
+        Route(path, Forward(settings, bodies, port, key, b"POST", name), methods=["POST"])
+        for path, name in POSTED.items()
+    ]
+    routes += [
+        Route(path, Forward(settings, bodies, port, key, b"GET", name), methods=["GET"])
+        for path, name in ASKED.items()
+    ]
     routes += [Route(path, NotRouted()) for path in NOT_ROUTED]
     handlers = {HTTPException: http_exception, HttpError: http_exception}
-    return Starlette(routes=routes, middleware=middleware_of(settings, on_loopback), exception_handlers=handlers)
+    return Starlette(
+        routes=routes, middleware=middleware_of(settings, on_loopback), exception_handlers=handlers
+    )
 
 
-def serve_gate(host: str, port: int, settings: ServerSettings, router_port: int, key: str) -> NoReturn:
+def serve_gate(
+    host: str, port: int, settings: ServerSettings, router_port: int, key: str
+) -> NoReturn:
     """Serve the gate in a thread of the router's process, and end the process if it fails."""
     try:
         allow_open_files()
@@ -84,13 +128,25 @@ class NotRouted:
     """A route of replicas that the router can't forward."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise HttpError(404, f"the router doesn't forward {scope['path']}: of pooling requests it forwards {', '.join(POOLED)}", code="not_routed")
+        raise HttpError(
+            404,
+            f"the router doesn't forward {scope['path']}: of pooling requests it forwards {', '.join(POOLED)}",
+            code="not_routed",
+        )
 
 
 class Forward:
     """A route that forwards each request on a connection of its own, and streams the response back."""
 
-    def __init__(self, settings: ServerSettings, bodies: HeldBytes, port: int, key: str, method: bytes, path: bytes | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        bodies: HeldBytes,
+        port: int,
+        key: str,
+        method: bytes,
+        path: bytes | None = None,
+    ) -> None:
         """`path`: the router's, if it differs."""
         self._settings, self._bodies, self._port, self._key = settings, bodies, port, key.encode()
         self._method, self._path = method, path
@@ -108,12 +164,26 @@ class Forward:
             held = size
 
         try:
-            too_large = HttpError(413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large")
-            body = b"".join([part async for part in receive_body(scope, receive, most, too_large, self._settings.body_timeout_s, hold)])
+            too_large = HttpError(
+                413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large"
+            )
+            body = b"".join(
+                [
+                    part
+                    async for part in receive_body(
+                        scope, receive, most, too_large, self._settings.body_timeout_s, hold
+                    )
+                ]
+            )
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             except OSError:
-                raise HttpError(503, "the router doesn't answer: try again", code="router_down", headers={"Retry-After": "1"}) from None
+                raise HttpError(
+                    503,
+                    "the router doesn't answer: try again",
+                    code="router_down",
+                    headers={"Retry-After": "1"},
+                ) from None
             watch = asyncio.create_task(until_disconnected(receive))
             watch.add_done_callback(lambda _: writer.transport.abort())
             try:
@@ -140,12 +210,18 @@ class Forward:
             b"connection: close",
             b"authorization: Bearer " + self._key,
         ]
-        lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _OWN | _OF_CONNECTION]
+        lines += [
+            b"%b: %b" % (name, value)
+            for name, value in scope["headers"]
+            if name not in _OWN | _OF_CONNECTION
+        ]
         if size:
             lines.append(b"content-length: %d" % size)
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
-    async def _pass_on(self, reader: asyncio.StreamReader, send: Send, watch: asyncio.Task[None]) -> None:
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, send: Send, watch: asyncio.Task[None]
+    ) -> None:
         """Stream the response. If the router dies midway it stays incomplete, which closes the client's connection."""
         answer = _Answer()
         parser = httptools.HttpResponseParser(answer)
@@ -161,13 +237,30 @@ class Forward:
             if not data:
                 if is_begun:
                     return
-                raise HttpError(503, "the router ended before it answered: try again", code="router_down", headers={"Retry-After": "1"})
+                raise HttpError(
+                    503,
+                    "the router ended before it answered: try again",
+                    code="router_down",
+                    headers={"Retry-After": "1"},
+                )
             if answer.has_head and not is_begun:
                 is_begun = True
-                await send({"type": "http.response.start", "status": parser.get_status_code(), "headers": answer.headers})
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": parser.get_status_code(),
+                        "headers": answer.headers,
+                    }
+                )
             if is_begun and (answer.parts or answer.is_whole):
                 parts, answer.parts = answer.parts, []
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": not answer.is_whole})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"".join(parts),
+                        "more_body": not answer.is_whole,
+                    }
+                )
 
 
 class _Answer:

@@ -65,10 +65,21 @@ def keys_variable(keys: tuple[str, ...]) -> Mapping[str, str]:
 class ServerProcess:
     """A replica as a process of `dovetail serve`, which is killed, with its children, when the calling process ends."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        gpus: Sequence[str] = (),
+    ) -> None:
         """`gpus`: those that it uses until it ends."""
         self.gpus = gpus
-        self._process = start_bound(command, environment={**environment, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._process = start_bound(
+            command,
+            environment={**environment, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         self._name = name
         self._url: str | None = None
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -85,7 +96,10 @@ class ServerProcess:
             return ReplicaStatus(self._url)
         self._reader.join(timeout=0.2)  # for its last lines; its children may keep the pipe open
         how = how_ended(code)
-        return ReplicaStatus(self._url, f"{how}: {' | '.join(self._last_lines)}" if self._last_lines and code else how)
+        return ReplicaStatus(
+            self._url,
+            f"{how}: {' | '.join(self._last_lines)}" if self._last_lines and code else how,
+        )
 
     def drain(self) -> None:
         with suppress(OSError):
@@ -110,20 +124,29 @@ class ServerProcess:
                 self._url = found[1]
             if text:
                 self._last_lines.append(text)
-                with suppress(OSError, ValueError):  # our log is closed: the server's pipe must be drained all the same
+                with suppress(
+                    OSError, ValueError
+                ):  # our log is closed: the server's pipe must be drained all the same
                     print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
 
 class LocalLauncher:
     """Starts replicas on this machine and assigns its GPUs."""
 
-    def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), gpus: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        api_keys: tuple[str, ...] = (),
+        gpus: Sequence[str] | None = None,
+    ) -> None:
         """`gpus`: those to assign; None: all visible ones. Raises `ConfigError` if `min` replicas need more."""
         self._settings, self._keys = settings, api_keys
         self._gpus = list(visible_gpus() if gpus is None else gpus) if settings.gpus else []
         self._replicas: list[ServerProcess] = []
         if len(self._gpus) < (needed := settings.gpus * settings.replicas.min):
-            raise ConfigError(f"gpus: {settings.replicas.min} replicas of {settings.gpus} need {needed}, and this machine has {len(self._gpus)}")
+            raise ConfigError(
+                f"gpus: {settings.replicas.min} replicas of {settings.gpus} need {needed}, and this machine has {len(self._gpus)}"
+            )
 
     def start(self, name: str) -> Replica:
         gpus = self._free()[: self._settings.gpus]
@@ -131,9 +154,13 @@ class LocalLauncher:
             raise DovetailError(f"no {self._settings.gpus} GPUs are free")
         environment = {**keys_variable(self._keys), **({VISIBLE: ",".join(gpus)} if gpus else {})}
         try:
-            replica = ServerProcess(name, serve_command(self._settings, LOOPBACK), environment, gpus)
+            replica = ServerProcess(
+                name, serve_command(self._settings, LOOPBACK), environment, gpus
+            )
         except OSError as error:
-            raise DovetailError(f"its process can't be started: {error.strerror or error}") from None
+            raise DovetailError(
+                f"its process can't be started: {error.strerror or error}"
+            ) from None
         self._replicas.append(replica)
         return replica
 

@@ -20,10 +20,21 @@ MAX_BYTES = 16 * 2**20
 WAITING, RUNNING = "vllm:num_requests_waiting", "vllm:num_requests_running"
 
 
-def ask(url: str, *, key: str | None = None, method: str = "GET", body: Mapping[str, Any] | None = None, timeout_s: float = 2.0) -> tuple[int, str]:
+def ask(
+    url: str,
+    *,
+    key: str | None = None,
+    method: str = "GET",
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = 2.0,
+) -> tuple[int, str]:
     """Return the status and text of a response; status 0: none."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers, method=method)
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
+    request = urllib.request.Request(
+        url, None if body is None else json.dumps(body).encode(), headers, method=method
+    )
     try:
         with _OPENER.open(request, timeout=timeout_s) as answer:
             return answer.status, answer.read(MAX_BYTES).decode(errors="replace")
@@ -39,14 +50,21 @@ def ask(url: str, *, key: str | None = None, method: str = "GET", body: Mapping[
 class Probes:
     """Checks replicas over HTTP."""
 
-    def __init__(self, key: str | None = None, every_s: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        key: str | None = None,
+        every_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._key, self._every_s, self._clock = key, every_s, clock
         self._vitals: dict[str, Vitals | None] = {}
 
     def vitals(self, url: str) -> Vitals | None:
         if url not in self._vitals:
             self._vitals[url] = None
-            threading.Thread(target=self._watch, args=(url,), name=f"probe of {url}", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(url,), name=f"probe of {url}", daemon=True
+            ).start()
         return self._vitals[url]
 
     def forget(self, url: str) -> None:
@@ -61,13 +79,17 @@ class Probes:
             time.sleep(self._every_s)
 
 
-def probe(url: str, key: str | None, last: Vitals, clock: Callable[[], float] = time.monotonic) -> Vitals:
+def probe(
+    url: str, key: str | None, last: Vitals, clock: Callable[[], float] = time.monotonic
+) -> Vitals:
     """Check a replica and return its vitals; where it doesn't answer, those of `last`."""
     healthy = ask(f"{url}/health", timeout_s=5.0)[0] == 200
     ready = ask(f"{url}/ready")[0] == 200
     status, text = ask(f"{url}/metrics", key=key)
     loads = gauges(text) if status == 200 else {WAITING: last.waiting, RUNNING: last.running}
-    return Vitals(ready, clock() if healthy else last.healthy_at, loads.get(WAITING, 0), loads.get(RUNNING, 0))
+    return Vitals(
+        ready, clock() if healthy else last.healthy_at, loads.get(WAITING, 0), loads.get(RUNNING, 0)
+    )
 
 
 def gauges(text: str) -> dict[str, int]:

@@ -80,7 +80,9 @@ class BatchEngine:
         with self._lock:
             if self._failure is not None:
                 return packed((*self._failure, 0.0))
-            new = [row for row in rows if row.number not in self._waiting]  # Ray may retry a group that is under way
+            new = [
+                row for row in rows if row.number not in self._waiting
+            ]  # Ray may retry a group that is under way
             self._waiting.update((row.number, Future()) for row in new)
             futures = [self._waiting[row.number] for row in rows]
             self._rows.put(new)

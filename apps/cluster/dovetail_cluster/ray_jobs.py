@@ -35,13 +35,20 @@ def run(plan: Plan, *, anew: bool = False, address: str | None = None) -> Summar
     engine = _one_config(plan)
     address = address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
-        raise ConfigError(f"--on ray: say where the cluster is, with --address HOST:PORT or {ADDRESS_VARIABLE}; `auto` is the one on this machine")
+        raise ConfigError(
+            f"--on ray: say where the cluster is, with --address HOST:PORT or {ADDRESS_VARIABLE}; `auto` is the one on this machine"
+        )
     if address.startswith("ray://"):
-        raise ConfigError(f"--address: {address}: Ray's client can't stream rows: run this on a machine of the cluster, and give HOST:PORT or auto")
+        raise ConfigError(
+            f"--address: {address}: Ray's client can't stream rows: run this on a machine of the cluster, and give HOST:PORT or auto"
+        )
     with _connected(address) as ray:
         gpus = _gpus(plan, ray)
         _check_room(ray.nodes(), len(plan.sources), gpus)
-        with job_folder(plan, anew=anew) as open_job, open_job() as job:  # last: old answers stay if the cluster is the wrong one
+        with (
+            job_folder(plan, anew=anew) as open_job,
+            open_job() as job,
+        ):  # last: old answers stay if the cluster is the wrong one
             while not job.is_done:
                 _attempt(ray, job, engine, len(plan.sources), gpus)
             return job.end()
@@ -50,10 +57,14 @@ def run(plan: Plan, *, anew: bool = False, address: str | None = None) -> Summar
 def _one_config(plan: Plan) -> dict[str, Any]:
     """Return the config of all engines as plain values. Raises `ConfigError` for settings that Ray can't honour."""
     if isinstance(plan.job.gpus, list) and plan.job.gpus:
-        raise ConfigError("gpus: with --on ray, Ray chooses which: give the number for each engine, such as `gpus: 1`")
+        raise ConfigError(
+            "gpus: with --on ray, Ray chooses which: give the number for each engine, such as `gpus: 1`"
+        )
     first, *others = plan.configs
     if any(other != first for other in others):
-        raise ConfigError("engine: with --on ray, all engines have one config: give one, and their number as `engines`")
+        raise ConfigError(
+            "engine: with --on ray, all engines have one config: give one, and their number as `engines`"
+        )
     return plain_config(first)
 
 
@@ -62,18 +73,28 @@ def _gpus(plan: Plan, ray: Any) -> int:
     if isinstance(plan.job.gpus, int):
         return plan.job.gpus
     if available := int(ray.cluster_resources().get("GPU", 0)):
-        raise ConfigError(f"gpus: the cluster has {available}: say how many each engine gets, such as `gpus: 1`; with 0 it computes on CPUs")
+        raise ConfigError(
+            f"gpus: the cluster has {available}: say how many each engine gets, such as `gpus: 1`; with 0 it computes on CPUs"
+        )
     return 0
 
 
 def _check_room(nodes: Iterable[Mapping[str, Any]], engines: int, gpus: int) -> None:
     """Raise `ConfigError` unless each engine gets a CPU and `gpus` GPUs of one machine: Ray would wait forever. `nodes`: of `ray.nodes()`."""
-    found = [(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0))) for node in nodes if node["Alive"]]
+    found = [
+        (int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+        for node in nodes
+        if node["Alive"]
+    ]
     seats = sum(min(cpus, there // gpus) if gpus else cpus for cpus, there in found)
     if seats < engines:
-        needs = f"a CPU and {gpus} GPU{'' if gpus == 1 else 's'} of one machine" if gpus else "a CPU"
+        needs = (
+            f"a CPU and {gpus} GPU{'' if gpus == 1 else 's'} of one machine" if gpus else "a CPU"
+        )
         machines = "; ".join(f"{cpus} CPUs, {there} GPUs" for cpus, there in found)
-        raise ConfigError(f"engines: {engines} don't fit: each takes {needs}, and Ray has room for {seats}. Its machines have: {machines}")
+        raise ConfigError(
+            f"engines: {engines} don't fit: each takes {needs}, and Ray has room for {seats}. Its machines have: {machines}"
+        )
 
 
 @contextmanager
@@ -92,7 +113,9 @@ def _connected(address: str) -> Iterator[Any]:
             _check_reachable(address)
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            raise ConfigError(f"--address: {address}: no cluster can be reached there: {_first_line(error)}") from None
+            raise ConfigError(
+                f"--address: {address}: no cluster can be reached there: {_first_line(error)}"
+            ) from None
     try:
         yield ray
     finally:
@@ -122,7 +145,9 @@ def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gp
                     kept += job.keep(content)
                 else:
                     dead, why = dead + 1, content
-            if dead > engines * CALLS:  # more than were under way: everything answered before has arrived
+            if (
+                dead > engines * CALLS
+            ):  # more than were under way: everything answered before has arrived
                 break
     except ray.exceptions.RayError as error:
         why = _first_line(error)
@@ -132,7 +157,9 @@ def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gp
         raise BatchEngineFailed(f"an engine on Ray has failed: {why}; {GO_ON}")
 
 
-def _stream(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpus: int) -> Generator[Mapping[str, Any]]:
+def _stream(
+    ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpus: int
+) -> Generator[Mapping[str, Any]]:
     """Yield the messages of the engines in order of arrival."""
     context = ray.data.DataContext.get_current()
     context.target_max_block_size = 1  # a block per group, so that its answers arrive at once
@@ -142,7 +169,9 @@ def _stream(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpu
     left = job.rows_left()
     left.source.path = left.source.path.resolve()  # tasks have another working directory
     rows = ray.data.from_items([{COLUMN: pickle.dumps(left)}])
-    groups = rows.map_batches(groups_of, fn_kwargs={"group": group}, batch_size=1, num_cpus=0, label_selector=here)
+    groups = rows.map_batches(
+        groups_of, fn_kwargs={"group": group}, batch_size=1, num_cpus=0, label_selector=here
+    )
     answers = groups.map_batches(
         BatchEngine,
         fn_constructor_args=(dict(engine),),
@@ -150,7 +179,10 @@ def _stream(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpu
         num_cpus=1,
         num_gpus=gpus or None,
         compute=ray.data.ActorPoolStrategy(
-            size=engines, max_tasks_in_flight_per_actor=CALLS + 2, max_concurrent_calls_per_actor=CALLS, enable_true_multi_threading=True
+            size=engines,
+            max_tasks_in_flight_per_actor=CALLS + 2,
+            max_concurrent_calls_per_actor=CALLS,
+            enable_true_multi_threading=True,
         ),
     )
     yield from answers.iter_batches(batch_size=None, prefetch_batches=0)

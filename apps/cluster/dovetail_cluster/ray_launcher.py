@@ -47,7 +47,9 @@ class RayCalls:
         if find_spec("ray") is None:
             raise MissingExtraError.naming("ray", "place: ray needs Ray")
         if os.environ.setdefault(AUTH_MODE, "token") != "token":
-            raise ConfigError(f"{AUTH_MODE} is {os.environ[AUTH_MODE]!r}: without tokens, anybody who reaches Ray's ports can run code; unset it")
+            raise ConfigError(
+                f"{AUTH_MODE} is {os.environ[AUTH_MODE]!r}: without tokens, anybody who reaches Ray's ports can run code; unset it"
+            )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
@@ -58,7 +60,13 @@ class RayCalls:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         here = {} if address else {"_node_ip_address": LOOPBACK, "include_dashboard": False}
         try:
-            self._ray.init(address=address or "local", log_to_driver=True, logging_level="ERROR", namespace="dovetail", **here)
+            self._ray.init(
+                address=address or "local",
+                log_to_driver=True,
+                logging_level="ERROR",
+                namespace="dovetail",
+                **here,
+            )
         except Exception as error:  # Ray has no base class for these errors
             raise ConfigError(f"ray: address: can't join Ray: {error}") from None
         finally:
@@ -73,14 +81,26 @@ class RayCalls:
         """Reserve one machine's resources for a replica as soon as they are free, and return the placement group."""
         from ray.util import placement_group
 
-        return placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="STRICT_PACK")
+        return placement_group(
+            [{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="STRICT_PACK"
+        )
 
-    def start(self, group: Any, cpus: int, gpus: int, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> Any:
+    def start(
+        self,
+        group: Any,
+        cpus: int,
+        gpus: int,
+        name: str,
+        settings: Mapping[str, Any],
+        api_keys: tuple[str, ...],
+    ) -> Any:
         """Start a server in a placement group, once that has its resources, and return the actor. Never blocks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        actor = self._ray.remote(ServerActor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy=where)
+        actor = self._ray.remote(ServerActor).options(
+            num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy=where
+        )
         return actor.remote(name, dict(settings), api_keys)
 
     def ask(self, actor: Any) -> Any:
@@ -131,7 +151,11 @@ class RayReplica:
             return self._status
         answer = self._calls.answer(self._question)
         if answer is not None:
-            self._status = answer if answer.ended is None else ReplicaStatus(answer.url or self._status.url, answer.ended)
+            self._status = (
+                answer
+                if answer.ended is None
+                else ReplicaStatus(answer.url or self._status.url, answer.ended)
+            )
             if answer.ended is None:
                 self._question = self._calls.ask(self.actor)
             else:
@@ -154,7 +178,12 @@ class RayReplica:
 class RayLauncher:
     """Starts replicas on the machines of a Ray cluster."""
 
-    def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), calls: RayCalls | None = None) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        api_keys: tuple[str, ...] = (),
+        calls: RayCalls | None = None,
+    ) -> None:
         """Raises `MissingExtraError` and `ConfigError`."""
         self._settings, self._keys = settings, api_keys
         self.calls = RayCalls() if calls is None else calls
@@ -164,14 +193,24 @@ class RayLauncher:
     def start(self, name: str) -> Replica:
         cpus, gpus = self._settings.ray.cpus, self._settings.gpus
         group = self.calls.reserve(cpus, gpus)
-        actor = self.calls.start(group, cpus, gpus, name, self._settings.model_dump(mode="json", exclude_unset=True), self._keys)
+        actor = self.calls.start(
+            group,
+            cpus,
+            gpus,
+            name,
+            self._settings.model_dump(mode="json", exclude_unset=True),
+            self._keys,
+        )
         replica = RayReplica(self.calls, group, actor)
         self._replicas = [*(one for one in self._replicas if one.look().ended is None), replica]
         return replica
 
     def has_room(self) -> bool:
         free = self.calls.free()
-        return free.get("CPU", 0) >= self._settings.ray.cpus and free.get("GPU", 0) >= self._settings.gpus
+        return (
+            free.get("CPU", 0) >= self._settings.ray.cpus
+            and free.get("GPU", 0) >= self._settings.gpus
+        )
 
     def close(self) -> None:
         for replica in self._replicas:

@@ -17,7 +17,10 @@ def main() -> None:
     from smg.cli import main as smg_main
 
     arguments = json.loads(os.environ.pop(ARGUMENTS))
-    gate = {**arguments["gate"], "settings": ServerSettings.model_validate(arguments["gate"]["settings"])}
+    gate = {
+        **arguments["gate"],
+        "settings": ServerSettings.model_validate(arguments["gate"]["settings"]),
+    }
     threading.Thread(target=serve_gate, kwargs=gate, daemon=True).start()
     sys.argv = ["smg", *arguments["router"], *sys.argv[1:]]
     smg_main()

@@ -33,17 +33,31 @@ def run_cluster(settings: ClusterSettings) -> int:
     """
     signals: list[int] = []
     control = ControlSocket(settings.name)
-    handled = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup ignores SIGHUP
-    handlers = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in handled}
+    handled = [
+        number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # as nohup ignores SIGHUP
+    handlers = {
+        number: signal.signal(number, lambda number, _: signals.append(number))
+        for number in handled
+    }
     launcher: Launcher | None = None
     router: SmgRouter | None = None
     try:
         clients = settings.server.api_keys
-        own = secrets.token_urlsafe(32) if clients else None  # otherwise clients without a key would get in by the router's
+        own = (
+            secrets.token_urlsafe(32) if clients else None
+        )  # otherwise clients without a key would get in by the router's
         router = SmgRouter(settings, clients, own)
         launcher = _launcher(settings, (*clients, own) if own else ())
         clock = ProcessWatch()
-        controller = Controller(settings, launcher, router, Probes(own, clock=lambda: clock.now), clock=clock.turn, say=_say)
+        controller = Controller(
+            settings,
+            launcher,
+            router,
+            Probes(own, clock=lambda: clock.now),
+            clock=clock.turn,
+            say=_say,
+        )
         return _loop(controller, router, control, signals)
     finally:
         if launcher is not None:
@@ -63,7 +77,9 @@ def _launcher(settings: ClusterSettings, api_keys: tuple[str, ...]) -> Launcher:
     return RayLauncher(settings, api_keys)
 
 
-def _loop(controller: Controller, router: SmgRouter, control: ControlSocket, signals: list[int]) -> int:
+def _loop(
+    controller: Controller, router: SmgRouter, control: ControlSocket, signals: list[int]
+) -> int:
     was_announced = False
 
     def answer(what: str) -> Mapping[str, Any]:
@@ -122,7 +138,11 @@ def announce(text: str) -> None:
     """Print a line; a closed standard output doesn't end the cluster."""
     try:
         print(text, flush=True)
-    except (OSError, OutputError, typer.Exit):  # the last two: standard output as `guard_output` has it, which would end the command
+    except (
+        OSError,
+        OutputError,
+        typer.Exit,
+    ):  # the last two: standard output as `guard_output` has it, which would end the command
         discard(sys.stdout)
 
 

@@ -21,14 +21,21 @@ from dovetail_server.settings import ServerSettings
 
 OWN = ("engine", "replicas", "gpus")
 ELSEWHERE = {  # options of `dovetail serve` that don't apply here, and why
-    **dict.fromkeys(("host", "port", "root_path"), "Ray Serve listens: set it in its http_options or as the application's route_prefix"),
-    **dict.fromkeys(("uds", "tls_cert", "tls_key"), "Ray Serve listens: put a proxy in front of it"),
+    **dict.fromkeys(
+        ("host", "port", "root_path"),
+        "Ray Serve listens: set it in its http_options or as the application's route_prefix",
+    ),
+    **dict.fromkeys(
+        ("uds", "tls_cert", "tls_key"), "Ray Serve listens: put a proxy in front of it"
+    ),
     "front_ends": "Ray Serve has proxies of its own",
     "drain_timeout_s": "Ray Serve drains replicas: see its graceful_shutdown_timeout_s",
     "batch_directory": "replicas can't share the folder of batches: see `dovetail serve`, or `dovetail batch run --on ray`",
     "page": "a page would show one replica of several",
 }
-MOST_ONGOING = 100_000  # requests in a replica: the server itself answers 429 beyond `max_queued_requests`
+MOST_ONGOING = (
+    100_000  # requests in a replica: the server itself answers 429 beyond `max_queued_requests`
+)
 HEALTH_S = 5.0  # between Ray's health checks
 
 
@@ -43,10 +50,15 @@ def app(arguments: Mapping[str, Any]) -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise MissingExtraError.naming("ray", f"dovetail_cluster.serve needs Ray Serve: {error}") from None
+        raise MissingExtraError.naming(
+            "ray", f"dovetail_cluster.serve needs Ray Serve: {error}"
+        ) from None
     config = plain_config(EngineConfig.load(arguments.get("engine", "demo")))
     settings = server_settings(arguments)
-    replicas, gpus = _count(arguments, "replicas", 1, least=1), _count(arguments, "gpus", 0, least=0)
+    replicas, gpus = (
+        _count(arguments, "replicas", 1, least=1),
+        _count(arguments, "gpus", 0, least=0),
+    )
     deployment = serve.deployment(
         name="dovetail",
         num_replicas=replicas,
@@ -66,15 +78,29 @@ def server_settings(arguments: Mapping[str, Any]) -> ServerSettings:
         if name in ELSEWHERE:
             raise ConfigError(f"{name}: {ELSEWHERE[name]}")
         if (field := ServerSettings.model_fields.get(name)) is None:
-            known = [*OWN, *(known for known in ServerSettings.model_fields if known not in ELSEWHERE)]
-            raise ConfigError(f"{name}: unknown argument{did_you_mean(name, known) or '; known are ' + ', '.join(known)}")
+            known = [
+                *OWN,
+                *(known for known in ServerSettings.model_fields if known not in ELSEWHERE),
+            ]
+            raise ConfigError(
+                f"{name}: unknown argument{did_you_mean(name, known) or '; known are ' + ', '.join(known)}"
+            )
         if value == "null":
             value = None
-        options[name] = value.split(",") if isinstance(value, str) and get_origin(field.annotation) is tuple else value
+        options[name] = (
+            value.split(",")
+            if isinstance(value, str) and get_origin(field.annotation) is tuple
+            else value
+        )
     try:
         return ServerSettings.model_validate(options)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{detail['loc'][0]}: {detail['msg']}, got {shown(detail['input'])}" for detail in error.errors())) from None
+        raise ConfigError(
+            "\n".join(
+                f"{detail['loc'][0]}: {detail['msg']}, got {shown(detail['input'])}"
+                for detail in error.errors()
+            )
+        ) from None
 
 
 def _count(arguments: Mapping[str, Any], name: str, default: int, *, least: int) -> int:
@@ -119,7 +145,9 @@ class ServeReplica:
     def check_health(self) -> None:
         """Raise `EngineDeadError` if the engine is dead or hangs in a step: Ray Serve then replaces the replica."""
         if self._thread.host.busy_s() > self._settings.step_timeout_s:
-            self._fail(f"a step took longer than {self._settings.step_timeout_s:g} s (step_timeout_s)")
+            self._fail(
+                f"a step took longer than {self._settings.step_timeout_s:g} s (step_timeout_s)"
+            )
         if self._failure is not None:
             raise EngineDeadError(self._failure)
 

@@ -13,7 +13,14 @@ from dovetail.where import Where, explain
 from dovetail.yaml_source import read_settings
 from dovetail_server.settings import ServerSettings
 
-OWN_OPTIONS = ("host", "port", "uds", "api_keys", "tls_cert", "tls_key")  # of `dovetail serve` that the cluster sets
+OWN_OPTIONS = (
+    "host",
+    "port",
+    "uds",
+    "api_keys",
+    "tls_cert",
+    "tls_key",
+)  # of `dovetail serve` that the cluster sets
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, strict=False)]
@@ -22,7 +29,11 @@ Count = Annotated[int, Field(ge=1, le=1024)]
 
 def _of_number(value: Any) -> Any:
     """Expand a bare number to both bounds."""
-    return {"min": value, "max": value} if isinstance(value, int) and not isinstance(value, bool) else value
+    return (
+        {"min": value, "max": value}
+        if isinstance(value, int) and not isinstance(value, bool)
+        else value
+    )
 
 
 class Replicas(BaseModel):
@@ -63,7 +74,9 @@ class RouterSettings(BaseModel):
 
     model_config = _STRICT
 
-    policy: Literal["cache_aware", "round_robin", "random", "power_of_two", "prefix_hash"] = "cache_aware"
+    policy: Literal["cache_aware", "round_robin", "random", "power_of_two", "prefix_hash"] = (
+        "cache_aware"
+    )
     """How a request's replica is chosen; `cache_aware`: by the longest known prefix of the prompt, unless that replica is overloaded."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -78,7 +91,9 @@ class RouterSettings(BaseModel):
     @model_validator(mode="after")
     def _two_ports(self) -> RouterSettings:
         if self.metrics_port == self.port:
-            raise ValueError(f"port and metrics_port are both {self.port}: give them different ones")
+            raise ValueError(
+                f"port and metrics_port are both {self.port}: give them different ones"
+            )
         return self
 
 
@@ -169,7 +184,11 @@ def _check_engine(settings: ClusterSettings, where: Where) -> None:
 def _check_serve(settings: ClusterSettings, where: Where) -> None:
     for key in OWN_OPTIONS:
         if key in settings.serve:
-            hint = "keys are given in the environment variable DOVETAIL_API_KEYS" if key == "api_keys" else "the cluster decides this itself"
+            hint = (
+                "keys are given in the environment variable DOVETAIL_API_KEYS"
+                if key == "api_keys"
+                else "the cluster decides this itself"
+            )
             raise ConfigError(where.at(key).says(f"{hint}: leave this out"))
     try:
         _ = settings.server

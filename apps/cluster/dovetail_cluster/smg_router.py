@@ -20,7 +20,9 @@ from dovetail_cluster.interfaces import Listed
 from dovetail_cluster.probes import ask
 from dovetail_cluster.settings import ClusterSettings
 
-ARGUMENTS = "DOVETAIL_ROUTER_ARGUMENTS"  # environment variable; a command line would expose the keys
+ARGUMENTS = (
+    "DOVETAIL_ROUTER_ARGUMENTS"  # environment variable; a command line would expose the keys
+)
 RESTART_S = 1.0  # minimum time between two starts
 STOPS_S = 5.0
 FUTILE_STARTS = 3  # starts in a row without an answer: then it is given up
@@ -30,7 +32,12 @@ HANGS_S = 15.0  # without an answer, a running router is killed
 class SmgRouter:
     """The router in front of the replicas."""
 
-    def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), replica_key: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        api_keys: tuple[str, ...] = (),
+        replica_key: str | None = None,
+    ) -> None:
         """`api_keys`: of clients. `replica_key`: the router's own for the replicas.
 
         Raises `MissingExtraError` without the package, `ConfigError` if a port is taken.
@@ -101,7 +108,11 @@ class SmgRouter:
         if time.monotonic() - self._started >= RESTART_S:
             if self._process is not None:
                 with suppress(OSError):  # the log is closed
-                    print(f"dovetail cluster: the router ended with {self._process.returncode}; it is started again", file=sys.stderr, flush=True)
+                    print(
+                        f"dovetail cluster: the router ended with {self._process.returncode}; it is started again",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             if self._starts >= FUTILE_STARTS and not self._has_answered:
                 raise DovetailError("the router ends before it answers: its last words are above")
             self._started = time.monotonic()
@@ -109,13 +120,20 @@ class SmgRouter:
                 self._port = _free_port()
                 arguments = {"router": self._arguments(), "gate": self._gate_arguments()}
                 environment = {**os.environ, ARGUMENTS: json.dumps(arguments)}
-                self._process = start_bound(["dovetail_cluster.router_process"], environment=environment, stdout=subprocess.DEVNULL)
+                self._process = start_bound(
+                    ["dovetail_cluster.router_process"],
+                    environment=environment,
+                    stdout=subprocess.DEVNULL,
+                )
                 self._starts += 1
         return False
 
     def _kill_if_hung(self) -> None:
         """Kill the router if it hasn't answered for `HANGS_S`: the next look restarts it."""
-        if self._process is not None and time.monotonic() - max(self._started, self._answered) > HANGS_S:
+        if (
+            self._process is not None
+            and time.monotonic() - max(self._started, self._answered) > HANGS_S
+        ):
             self._process.kill()
 
     def _arguments(self) -> list[str]:
@@ -139,13 +157,22 @@ class SmgRouter:
         }
         words = [str(word) for pair in arguments.items() for word in pair]
         if self._settings.server.request_timeout_s is not None:
-            words += ["--request-timeout-secs", str(int(self._settings.server.request_timeout_s) + 1)]
+            words += [
+                "--request-timeout-secs",
+                str(int(self._settings.server.request_timeout_s) + 1),
+            ]
         return ["launch", *words, "--disable-tokenizer-autoload"]
 
     def _gate_arguments(self) -> dict[str, Any]:
         """Return the arguments of `serve_gate`."""
         settings = {**self._settings.serve, "api_keys": self._keys, "page": False}
-        return {"host": self._address, "port": self._settings.router.port, "settings": settings, "router_port": self._port, "key": self._gate_key}
+        return {
+            "host": self._address,
+            "port": self._settings.router.port,
+            "settings": settings,
+            "router_port": self._port,
+            "key": self._gate_key,
+        }
 
 
 def check_installed() -> None:
@@ -179,4 +206,6 @@ def _free_address(host: str, port: int) -> str:
             probe.bind(address)
             return str(address[0])
     except OSError as error:
-        raise ConfigError(f"router: {host}:{port}: {error.strerror or error}: give another host or port") from None
+        raise ConfigError(
+            f"router: {host}:{port}: {error.strerror or error}: give another host or port"
+        ) from None

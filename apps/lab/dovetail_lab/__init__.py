@@ -36,4 +36,10 @@ def dovetail_components() -> list[ComponentSpec]:
 
 @hookimpl
 def dovetail_commands() -> list[CommandSpec]:
-    return [CommandSpec(name="lab", target="dovetail_lab.commands:app", summary="Simulate, compare and calibrate scheduling policies")]
+    return [
+        CommandSpec(
+            name="lab",
+            target="dovetail_lab.commands:app",
+            summary="Simulate, compare and calibrate scheduling policies",
+        )
+    ]

@@ -29,7 +29,10 @@ def block_length(runs: Sequence[Pairs], statistic: Statistic) -> BlockLength:
     for run in runs:
         present = run.present
         if len(present):
-            influences = (side.by_request(statistic.influence(side.numbers), run.requests) for side in (run.b, run.a))
+            influences = (
+                side.by_request(statistic.influence(side.numbers), run.requests)
+                for side in (run.b, run.a)
+            )
             optimal = optimal_block(np.subtract(*influences)[present])
             longest = max(longest, 2 * optimal if optimal > 1 else 1)
     limit = max(1, shortest_run // MIN_BLOCKS)
@@ -46,7 +49,10 @@ def optimal_block(series: Floats) -> int:
         return 1
     run_of_small = max(5, math.ceil(math.sqrt(math.log10(n))))
     small = np.abs(covariance[1:] / covariance[0]) < 2 * math.sqrt(math.log10(n) / n)
-    m = next((lag for lag in range(len(small) - run_of_small) if small[lag : lag + run_of_small].all()), len(small) // 2)
+    m = next(
+        (lag for lag in range(len(small) - run_of_small) if small[lag : lag + run_of_small].all()),
+        len(small) // 2,
+    )
     lags = np.arange(-min(2 * max(m, 1), n - 1), min(2 * max(m, 1), n - 1) + 1)
     window = np.clip(2 * (1 - np.abs(lags) / (2 * max(m, 1))), 0, 1)
     near = covariance[np.abs(lags)]

@@ -42,24 +42,52 @@ SETTLING = 2  # decode steps after a change that aren't measured
 TOGETHER = 6  # decode steps timed as one
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
-BETWEEN = (3, 6, 12, 20, 44)  # sizes without a graph: if they take as long as the next size, decodes are padded
-CONTEXTS = ((512, 512), (64, 128), (2048, 1024), (6144, 2048))  # (tokens of a decode, chunk), most useful first
+BETWEEN = (
+    3,
+    6,
+    12,
+    20,
+    44,
+)  # sizes without a graph: if they take as long as the next size, decodes are padded
+CONTEXTS = (
+    (512, 512),
+    (64, 128),
+    (2048, 1024),
+    (6144, 2048),
+)  # (tokens of a decode, chunk), most useful first
 JOINING = (
     *((tokens,) for tokens in (16, 48, 700, 128, 1500, 300, 1000, 90, 3000, 200, 1900, 450)),
     *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
 )  # prompts that join one step; some in turn at each number of rows
 AT_ONCE = 4  # half as many at contexts other than the first
-LEFTOVERS = ((560, 512), (640, 512), (90, 64), (812, 512), (1100, 512))  # (tokens, chunk) of prompts that end in a small chunk, also in turn
+LEFTOVERS = (
+    (560, 512),
+    (640, 512),
+    (90, 64),
+    (812, 512),
+    (1100, 512),
+)  # (tokens, chunk) of prompts that end in a small chunk, also in turn
 FEW_ROWS = (1, 2, 4, 8)  # the split of their keys over the device depends on the context
 FEW_ROWS_CONTEXTS = (1024, 256, 1500, 3072)
 GRAPHS = padded_sizes(ALWAYS_TOKENS)  # each of these sizes may have a graph, and so its own time
 FEW_GRAPHS = GRAPHS[1::3]
 PREFILLS = (
-    *((tokens, chunk) for size in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
+    *(
+        (tokens, chunk)
+        for size in FEW_GRAPHS
+        for tokens, chunk in ((size, NEVER), (2 * size, size))
+    ),
     (4000, NEVER),
-    *((tokens, chunk) for size in GRAPHS if size not in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
+    *(
+        (tokens, chunk)
+        for size in GRAPHS
+        if size not in FEW_GRAPHS
+        for tokens, chunk in ((size, NEVER), (2 * size, size))
+    ),
     *((2 * size + 16, size + 8) for size in GRAPHS[7:-1:3]),  # just above a size
-    *((tokens, 512) for tokens in (5632, 4096, 2560, 1536, 4608, 3072, 2048)),  # only the last chunk is measured: few queries after a long history
+    *(
+        (tokens, 512) for tokens in (5632, 4096, 2560, 1536, 4608, 3072, 2048)
+    ),  # only the last chunk is measured: few queries after a long history
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
 )  # (tokens, chunk), without decodes: a first chunk finds the device idle, a second doesn't
 FIRST = 2 * len(FEW_GRAPHS) + 1  # this many come first: they show which steps are graphs
@@ -103,30 +131,49 @@ class Design:
         """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the engine is too small. Raises `ConfigError` if
         nothing fits."""
         capacity, config = engine.capacity, engine.config
-        pool = int(0.6 * pool_tokens(capacity.layout, capacity.num_pages, min(config.max_num_seqs, ROWS[-1])))
+        pool = int(
+            0.6
+            * pool_tokens(capacity.layout, capacity.num_pages, min(config.max_num_seqs, ROWS[-1]))
+        )
         most_rows = min(config.max_num_seqs, 4 if quick else 256)
         rows = sorted({rows for rows in ROWS if rows < most_rows} | {most_rows})
         steps, repeats, rounds = (2 * TOGETHER, 1, 1) if quick else (4 * TOGETHER, REPEATS, ROUNDS)
         longest = min(capacity.max_model_len - 1 - steps, pool)
         tiny = quick or 2 * min(CONTEXTS)[0] > longest
-        contexts = [(context, chunk) for context, chunk in (QUICK_CONTEXTS if tiny else CONTEXTS) if 2 * context <= longest]
+        contexts = [
+            (context, chunk)
+            for context, chunk in (QUICK_CONTEXTS if tiny else CONTEXTS)
+            if 2 * context <= longest
+        ]
         if not contexts:
             least = 2 * min(QUICK_CONTEXTS)[0]
             raise ConfigError(
                 f"the engine is too small to calibrate: expected a max_model_len of {least + 1 + steps} or more, and room for {least} tokens in "
                 f"60 % of its KV pool; got {capacity.max_model_len}, and {pool}"
             )
-        joining = [group for group in (QUICK_JOINING if tiny else JOINING) if sum(group) <= min(config.max_num_batched_tokens, longest)]
+        joining = [
+            group
+            for group in (QUICK_JOINING if tiny else JOINING)
+            if sum(group) <= min(config.max_num_batched_tokens, longest)
+        ]
 
         def that_fit(counts: Sequence[int], context: int) -> tuple[int, ...]:
-            return tuple(count for count in counts if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS))
+            return tuple(
+                count
+                for count in counts
+                if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS)
+            )
 
         leftovers = () if tiny else _that_fit(LEFTOVERS, longest, config.max_num_batched_tokens)
         levels = [
             Level(
                 context,
                 that_fit(rows[:: 1 if index < 2 else 2], context),
-                that_fit([count for count in BETWEEN if count < most_rows and count not in rows], context) if index < 2 else (),
+                that_fit(
+                    [count for count in BETWEEN if count < most_rows and count not in rows], context
+                )
+                if index < 2
+                else (),
                 chunk,
                 tuple(joining),
                 AT_ONCE // 2 if index else AT_ONCE,
@@ -135,20 +182,37 @@ class Design:
             for index, (context, chunk) in enumerate(contexts)  # the first in full
         ]
         few_rows = [count for count in FEW_ROWS if count <= most_rows]
-        levels[2:2] = [Level(context, that_fit(few_rows, context)) for context in FEW_ROWS_CONTEXTS if not tiny and 2 * context <= longest]
-        prefills = _that_fit(QUICK_PREFILLS if tiny else PREFILLS, longest, config.max_num_batched_tokens)
+        levels[2:2] = [
+            Level(context, that_fit(few_rows, context))
+            for context in FEW_ROWS_CONTEXTS
+            if not tiny and 2 * context <= longest
+        ]
+        prefills = _that_fit(
+            QUICK_PREFILLS if tiny else PREFILLS, longest, config.max_num_batched_tokens
+        )
         return cls(levels[0], prefills, tuple(levels), steps, repeats, rounds)
 
     @property
     def cells(self) -> int:
-        return len(self.prefills) + sum(len(level.rows) + len(level.between) for level in self.levels)
+        return len(self.prefills) + sum(
+            len(level.rows) + len(level.between) for level in self.levels
+        )
 
 
-def _that_fit(prefills: Sequence[tuple[int, int]], longest: int, max_tokens: int) -> tuple[tuple[int, int], ...]:
+def _that_fit(
+    prefills: Sequence[tuple[int, int]], longest: int, max_tokens: int
+) -> tuple[tuple[int, int], ...]:
     """Return the (prompt tokens, chunk) that fit: with whole chunks, if a step of `max_tokens` can hold them; unchunked prompts unchanged or not at
     all."""
-    chunked = [(min(tokens, longest // chunk * chunk), chunk) if chunk < NEVER else (tokens, chunk) for tokens, chunk in prefills]
-    return tuple((tokens, chunk) for tokens, chunk in chunked if 0 < tokens <= longest and (chunk == NEVER or chunk <= max_tokens))
+    chunked = [
+        (min(tokens, longest // chunk * chunk), chunk) if chunk < NEVER else (tokens, chunk)
+        for tokens, chunk in prefills
+    ]
+    return tuple(
+        (tokens, chunk)
+        for tokens, chunk in chunked
+        if 0 < tokens <= longest and (chunk == NEVER or chunk <= max_tokens)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +247,9 @@ def calibrate(
         taking_in = rehearse(rig, grid, rehearsal_s) or rig.taking_in
         sightings = tuple(rig.sightings)
     profile = as_rehearsed(grid, sightings, overlapped)
-    return Calibration(profile.model_copy(update={"request_s": float(np.mean(taking_in))}), sightings, complete)
+    return Calibration(
+        profile.model_copy(update={"request_s": float(np.mean(taking_in))}), sightings, complete
+    )
 
 
 def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
@@ -234,7 +300,9 @@ def _measure(rig: Rig, design: Design, progress: Progress) -> bool:
     return True
 
 
-def _measure_prefills(rig: Rig, prefills: Sequence[tuple[int, int]], design: Design, tell: Callable[[], None]) -> None:
+def _measure_prefills(
+    rig: Rig, prefills: Sequence[tuple[int, int]], design: Design, tell: Callable[[], None]
+) -> None:
     for tokens, chunk in prefills:
         for _ in range(design.repeats if tokens <= LARGE else 1):
             rig.inject((tokens,), chunk=chunk)
@@ -291,7 +359,11 @@ def _spans(shapes: Sequence[StepShape]) -> Iterator[tuple[int, int]]:
             settled = 0
             yield index, index + 1
             index += 1
-        elif settled >= SETTLING and len(following) == TOGETHER - 1 and all(_same_decodes(shape, other) for other in following):
+        elif (
+            settled >= SETTLING
+            and len(following) == TOGETHER - 1
+            and all(_same_decodes(shape, other) for other in following)
+        ):
             yield index, index + TOGETHER
             index += TOGETHER
         else:
@@ -306,22 +378,37 @@ def _same_decodes(shape: StepShape, other: StepShape) -> bool:
 def _cell(shape: StepShape) -> tuple[Any, ...]:
     """Return the key of repeated measurements; they differ only by a few tokens generated meanwhile, or a few added decodes."""
     own = (shape.prefill_rows, shape.prefill_tokens, shape.prefill_pairs)
-    decodes = round(4 * log2(shape.decodes)) if shape.prefill_rows and shape.decodes else shape.decodes
+    decodes = (
+        round(4 * log2(shape.decodes)) if shape.prefill_rows and shape.decodes else shape.decodes
+    )
     return (decodes, round(4 * log2(shape.context_tokens)), *own)
 
 
 def _core_times(sightings: Sequence[Sighting], rule: LaunchRule) -> dict[str, Any]:
     """Return the core's own times: those of planning and delivering."""
-    decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows and sighting.delivered]
+    decodes = [
+        sighting for sighting in sightings if not sighting.shape.prefill_rows and sighting.delivered
+    ]
     rows = np.array([sighting.shape.rows for sighting in decodes])
-    core_s, core_per_row_s = _line(rows, [sighting.submitted - sighting.planned for sighting in decodes])
-    results_s, results_per_row_s = _line(rows, [sighting.delivered - sighting.ended for sighting in decodes])
+    core_s, core_per_row_s = _line(
+        rows, [sighting.submitted - sighting.planned for sighting in decodes]
+    )
+    results_s, results_per_row_s = _line(
+        rows, [sighting.delivered - sighting.ended for sighting in decodes]
+    )
     fitted = (core_s + core_per_row_s * sighting.shape.rows for sighting in sightings)
-    measured = ((rule.regime(sighting.shape), sighting.submitted - sighting.planned) for sighting in sightings)
+    measured = (
+        (rule.regime(sighting.shape), sighting.submitted - sighting.planned)
+        for sighting in sightings
+    )
     return {
         "core_s": core_s,
         "core_per_row_s": core_per_row_s,
-        "core_spread": spread((*one, seconds) for one, seconds in zip(measured, fitted, strict=True)) if core_s or core_per_row_s else None,
+        "core_spread": spread(
+            (*one, seconds) for one, seconds in zip(measured, fitted, strict=True)
+        )
+        if core_s or core_per_row_s
+        else None,
         "results_s": results_s,
         "results_per_row_s": results_per_row_s,
     }
@@ -338,7 +425,11 @@ def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, 
 def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
     """Return a description of what was measured, and how."""
     capacity, config = engine.capacity, engine.config
-    details = ", ".join(f"{key} {value}" for key, value in capacity.details.items() if key not in ("device", "model"))
+    details = ", ".join(
+        f"{key} {value}"
+        for key, value in capacity.details.items()
+        if key not in ("device", "model")
+    )
     overlap = "on" if engine.core.max_in_flight > 1 else "off"
     sizes = f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}, max_model_len {capacity.max_model_len}"
     notes = [f"blocks of {capacity.layout.block_size}, overlap {overlap}, {sizes}"]
@@ -351,7 +442,8 @@ def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
         "max_in_flight": engine.core.max_in_flight,
         "machine": capacity.details.get("device", capacity.details.get("step times", "unknown")),
         "model": f"{config.model} ({capacity.details.get('model', 'unknown')})",
-        "engine": f"Dovetail {dovetail.__version__}, executor {config.executor.label}" + (f": {details}" if details else ""),
+        "engine": f"Dovetail {dovetail.__version__}, executor {config.executor.label}"
+        + (f": {details}" if details else ""),
         "source": "dovetail lab calibrate",
         "notes": tuple(notes),
     }

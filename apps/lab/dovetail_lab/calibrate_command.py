@@ -15,9 +15,21 @@ from dovetail_lab.writing import make_folder
 
 def calibrate(
     engine: Engine,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write the profile.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Measure a tiny grid, as a smoke test.")] = False,
-    time_limit: Annotated[float, typer.Option("--time-limit", min=1.0, metavar="SECONDS", help="Time limit, without the engine's start.")] = 60.0,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE.json", help="Where to write the profile.")
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure a tiny grid, as a smoke test.")
+    ] = False,
+    time_limit: Annotated[
+        float,
+        typer.Option(
+            "--time-limit",
+            min=1.0,
+            metavar="SECONDS",
+            help="Time limit, without the engine's start.",
+        ),
+    ] = 60.0,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
     """Measure the step times of this machine's engine for simulations."""
@@ -26,13 +38,17 @@ def calibrate(
     from dovetail_lab.simulate import SIMULATED
 
     if EngineConfig.load(engine).executor.name in SIMULATED:
-        raise ConfigError(f"{engine}: the executor simulated can't be calibrated: choose a real one, such as local")
+        raise ConfigError(
+            f"{engine}: the executor simulated can't be calibrated: choose a real one, such as local"
+        )
     config = open_engine(engine, settings, real=True)
     make_folder(out.parent)
     from dovetail_lab.calibrate import calibrate as measure
 
     with progress_bar("calibrating", unit="cells") as progress:
-        made = measure(config, name=out.stem, quick=quick, time_limit_s=time_limit, progress=progress)
+        made = measure(
+            config, name=out.stem, quick=quick, time_limit_s=time_limit, progress=progress
+        )
     profile = made.profile
     profile.save(out)
     typer.echo(f"{profile.machine}: {profile.model}, {profile.engine}")

@@ -30,14 +30,19 @@ def parse_call(text: str, kinds: Mapping[str, type[Model]], what: str) -> Model:
     kind = kinds.get(match["name"])
     if kind is None:
         near = difflib.get_close_matches(match["name"], kinds, n=1)
-        raise TraceError(f"{what}: unknown {match['name']!r}" + (f", did you mean {near[0]}?" if near else f"; there are {', '.join(kinds)}"))
+        raise TraceError(
+            f"{what}: unknown {match['name']!r}"
+            + (f", did you mean {near[0]}?" if near else f"; there are {', '.join(kinds)}")
+        )
     try:
         return kind(**_arguments(match["arguments"] or "", list(kind.model_fields), text, what))
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         where = ".".join(map(str, detail["loc"]))
         usage = f"{match['name']}({', '.join(kind.model_fields)})"
-        raise TraceError(f"{what}: {text!r}: {f'{where}: ' if where else ''}{detail['msg'].removeprefix('Value error, ')}; it is {usage}") from None
+        raise TraceError(
+            f"{what}: {text!r}: {f'{where}: ' if where else ''}{detail['msg'].removeprefix('Value error, ')}; it is {usage}"
+        ) from None
 
 
 def _arguments(text: str, names: list[str], call: str, what: str) -> dict[str, Any]:
@@ -45,9 +50,14 @@ def _arguments(text: str, names: list[str], call: str, what: str) -> dict[str, A
     for index, part in enumerate(part.strip() for part in text.split(",")) if text.strip() else ():
         name, equals, value = part.rpartition("=")
         if not equals and index >= len(names):
-            raise TraceError(f"{what}: {call!r}: expected at most {len(names)} arguments ({', '.join(names)})")
+            raise TraceError(
+                f"{what}: {call!r}: expected at most {len(names)} arguments ({', '.join(names)})"
+            )
         name = name.strip() if equals else names[index]
         if name in given or not value.strip():
-            raise TraceError(f"{what}: {call!r}: " + (f"{name} is given twice" if name in given else "an argument is empty"))
+            raise TraceError(
+                f"{what}: {call!r}: "
+                + (f"{name} is given twice" if name in given else "an argument is empty")
+            )
         given[name] = value.strip()
     return given

@@ -16,7 +16,11 @@ from dovetail_lab.records import RunResult
 from dovetail_lab.slo import Judgement, Objective
 
 MAX_DOUBLINGS = 12  # in each direction from the start
-PROBES = (0.5, 0.8, 1.25)  # multiples of the rate found: those below 1 must pass, the other must fail
+PROBES = (
+    0.5,
+    0.8,
+    1.25,
+)  # multiples of the rate found: those below 1 must pass, the other must fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,19 @@ class Capacity:
     def monotone(self) -> bool:
         """True if no rate passed above one that failed."""
         failed = [trial.scale for trial in self.trials if not trial.met]
-        return not any(trial.met and trial.scale > min(failed) for trial in self.trials) if failed else True
+        return (
+            not any(trial.met and trial.scale > min(failed) for trial in self.trials)
+            if failed
+            else True
+        )
 
 
 def find_capacity(
-    run: Callable[[float], Sequence[RunResult]], objectives: Sequence[Objective], *, tolerance: float = 0.02, start: float = 1.0
+    run: Callable[[float], Sequence[RunResult]],
+    objectives: Sequence[Objective],
+    *,
+    tolerance: float = 0.02,
+    start: float = 1.0,
 ) -> Capacity:
     """Find the capacity. `run(scale)` returns the runs, one per seed, at `scale` times the workload's rate. `tolerance` is relative: the true limit
     is between the answer and (1 + tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start <= 0."""
@@ -62,29 +74,50 @@ def find_capacity(
     while rate is not None:
         search.try_rate(rate)
         rate = search.next_rate(tolerance)
-    return Capacity(search.low, tolerance, tuple(sorted(search.trials.values(), key=lambda trial: trial.scale)), search.high == math.inf)
+    return Capacity(
+        search.low,
+        tolerance,
+        tuple(sorted(search.trials.values(), key=lambda trial: trial.scale)),
+        search.high == math.inf,
+    )
 
 
 class _Search:
     """The rates tried so far, which determine the next one."""
 
-    def __init__(self, run: Callable[[float], Sequence[RunResult]], objectives: Sequence[Objective], start: float) -> None:
+    def __init__(
+        self,
+        run: Callable[[float], Sequence[RunResult]],
+        objectives: Sequence[Objective],
+        start: float,
+    ) -> None:
         self._run, self._objectives, self._start = run, objectives, start
         self.trials: dict[float, Trial] = {}
 
     @property
     def high(self) -> float:
         """Lowest rate that failed; infinity if none did."""
-        return min((trial.scale for trial in self.trials.values() if not trial.met), default=math.inf)
+        return min(
+            (trial.scale for trial in self.trials.values() if not trial.met), default=math.inf
+        )
 
     @property
     def low(self) -> float | None:
         """Highest rate below `high` that passed."""
-        return max((trial.scale for trial in self.trials.values() if trial.met and trial.scale < self.high), default=None)
+        return max(
+            (
+                trial.scale
+                for trial in self.trials.values()
+                if trial.met and trial.scale < self.high
+            ),
+            default=None,
+        )
 
     def try_rate(self, scale: float) -> None:
         runs = self._run(scale)
-        self.trials[scale] = Trial(scale, tuple(objective.judge(runs) for objective in self._objectives))
+        self.trials[scale] = Trial(
+            scale, tuple(objective.judge(runs) for objective in self._objectives)
+        )
 
     def next_rate(self, tolerance: float) -> float | None:
         """Return the next rate: double or halve to find a bracket, halve the bracket, then probe next to it; an unexpected probe moves it."""

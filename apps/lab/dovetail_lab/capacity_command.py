@@ -17,7 +17,16 @@ from dovetail_lab.command_options import (
     open_engines,
 )
 from dovetail_lab.digits import evenly, significant
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.experiment_options import (
+    Jobs,
+    Out,
+    Seeds,
+    cores,
+    need,
+    seeds_from,
+    shown_command,
+    wide_console,
+)
 from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import as_csv, make_folder
 
@@ -33,12 +42,24 @@ TABLE_FILE = "capacity.csv"
 
 
 def capacity(
-    engines: Annotated[list[str], typer.Argument(metavar="engine.yaml …", help="One or more engines; all are compared with the first.")],
+    engines: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="engine.yaml …", help="One or more engines; all are compared with the first."
+        ),
+    ],
     trace: TraceArgument,
     options: WorkloadOptions,
     routed: ReplicaOptions,
-    slo: Annotated[str, typer.Option("--slo", help='"ttft_p99<0.5,tpot_p99<50ms", or a preset such as mlperf-llama3.1-8b.')],
-    tolerance: Annotated[float, typer.Option("--tolerance", help="Relative tolerance of the rate.")] = 0.02,
+    slo: Annotated[
+        str,
+        typer.Option(
+            "--slo", help='"ttft_p99<0.5,tpot_p99<50ms", or a preset such as mlperf-llama3.1-8b.'
+        ),
+    ],
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="Relative tolerance of the rate.")
+    ] = 0.02,
     seeds: Seeds = 1,
     out: Out = None,
     step_time: StepTime = None,
@@ -53,18 +74,27 @@ def capacity(
     objectives = parse_slo(slo)
     configs = open_engines(engines, settings, step_time=step_time)
     routing = routed.routing(list(configs))
-    of_seeds = [replace(options, seed=one, scale_rate=None) for one in seeds_from(options.seed, seeds)]
+    of_seeds = [
+        replace(options, seed=one, scale_rate=None) for one in seeds_from(options.seed, seeds)
+    ]
     own_rate = _own_rate(trace, of_seeds)
     if out is not None:
         make_folder(out)
     found, engines_run, said, cautions = {}, [], [], []
     for name, config in configs.items():
         runner = _Runner(name, config, trace, of_seeds, routing[name], cores(jobs))
-        found[name] = find_capacity(runner, objectives, tolerance=tolerance, start=1.0 if options.scale_rate is None else options.scale_rate)
+        found[name] = find_capacity(
+            runner,
+            objectives,
+            tolerance=tolerance,
+            start=1.0 if options.scale_rate is None else options.scale_rate,
+        )
         said.append(f"{name}: {answer(found[name], objectives, own_rate)}")
         cautions += [f"{name}: {text}" for text in _cautions(found[name], runner.seeded)]
         engines_run.append(runner.engine)
-        _print_one(found[name], objectives, own_rate, said[-1], _cautions(found[name], runner.seeded))
+        _print_one(
+            found[name], objectives, own_rate, said[-1], _cautions(found[name], runner.seeded)
+        )
     compared = list(_compared(found))
     for text in compared:
         typer.echo(text)
@@ -74,7 +104,11 @@ def capacity(
 
         table = Table(
             ["engine", *_header(objectives)],
-            [[name, *row] for name, of_engine in found.items() for row in _rows(of_engine, own_rate)],
+            [
+                [name, *row]
+                for name, of_engine in found.items()
+                for row in _rows(of_engine, own_rate)
+            ],
         )
         page = capacity_page(
             found,
@@ -98,7 +132,13 @@ class _Runner:
     seeded: bool
 
     def __init__(
-        self, name: str, config: EngineConfig, trace: str, options: Sequence[WorkloadOptions], routing: Routing | None, processes: int
+        self,
+        name: str,
+        config: EngineConfig,
+        trace: str,
+        options: Sequence[WorkloadOptions],
+        routing: Routing | None,
+        processes: int,
     ) -> None:
         from dovetail_lab.planned_runs import PlannedRun
 
@@ -110,8 +150,12 @@ class _Runner:
         from dovetail_lab.planned_runs import keep, run_all
         from dovetail_lab.report.engine import Engine
 
-        scaled = [replace(job, options=replace(job.options, scale_rate=scale)) for job in self._jobs]
-        runs = list(run_all(scaled, keep, self._processes, f"{self._name} at {scale:.3g} times the rate"))
+        scaled = [
+            replace(job, options=replace(job.options, scale_rate=scale)) for job in self._jobs
+        ]
+        runs = list(
+            run_all(scaled, keep, self._processes, f"{self._name} at {scale:.3g} times the rate")
+        )
         self.engine, self.seeded = Engine.of(self._name, runs), runs[0].seeded
         return runs
 
@@ -124,7 +168,9 @@ def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
     for one in options:
         workload = cached_workload(trace, one)
         if len(workload) < 2 or workload.duration_s <= 0:
-            raise ConfigError(f"{trace}: {len(workload)} request(s), all at one instant: there is no rate to scale")
+            raise ConfigError(
+                f"{trace}: {len(workload)} request(s), all at one instant: there is no rate to scale"
+            )
         rates.append((len(workload) - 1) / workload.duration_s)
     return sum(rates) / len(rates)
 
@@ -143,9 +189,22 @@ def _header(objectives: Sequence[Objective]) -> list[str]:
 
 def _rows(found: Capacity, own_rate: float) -> list[list[str]]:
     """Return a row of texts per trial, with equally many decimals within an objective's column."""
-    values = zip(*(evenly(own) for own in zip(*([one.value for one in trial.judged] for trial in found.trials), strict=True)), strict=True)
+    values = zip(
+        *(
+            evenly(own)
+            for own in zip(
+                *([one.value for one in trial.judged] for trial in found.trials), strict=True
+            )
+        ),
+        strict=True,
+    )
     return [
-        [significant(trial.scale * own_rate), significant(trial.scale), *own, "met" if trial.met else "missed"]
+        [
+            significant(trial.scale * own_rate),
+            significant(trial.scale),
+            *own,
+            "met" if trial.met else "missed",
+        ]
         for trial, own in zip(found.trials, values, strict=True)
     ]
 
@@ -154,10 +213,18 @@ def _cautions(found: Capacity, seeded: bool) -> list[str]:
     if found.monotone:
         return []
     remedy = "a longer trace or more seeds" if seeded else "a longer trace"
-    return [f"a higher rate met objectives that a lower one missed. The answer is below every miss; {remedy} would make it more reliable"]
+    return [
+        f"a higher rate met objectives that a lower one missed. The answer is below every miss; {remedy} would make it more reliable"
+    ]
 
 
-def _print_one(found: Capacity, objectives: Sequence[Objective], own_rate: float, said: str, cautions: Sequence[str]) -> None:
+def _print_one(
+    found: Capacity,
+    objectives: Sequence[Objective],
+    own_rate: float,
+    said: str,
+    cautions: Sequence[str],
+) -> None:
     from rich.table import Table
 
     table = Table(*_header(objectives), box=None, pad_edge=False)
@@ -185,7 +252,11 @@ def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) ->
 
 def _as_csv(found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> str:
     """Return CSV with a line for each trial."""
-    names = [name for objective in objectives for name in (f"{objective.name}_s", f"{objective.name}_within")]
+    names = [
+        name
+        for objective in objectives
+        for name in (f"{objective.name}_s", f"{objective.name}_within")
+    ]
     return as_csv(
         ["policy", "scale_rate", "requests_per_s", *names, "met", "capacity"],
         (

@@ -19,24 +19,59 @@ if TYPE_CHECKING:
     from dovetail_lab.routers import Routing
     from dovetail_lab.simulate import Progress
 
-Engine = Annotated[str, typer.Argument(metavar="engine.yaml", help="The engine: policy, KV-cache manager, sizes.")]
-Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the engine, dotted if nested. May be repeated.")]
+Engine = Annotated[
+    str, typer.Argument(metavar="engine.yaml", help="The engine: policy, KV-cache manager, sizes.")
+]
+Settings = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a key of the engine, dotted if nested. May be repeated.",
+    ),
+]
 SettingsOfSeveral = Annotated[
     list[str],
-    typer.Option("--set", metavar="[ENGINE:]KEY=VALUE", help="Set a key of all engines, or of the named one. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="[ENGINE:]KEY=VALUE",
+        help="Set a key of all engines, or of the named one. May be repeated.",
+    ),
 ]
-StepTime = Annotated[str | None, typer.Option("--step-time", metavar="FILE.json|NAME", help="Step times of the device.  [default: the engine's]")]
+StepTime = Annotated[
+    str | None,
+    typer.Option(
+        "--step-time",
+        metavar="FILE.json|NAME",
+        help="Step times of the device.  [default: the engine's]",
+    ),
+]
 TraceArgument = Annotated[
-    str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")
+    str,
+    typer.Option(
+        "--trace",
+        metavar="FILE|SPEC",
+        help="A trace in any known format, a YAML spec of a workload, or a spec.",
+    ),
 ]
-Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor, in real time, instead of a simulation.")]
+Real = Annotated[
+    bool,
+    typer.Option(
+        "--real", help="On the engine's own executor, in real time, instead of a simulation."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
     """Options for several identical engines behind a router."""
 
-    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Number of identical engines behind a router.")] = 1
+    replicas: Annotated[
+        int,
+        typer.Option(
+            "--replicas", metavar="N", help="Number of identical engines behind a router."
+        ),
+    ] = 1
     router: Annotated[
         list[str],
         typer.Option(
@@ -58,7 +93,9 @@ class ReplicaOptions:
             return dict.fromkeys(names)
         if self.replicas == 1:
             raise ConfigError("--router needs two or more engines: give --replicas")
-        return {name: Routing(self.replicas, router or "round_robin") for name, router in chosen.items()}
+        return {
+            name: Routing(self.replicas, router or "round_robin") for name, router in chosen.items()
+        }
 
 
 def _addressed(text: str, names: Sequence[str]) -> tuple[Sequence[str], str]:
@@ -74,17 +111,26 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
         if name not in groups:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            parameters.append(
+                parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+            )
             continue
         own = get_type_hints(groups[name], include_extras=True)
         for one in fields(groups[name]):
             default = Parameter.empty if one.default is MISSING else one.default
             default = default if one.default_factory is MISSING else one.default_factory()
-            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=own[one.name]))
+            parameters.append(
+                Parameter(
+                    one.name, Parameter.KEYWORD_ONLY, default=default, annotation=own[one.name]
+                )
+            )
 
     @wraps(command)
     def call(**values: Any) -> None:
-        made = {name: group(**{one.name: values.pop(one.name) for one in fields(group)}) for name, group in groups.items()}
+        made = {
+            name: group(**{one.name: values.pop(one.name) for one in fields(group)})
+            for name, group in groups.items()
+        }
         command(**made, **values)
 
     call.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -92,7 +138,9 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def open_engines(sources: Sequence[str], settings: Sequence[str], *, step_time: str | None = None) -> dict[str, EngineConfig]:
+def open_engines(
+    sources: Sequence[str], settings: Sequence[str], *, step_time: str | None = None
+) -> dict[str, EngineConfig]:
     """Return the simulated engines by display name. A setting "KEY=VALUE" applies to all of them, "ENGINE:KEY=VALUE" to the named one.
 
     Raises `ConfigError`, which names the engine.
@@ -105,16 +153,24 @@ def open_engines(sources: Sequence[str], settings: Sequence[str], *, step_time: 
         owners, setting = _addressed(text, names)
         key = setting.partition("=")[0]
         if owners is names and ":" in key:
-            raise ConfigError(f"--set: {shown(text)}: there is no engine {shown(key.rpartition(':')[0])}; engines are {', '.join(names)}")
+            raise ConfigError(
+                f"--set: {shown(text)}: there is no engine {shown(key.rpartition(':')[0])}; engines are {', '.join(names)}"
+            )
         for name in owners:
             wanted[name].append(setting)
     return {
-        name: open_engine(source, wanted[name], step_time=step_time, origin=f"{name}: --set") for name, source in zip(names, sources, strict=True)
+        name: open_engine(source, wanted[name], step_time=step_time, origin=f"{name}: --set")
+        for name, source in zip(names, sources, strict=True)
     }
 
 
 def open_engine(
-    source: str, settings: Sequence[str] = (), *, step_time: str | None = None, real: bool = False, origin: str = "--set"
+    source: str,
+    settings: Sequence[str] = (),
+    *,
+    step_time: str | None = None,
+    real: bool = False,
+    origin: str = "--set",
 ) -> EngineConfig:
     """Return the engine's config with `--set`s applied, and the simulated executor unless the config names it already, or `real` is set.
 
@@ -124,10 +180,16 @@ def open_engine(
     from dovetail_lab.simulate import SIMULATED
 
     overrides = EngineConfig.read_settings(settings)
-    own = EngineConfig.load_with(source, {key: value for key, value in overrides.items() if not key.startswith("executor")}, origin)
+    own = EngineConfig.load_with(
+        source,
+        {key: value for key, value in overrides.items() if not key.startswith("executor")},
+        origin,
+    )
     if real:
         if own.executor.name in SIMULATED or step_time is not None:
-            raise ConfigError("--real uses the executor in engine.yaml, which must not be simulated, and excludes --step-time")
+            raise ConfigError(
+                "--real uses the executor in engine.yaml, which must not be simulated, and excludes --step-time"
+            )
         return EngineConfig.load_with(source, overrides, origin)
     replaced = {} if own.executor.name in SIMULATED else {"executor": "dovetail:simulated"}
     timed = {} if step_time is None else {"executor.step_time": step_time}

@@ -14,13 +14,34 @@ from dovetail_lab.command_options import flat
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {  # name -> "module:function", one line
-        "run": ("dovetail_lab.run_command:run", "Replay a trace through an engine and print latencies and throughput"),
-        "compare": ("dovetail_lab.compare_command:compare", "Compare engines on the same requests, with confidence intervals"),
-        "sweep": ("dovetail_lab.sweep_command:sweep", "Run every combination of settings and arrival rates"),
-        "capacity": ("dovetail_lab.capacity_command:capacity", "Find the highest arrival rate that meets objectives"),
-        "calibrate": ("dovetail_lab.calibrate_command:calibrate", "Measure the step times of this machine's engine for simulations"),
-        "leaderboard": ("dovetail_lab.leaderboard_command:leaderboard", "Rank all installed schedulers on fixed traces"),
-        "report": ("dovetail_lab.report_command:report", "Render a report of saved runs: figures, tables, settings"),
+        "run": (
+            "dovetail_lab.run_command:run",
+            "Replay a trace through an engine and print latencies and throughput",
+        ),
+        "compare": (
+            "dovetail_lab.compare_command:compare",
+            "Compare engines on the same requests, with confidence intervals",
+        ),
+        "sweep": (
+            "dovetail_lab.sweep_command:sweep",
+            "Run every combination of settings and arrival rates",
+        ),
+        "capacity": (
+            "dovetail_lab.capacity_command:capacity",
+            "Find the highest arrival rate that meets objectives",
+        ),
+        "calibrate": (
+            "dovetail_lab.calibrate_command:calibrate",
+            "Measure the step times of this machine's engine for simulations",
+        ),
+        "leaderboard": (
+            "dovetail_lab.leaderboard_command:leaderboard",
+            "Rank all installed schedulers on fixed traces",
+        ),
+        "report": (
+            "dovetail_lab.report_command:report",
+            "Render a report of saved runs: figures, tables, settings",
+        ),
     }
 )
 
@@ -49,7 +70,13 @@ def _load(name: str) -> Any:
     return typer.main.get_command(app)
 
 
-app = typer.Typer(cls=LabGroup, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=LabGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.callback()

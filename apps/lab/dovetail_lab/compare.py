@@ -24,9 +24,16 @@ from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.statistics import Change, changes, scalar_change
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
-PER_REQUEST = ("ttft", "tpot", "e2e")  # latencies with one value a request; inter-token latencies are a pool of all
+PER_REQUEST = (
+    "ttft",
+    "tpot",
+    "e2e",
+)  # latencies with one value a request; inter-token latencies are a pool of all
 STATISTICS = (MEAN, P50, P90, P99)
-RATES = {"output_rate": "output tokens/s", "request_rate": "requests/s"}  # metrics with one number a run; more is better
+RATES = {
+    "output_rate": "output tokens/s",
+    "request_rate": "requests/s",
+}  # metrics with one number a run; more is better
 CLEARLY = 0.01  # by which a change must exceed others to be the largest
 
 
@@ -47,7 +54,9 @@ class Line:
     metric: str
     statistic: str  # "" if the metric is one number a run
     change: Change
-    holds: bool = True  # False: the interval is known to be too narrow, so excluding zero proves nothing
+    holds: bool = (
+        True  # False: the interval is known to be too narrow, so excluding zero proves nothing
+    )
 
     @property
     def measurable(self) -> bool:
@@ -75,16 +84,26 @@ class Line:
 
     @property
     def label(self) -> str:
-        return f"{self.statistic} {LATENCIES[self.metric]}" if self.metric in LATENCIES else RATES[self.metric]
+        return (
+            f"{self.statistic} {LATENCIES[self.metric]}"
+            if self.metric in LATENCIES
+            else RATES[self.metric]
+        )
 
     @property
     def finding(self) -> str:
         """The change in words: "cuts p99 TTFT by 31 % [27, 35]", or, if large, "makes p99 TTFT 3.1 times as much [2.8, 3.4]"."""
         change = self.change
         if change.relative >= 0.995:
-            digits = 2 if change.low >= 0.05 else 3  # an end near 1 mustn't be shown as 1, nor below as 0
+            digits = (
+                2 if change.low >= 0.05 else 3
+            )  # an end near 1 mustn't be shown as 1, nor below as 0
             return f"makes {self.label} {1 + change.relative:.{digits}g} times as much [{1 + change.low:.{digits}g}, {1 + change.high:.{digits}g}]"
-        verb, low, high = ("cuts", -change.high, -change.low) if change.relative < 0 else ("raises", change.low, change.high)
+        verb, low, high = (
+            ("cuts", -change.high, -change.low)
+            if change.relative < 0
+            else ("raises", change.low, change.high)
+        )
         digits = 0 if abs(change.relative) >= 0.1 and min(abs(low), abs(high)) >= 0.005 else 1
         return f"{verb} {self.label} by {100 * abs(change.relative):.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
 
@@ -120,7 +139,9 @@ class Versus:
     identical: bool  # True if nothing differs at all
 
     def line(self, metric: str, statistic: str) -> Line:
-        return next(line for line in self.lines if (line.metric, line.statistic) == (metric, statistic))
+        return next(
+            line for line in self.lines if (line.metric, line.statistic) == (metric, statistic)
+        )
 
     def headlines(self) -> Iterator[Line]:
         """Yield the lines of the verdict: the mean and p99 of each latency, its p50 and p90 if they change more, and output tokens/s."""
@@ -135,14 +156,22 @@ class Versus:
     def verdict(self) -> str:
         """Return the main findings in plain words."""
         if not self.compared:
-            return f"{self.other} can't be compared with {self.base}: no request was completed by both"
+            return (
+                f"{self.other} can't be compared with {self.base}: no request was completed by both"
+            )
         if self.identical:
             return f"{self.other} behaves exactly like {self.base}: no measurable difference, every token came at the same time"
         lines = list(self.headlines())
         found = [line.finding for line in lines if line.measurable]
         undecided = [line.bare for line in lines if line.change.measurable and not line.holds]
-        same = [line for line in lines if not line.change.measurable and not math.isnan(line.change.low)]
-        bare = [line.bare for line in lines if math.isnan(line.change.low) and not math.isnan(line.change.a)]
+        same = [
+            line for line in lines if not line.change.measurable and not math.isnan(line.change.low)
+        ]
+        bare = [
+            line.bare
+            for line in lines
+            if math.isnan(line.change.low) and not math.isnan(line.change.a)
+        ]
         parts = [", ".join(found)] if found else []
         if undecided:
             parts.append(f"{', '.join(undecided)}: these runs are too short to rule out chance")
@@ -158,7 +187,9 @@ class Versus:
         if self.completed[0] == self.completed[1]:
             return ()
         base, other = (f"{100 * count / self.requests:.1f} %" for count in self.completed)
-        return (f"{self.other} completes {other} of the requests, {self.base} {base}, and latencies are of those that both completed",)
+        return (
+            f"{self.other} completes {other} of the requests, {self.base} {base}, and latencies are of those that both completed",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +204,9 @@ class Comparison:
     @property
     def caution(self) -> str:
         """A caution about the number of intervals."""
-        intervals = sum(not math.isnan(line.change.low) for versus in self.versus for line in versus.lines)
+        intervals = sum(
+            not math.isnan(line.change.low) for versus in self.versus for line in versus.lines
+        )
         by_chance = intervals * (1 - self.method.confidence)
         together = 1 - (1 - self.method.confidence) / max(intervals, 1)
         return (
@@ -182,7 +215,13 @@ class Comparison:
         )
 
 
-def compare(runs: Mapping[str, Sequence[RunResult]], *, resamples: int = 2_000, confidence: float = 0.95, seed: int = 0) -> Comparison:
+def compare(
+    runs: Mapping[str, Sequence[RunResult]],
+    *,
+    resamples: int = 2_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Comparison:
     """Compare all policies with the first. `runs[name]` has one run for each seed, in the same order for all.
 
     Raises `ConfigError` unless there are two policies or more, each with the same requests in each run.
@@ -193,17 +232,30 @@ def compare(runs: Mapping[str, Sequence[RunResult]], *, resamples: int = 2_000, 
     (base, base_runs), *others = runs.items()
     for name, other_runs in others:
         check_same_requests(base, base_runs, name, other_runs)
-    pairs = {name: {metric: _paired(base_runs, other_runs, metric) for metric in LATENCIES} for name, other_runs in others}
+    pairs = {
+        name: {metric: _paired(base_runs, other_runs, metric) for metric in LATENCIES}
+        for name, other_runs in others
+    }
     lengths = {
         (name, metric): [block_length(own, statistic) for statistic in STATISTICS]
         for name, metrics in pairs.items()
         for metric, own in metrics.items()
     }
-    method = _method(list(runs.values()), [length for own in lengths.values() for length in own], resamples, confidence, seed)
+    method = _method(
+        list(runs.values()),
+        [length for own in lengths.values() for length in own],
+        resamples,
+        confidence,
+        seed,
+    )
     versus = []
     for name, other_runs in others:
         of_blocks = isinstance(method.draws, BlockDraws)
-        too_narrow = {metric for metric in LATENCIES if of_blocks and any(length.capped for length in lengths[name, metric])}
+        too_narrow = {
+            metric
+            for metric in LATENCIES
+            if of_blocks and any(length.capped for length in lengths[name, metric])
+        }
         versus.append(_versus(base, base_runs, name, other_runs, pairs[name], method, too_narrow))
     return Comparison(tuple(runs), tuple(run.seed for run in base_runs), method, tuple(versus))
 
@@ -211,28 +263,50 @@ def compare(runs: Mapping[str, Sequence[RunResult]], *, resamples: int = 2_000, 
 def check_settings(confidence: float, resamples: int) -> None:
     """Raise `ConfigError` for an invalid confidence, or for too few resamples to find percentiles."""
     if not 0.5 <= confidence < 1:
-        raise ConfigError(f"--confidence: expected at least 0.5 and less than 1, got {confidence:g}")
+        raise ConfigError(
+            f"--confidence: expected at least 0.5 and less than 1, got {confidence:g}"
+        )
     if resamples < 100:
         raise ConfigError(f"--resamples: expected 100 or more, got {resamples}")
 
 
-def check_same_requests(base: str, base_runs: Sequence[RunResult], other: str, other_runs: Sequence[RunResult]) -> None:
+def check_same_requests(
+    base: str, base_runs: Sequence[RunResult], other: str, other_runs: Sequence[RunResult]
+) -> None:
     """Raise `ConfigError`, naming the first difference, unless the runs have the same requests."""
     if not base_runs or len(base_runs) != len(other_runs):
-        raise ConfigError(f"{base} has {len(base_runs)} runs and {other} {len(other_runs)}: a comparison pairs run by run")
+        raise ConfigError(
+            f"{base} has {len(base_runs)} runs and {other} {len(other_runs)}: a comparison pairs run by run"
+        )
     for a, b in zip(base_runs, other_runs, strict=True):
         if a.seed != b.seed:
-            raise ConfigError(f"a run of {base} has seed {a.seed}, its counterpart of {other} seed {b.seed}")
+            raise ConfigError(
+                f"a run of {base} has seed {a.seed}, its counterpart of {other} seed {b.seed}"
+            )
         if len(a) != len(b):
-            raise ConfigError(f"{base} ran {len(a)} requests of {a.trace}, {other} ran {len(b)} of {b.trace}: not the same trace")
+            raise ConfigError(
+                f"{base} ran {len(a)} requests of {a.trace}, {other} ran {len(b)} of {b.trace}: not the same trace"
+            )
         for x, y in zip(a, b, strict=True):
             if _request(x) != _request(y):
-                raise ConfigError(f"seed {a.seed}: request {x.id} of {base} isn't request {y.id} of {other}: not the same trace, or prediction")
+                raise ConfigError(
+                    f"seed {a.seed}: request {x.id} of {base} isn't request {y.id} of {other}: not the same trace, or prediction"
+                )
 
 
 def _request(record: RequestRecord) -> tuple[object, ...]:
     """Return the values that must be equal under all policies. Arrivals in a closed loop depend on the policy and are left out."""
-    names = ("id", "client", "prompt_tokens", "true_tokens", "max_tokens", "predicted_tokens", "priority", "session", "waited")
+    names = (
+        "id",
+        "client",
+        "prompt_tokens",
+        "true_tokens",
+        "max_tokens",
+        "predicted_tokens",
+        "priority",
+        "session",
+        "waited",
+    )
     times = () if record.waited else (record.arrival_s, record.deadline_s)
     return (*(getattr(record, name) for name in names), *times)
 
@@ -241,16 +315,34 @@ def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) 
     """Pair each run's values, rounded to the nanosecond so that rounding errors of sums don't count as differences."""
     runs = list(zip(base, other, strict=True))
     if metric in PER_REQUEST:
-        return [Pairs.of(*(np.round(per_request(side, metric), 9) for side in sides)) for sides in runs]
-    return [Pairs.pooled(*([np.round(own, 9) for own in itl_by_request(side)] for side in sides)) for sides in runs]
+        return [
+            Pairs.of(*(np.round(per_request(side, metric), 9) for side in sides)) for sides in runs
+        ]
+    return [
+        Pairs.pooled(*([np.round(own, 9) for own in itl_by_request(side)] for side in sides))
+        for sides in runs
+    ]
 
 
-def _method(policies: Sequence[Sequence[RunResult]], lengths: Sequence[BlockLength], resamples: int, confidence: float, seed: int) -> Method:
+def _method(
+    policies: Sequence[Sequence[RunResult]],
+    lengths: Sequence[BlockLength],
+    resamples: int,
+    confidence: float,
+    seed: int,
+) -> Method:
     """Choose what to resample: whole runs if enough seeds have different traffic, otherwise blocks of consecutive requests."""
-    runs, level = policies[0], f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of "
+    runs, level = (
+        policies[0],
+        f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of ",
+    )
     same_traffic = all(_traffic(run) == _traffic(runs[0]) for run in runs)
     if len(runs) >= MIN_SEEDS and not same_traffic:
-        return Method(SeedDraws(len(runs), resamples, seed), confidence, f"{level}the {len(runs)} seeds' runs, each with traffic of its own")
+        return Method(
+            SeedDraws(len(runs), resamples, seed),
+            confidence,
+            f"{level}the {len(runs)} seeds' runs, each with traffic of its own",
+        )
     length, requests = max(length.requests for length in lengths), min(len(run) for run in runs)
     draws = BlockDraws(length, requests, resamples, seed, same_traffic)
     new_traffic = runs[0].seeded and (len(runs) == 1 or not same_traffic)  # that of more seeds
@@ -260,7 +352,11 @@ def _method(policies: Sequence[Sequence[RunResult]], lengths: Sequence[BlockLeng
         reason = f", because {len(runs)} seed{'s are' if len(runs) > 1 else ' is'} too few to draw among ({MIN_SEEDS} or more do)"
     else:
         reason = ", because there is one run to draw from"
-    block = f"blocks of {length} consecutive requests" if length > 1 else "single requests, which are uncorrelated"
+    block = (
+        f"blocks of {length} consecutive requests"
+        if length > 1
+        else "single requests, which are uncorrelated"
+    )
     says = f"{level}{block} ({draws.units} in a run){reason}"
     remedy = f"a longer trace, or --seeds {MIN_SEEDS} or more" if new_traffic else "a longer trace"
     warnings = {
@@ -270,7 +366,9 @@ def _method(policies: Sequence[Sequence[RunResult]], lengths: Sequence[BlockLeng
         "every seed gave the same runs: one would do": len(runs) > 1
         and all(_alike(run, of_policy[0]) for of_policy in policies for run in of_policy),
     }
-    return Method(draws, confidence, says, tuple(warning for warning, applies in warnings.items() if applies))
+    return Method(
+        draws, confidence, says, tuple(warning for warning, applies in warnings.items() if applies)
+    )
 
 
 def _traffic(run: RunResult) -> list[tuple[float, int, int]]:
@@ -289,7 +387,10 @@ def _versus(
     lines = []
     for metric, metric_pairs in pairs.items():
         found = changes(metric_pairs, STATISTICS, method.draws, method.confidence)
-        lines += [Line(metric, statistic.name, change, metric not in too_narrow) for statistic, change in zip(STATISTICS, found, strict=True)]
+        lines += [
+            Line(metric, statistic.name, change, metric not in too_narrow)
+            for statistic, change in zip(STATISTICS, found, strict=True)
+        ]
     measured = [[measure(run) for run in runs] for runs in (base_runs, other_runs)]
     for rate in RATES:
         a, b = (np.array([getattr(metrics, rate) for metrics in side]) for side in measured)
@@ -299,7 +400,10 @@ def _versus(
         other,
         tuple(lines),
         requests=sum(map(len, base_runs)),
-        completed=(sum(metrics.completed for metrics in measured[0]), sum(metrics.completed for metrics in measured[1])),
+        completed=(
+            sum(metrics.completed for metrics in measured[0]),
+            sum(metrics.completed for metrics in measured[1]),
+        ),
         compared=sum(len(pair.present) for pair in pairs["ttft"]),
         faster={metric: _sides(pairs[metric]) for metric in PER_REQUEST},
         identical=all(_alike(a, b) for a, b in zip(base_runs, other_runs, strict=True)),
@@ -309,28 +413,46 @@ def _versus(
 def _alike(a: RunResult, b: RunResult) -> bool:
     """Return True if every token of every request came at the same time."""
     return len(a) == len(b) and all(
-        np.array_equal(x.token_times_s, y.token_times_s) and x.finish_reason == y.finish_reason for x, y in zip(a, b, strict=True)
+        np.array_equal(x.token_times_s, y.token_times_s) and x.finish_reason == y.finish_reason
+        for x, y in zip(a, b, strict=True)
     )
 
 
 def _sides(pairs: Sequence[Pairs]) -> Sides:
     gained = np.concatenate([pair.a.numbers - pair.b.numbers for pair in pairs])
-    return Sides(float((gained > 0).mean()), float((gained < 0).mean())) if len(gained) else Sides(math.nan, math.nan)
+    return (
+        Sides(float((gained > 0).mean()), float((gained < 0).mean()))
+        if len(gained)
+        else Sides(math.nan, math.nan)
+    )
 
 
 def _listed(lines: Iterable[Line]) -> str:
     """Return the labels, those of one metric together: "mean and p99 TPOT, output tokens/s"."""
     metrics = (list(same) for _, same in groupby(lines, key=lambda line: line.metric))
-    return ", ".join(f"{''.join(f'{line.statistic} and ' for line in same[:-1])}{same[-1].label}" for same in metrics)
+    return ", ".join(
+        f"{''.join(f'{line.statistic} and ' for line in same[:-1])}{same[-1].label}"
+        for same in metrics
+    )
 
 
 def change_rows(lines: Sequence[Line]) -> Iterator[tuple[Line, list[str]]]:
     """Yield each line with its cells: before, after, the change and its interval."""
     for _, same in groupby(lines, key=lambda line: line.metric):
         of_metric = list(same)
-        texts = iter(evenly([value for line in of_metric for value in (line.change.a, line.change.b)]))
+        texts = iter(
+            evenly([value for line in of_metric for value in (line.change.a, line.change.b)])
+        )
         for line in of_metric:
-            yield line, [next(texts), next(texts), signed_per_cent(line.change.relative), _interval(line.change)]
+            yield (
+                line,
+                [
+                    next(texts),
+                    next(texts),
+                    signed_per_cent(line.change.relative),
+                    _interval(line.change),
+                ],
+            )
 
 
 def signed_per_cent(value: float) -> str:

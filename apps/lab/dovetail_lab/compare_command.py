@@ -19,7 +19,16 @@ from dovetail_lab.command_options import (
     TraceArgument,
     open_engines,
 )
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.experiment_options import (
+    Jobs,
+    Out,
+    Seeds,
+    cores,
+    need,
+    seeds_from,
+    shown_command,
+    wide_console,
+)
 from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import make_folder, write_whole
 
@@ -31,15 +40,29 @@ if TYPE_CHECKING:
 
 
 def compare(
-    engines: Annotated[list[str], typer.Argument(metavar="a.yaml b.yaml …", help="Two engines or more; all are compared with the first.")],
+    engines: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="a.yaml b.yaml …", help="Two engines or more; all are compared with the first."
+        ),
+    ],
     trace: TraceArgument,
     options: WorkloadOptions,
     routed: ReplicaOptions,
     seeds: Seeds = 1,
     out: Out = None,
-    confidence: Annotated[float, typer.Option("--confidence", help="Confidence level of each interval.")] = 0.95,
-    resamples: Annotated[int, typer.Option("--resamples", help="Number of resamples of the bootstrap.")] = 2_000,
-    decisions: Annotated[bool, typer.Option("--decisions", help="Write a log of decisions of each run, for Perfetto, into --out.")] = False,
+    confidence: Annotated[
+        float, typer.Option("--confidence", help="Confidence level of each interval.")
+    ] = 0.95,
+    resamples: Annotated[
+        int, typer.Option("--resamples", help="Number of resamples of the bootstrap.")
+    ] = 2_000,
+    decisions: Annotated[
+        bool,
+        typer.Option(
+            "--decisions", help="Write a log of decisions of each run, for Perfetto, into --out."
+        ),
+    ] = False,
     step_time_error: Annotated[
         float | None,
         typer.Option(
@@ -48,7 +71,10 @@ def compare(
             help="Repeat the comparison with all steps longer and shorter by this share; 0: don't.  [default: the error that the step times state]",
         ),
     ] = None,
-    keep_runs: Annotated[bool, typer.Option("--keep-runs", help="Write each run into --out, for `dovetail lab report`.")] = False,
+    keep_runs: Annotated[
+        bool,
+        typer.Option("--keep-runs", help="Write each run into --out, for `dovetail lab report`."),
+    ] = False,
     step_time: StepTime = None,
     settings: SettingsOfSeveral = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
@@ -60,7 +86,9 @@ def compare(
     from dovetail_lab.step_error import Repeated, StepErrors
 
     if len(engines) < 2:
-        raise ConfigError("a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …")
+        raise ConfigError(
+            "a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …"
+        )
     if out is None and (decisions or keep_runs):
         raise ConfigError("--decisions and --keep-runs write files: give --out")
     comparing.check_settings(confidence, resamples)
@@ -69,13 +97,26 @@ def compare(
     if decisions and any(routing.values()):
         raise ConfigError("--decisions: a log is of one engine: leave it out, or --replicas")
     errors = StepErrors.find(configs, step_time_error)
-    scenarios = [configs, *((errors.scaled(configs, longer=False), errors.scaled(configs, longer=True)) if errors else ())]
+    scenarios = [
+        configs,
+        *(
+            (errors.scaled(configs, longer=False), errors.scaled(configs, longer=True))
+            if errors
+            else ()
+        ),
+    ]
 
     def logged(config: EngineConfig, name: str, one: int) -> EngineConfig:
-        return _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out and config is configs[name] else config
+        return (
+            _with_log(config, out / file_name(name, one, "-decisions"))
+            if decisions and out and config is configs[name]
+            else config
+        )
 
     todo = [
-        PlannedRun(logged(config, name, one), trace, replace(options, seed=one), name, routing[name])
+        PlannedRun(
+            logged(config, name, one), trace, replace(options, seed=one), name, routing[name]
+        )
         for engines_then in scenarios
         for name, config in engines_then.items()
         for one in seeds_from(options.seed, seeds)
@@ -89,10 +130,16 @@ def compare(
     if decisions:
         done[:nominal] = map(_without_log, done[:nominal])
     by_scenario = [
-        {name: done[start + index * seeds : start + (index + 1) * seeds] for index, name in enumerate(configs)}
+        {
+            name: done[start + index * seeds : start + (index + 1) * seeds]
+            for index, name in enumerate(configs)
+        }
         for start in range(0, len(done), nominal)
     ]
-    found, *others = (comparing.compare(runs, resamples=resamples, confidence=confidence, seed=options.seed) for runs in by_scenario)
+    found, *others = (
+        comparing.compare(runs, resamples=resamples, confidence=confidence, seed=options.seed)
+        for runs in by_scenario
+    )
     repeated = Repeated(errors, found, *others) if others else None
     print_comparison(found, repeated)
     if out is not None:
@@ -112,22 +159,33 @@ def _with_log(config: EngineConfig, path: Path) -> EngineConfig:
     """Return the config with a decision log added to its observers."""
     from dovetail import EngineConfig
 
-    return EngineConfig.load_with(config, {"observers": [*config.observers, {"name": "decision_log", "path": str(path)}]})
+    return EngineConfig.load_with(
+        config, {"observers": [*config.observers, {"name": "decision_log", "path": str(path)}]}
+    )
 
 
 def _without_log(run: RunResult) -> RunResult:
     """Return the run without the decision log in its settings, since its path differs between runs."""
     config = run.settings["config"]
-    return replace(run, settings={**run.settings, "config": {**config, "observers": config["observers"][:-1]}})
+    return replace(
+        run, settings={**run.settings, "config": {**config, "observers": config["observers"][:-1]}}
+    )
 
 
-def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]], out: Path, repeated: Repeated | None) -> None:
+def write_comparison(
+    found: Comparison, runs: Mapping[str, Sequence[RunResult]], out: Path, repeated: Repeated | None
+) -> None:
     """Write the report and `comparison.json`."""
     from dovetail_lab.report.page import Report, as_json, write_report
 
     first = next(iter(runs.values()))[0]
-    written = write_report(Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, found, repeated), out)
-    write_whole(out / "comparison.json", json.dumps(as_json(found, repeated), indent=2, ensure_ascii=False) + "\n")
+    written = write_report(
+        Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, found, repeated), out
+    )
+    write_whole(
+        out / "comparison.json",
+        json.dumps(as_json(found, repeated), indent=2, ensure_ascii=False) + "\n",
+    )
     typer.echo(f"written: {written[0]}")
 
 
@@ -150,22 +208,41 @@ def print_comparison(found: Comparison, repeated: Repeated | None) -> None:
     for index, versus in enumerate(found.versus):
         level = f"{100 * found.method.confidence:g} %"
         elsewhere = () if repeated is None else ("shorter steps", "longer steps")
-        table = Table("", versus.base, versus.other, "change", level, "", *elsewhere, box=None, pad_edge=False)
+        table = Table(
+            "", versus.base, versus.other, "change", level, "", *elsewhere, box=None, pad_edge=False
+        )
         for column in (*table.columns[1:5], *table.columns[6:]):
             column.justify = "right"
         for line, cells in change_rows(versus.lines):
             others = [] if repeated is None else repeated.cells(index, line)
-            unsure = "" if repeated is None or repeated.survives(index, line) else ", depends on step times"
-            table.add_row(line.label, *cells, short.get(line.outcome, line.outcome) + unsure, *others)
+            unsure = (
+                ""
+                if repeated is None or repeated.survives(index, line)
+                else ", depends on step times"
+            )
+            table.add_row(
+                line.label, *cells, short.get(line.outcome, line.outcome) + unsure, *others
+            )
         console.print()
         console.print(table)
-        sides = (f"{metric.upper()} {100 * one.quicker:.0f} % and {100 * one.slower:.0f} %" for metric, one in versus.faster.items())
-        console.print(f"of {versus.compared} requests that both completed, {versus.other} is quicker and slower for: {', '.join(sides)}")
+        sides = (
+            f"{metric.upper()} {100 * one.quicker:.0f} % and {100 * one.slower:.0f} %"
+            for metric, one in versus.faster.items()
+        )
+        console.print(
+            f"of {versus.compared} requests that both completed, {versus.other} is quicker and slower for: {', '.join(sides)}"
+        )
     console.print()
-    unsure = " ? the runs are too short to tell." if any(not line.holds for versus in found.versus for line in versus.lines) else ""
+    unsure = (
+        " ? the runs are too short to tell."
+        if any(not line.holds for versus in found.versus for line in versus.lines)
+        else ""
+    )
     console.print(f"~ no measurable difference.{unsure} {found.method.says}.")
     for warning in found.method.warnings:
         console.print(f"warning: {warning}.")
     if repeated is None:
-        console.print("Intervals cover the traffic, not errors of step times: --step-time-error 0.04 repeats with steps 4 % longer and shorter.")
+        console.print(
+            "Intervals cover the traffic, not errors of step times: --step-time-error 0.04 repeats with steps 4 % longer and shorter."
+        )
     console.print(found.caution)

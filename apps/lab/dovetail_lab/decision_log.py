@@ -54,8 +54,16 @@ class DecisionLogOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(default="decisions.json", min_length=1, description="File to write; overwritten by each run.")
-    listed: int = Field(default=20, ge=0, description="Maximum number of requests listed per heading in a step's slice; the rest are counted.")
+    path: str = Field(
+        default="decisions.json",
+        min_length=1,
+        description="File to write; overwritten by each run.",
+    )
+    listed: int = Field(
+        default=20,
+        ge=0,
+        description="Maximum number of requests listed per heading in a step's slice; the rest are counted.",
+    )
 
 
 @dataclass(slots=True)
@@ -143,7 +151,10 @@ class DecisionLog(Observer):
             raise self._no_file(f"can't be written: {getattr(error, 'strerror', error)}") from None
         label = f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} blocks of {event.block_size}, executor {event.executor}"
         self._file.write("[\n" + _line(_named("process_name", ENGINE, "engine")))
-        self._write(_meta("process_labels", ENGINE, {"labels": label}), _named("thread_name", ENGINE, "device", DEVICE))
+        self._write(
+            _meta("process_labels", ENGINE, {"labels": label}),
+            _named("thread_name", ENGINE, "device", DEVICE),
+        )
         self._write(_named("process_name", REQUESTS, "requests"))
 
     def _no_file(self, why: str) -> ConfigError:
@@ -156,7 +167,9 @@ class DecisionLog(Observer):
         if lane == lanes:
             order = _meta("thread_sort_index", REQUESTS, {"sort_index": lane}, lane + 1)
             self._write(_named("thread_name", REQUESTS, f"lane {lane:03d}", lane + 1), order)
-        self._lives[event.request] = Life(event.request, lane, begin, event.time, [Phase("waiting", NOT_YET, begin)])
+        self._lives[event.request] = Life(
+            event.request, lane, begin, event.time, [Phase("waiting", NOT_YET, begin)]
+        )
 
     def on_preempted(self, event: RequestPreempted) -> None:
         self._mark(event.request, "preempted", event.time)
@@ -166,7 +179,11 @@ class DecisionLog(Observer):
         if life is None:
             return
         life.end_us = max(self._us(event.time), life.begin_us)
-        life.result = event.finish_reason if event.stop_reason is None else f"{event.finish_reason}: {event.stop_reason}"
+        life.result = (
+            event.finish_reason
+            if event.stop_reason is None
+            else f"{event.finish_reason}: {event.stop_reason}"
+        )
         self._over.append(life)
         if event.finish_reason in ("rejected", "error", "abort"):
             self._write(_instant(life.result, life.lane, life.end_us))
@@ -206,7 +223,9 @@ class DecisionLog(Observer):
         elif act == "preempted":
             life.turn("preempted", "", at)
             life.prefilling = True
-        elif act != "rejected" and (act or request.output_left > 0):  # requests with their last token in flight need no grant
+        elif act != "rejected" and (
+            act or request.output_left > 0
+        ):  # requests with their last token in flight need no grant
             waits = life.phases[-1].name
             life.turn("paused" if waits in ("prefill", "decode") else waits, why, at)
         if request.generated > life.generated:
@@ -215,7 +234,11 @@ class DecisionLog(Observer):
 
     def _step(self, event: StepFinished) -> list[dict[str, Any]]:
         begin, end = self._us(event.started), self._us(event.ended)
-        kinds = [kind for kind, tokens in (("prefill", event.prefill_tokens), ("decode", event.decode_tokens)) if tokens]
+        kinds = [
+            kind
+            for kind, tokens in (("prefill", event.prefill_tokens), ("decode", event.decode_tokens))
+            if tokens
+        ]
         args = {
             "step": event.index,
             "planned_us": self._us(event.planned),
@@ -226,12 +249,22 @@ class DecisionLog(Observer):
             **self._headings(event.decisions),
         }
         blocks = event.blocks
-        by_group = dict(zip(self._groups, blocks.held_by_group, strict=False)) if len(self._groups) > 1 else {}
+        by_group = (
+            dict(zip(self._groups, blocks.held_by_group, strict=False))
+            if len(self._groups) > 1
+            else {}
+        )
         return [
             _slice("+".join(kinds) or "nothing", ENGINE, DEVICE, begin, end, args),
-            _counter("tokens", begin, {"prefill": event.prefill_tokens, "decode": event.decode_tokens}),
+            _counter(
+                "tokens", begin, {"prefill": event.prefill_tokens, "decode": event.decode_tokens}
+            ),
             _counter("requests", end, {"running": event.running, "waiting": event.waiting}),
-            _counter("KV blocks", end, {"held": blocks.held, "cached": blocks.cached, "free": blocks.free}),
+            _counter(
+                "KV blocks",
+                end,
+                {"held": blocks.held, "cached": blocks.cached, "free": blocks.free},
+            ),
             *([_counter("KV blocks held by group", end, by_group)] if by_group else []),
         ]
 
@@ -240,12 +273,18 @@ class DecisionLog(Observer):
         listed: dict[str, dict[str, Any]] = {}
         for decision in decisions:
             if decision.act != "granted" or decision.tokens > 1:
-                listed.setdefault(decision.act, {})[decision.request.id] = decision.tokens if decision.act == "granted" else _reason(decision.why)
+                listed.setdefault(decision.act, {})[decision.request.id] = (
+                    decision.tokens if decision.act == "granted" else _reason(decision.why)
+                )
         return {act: self._cut(entries) for act, entries in listed.items()}
 
     def _cut(self, entries: dict[str, Any]) -> dict[str, Any]:
         more = len(entries) - self.options.listed
-        return entries if more <= 0 else {**dict(list(entries.items())[: self.options.listed]), "...": f"and {more} more"}
+        return (
+            entries
+            if more <= 0
+            else {**dict(list(entries.items())[: self.options.listed]), "...": f"and {more} more"}
+        )
 
     def _bury(self) -> None:
         """Write the slices of finished requests."""
@@ -265,7 +304,9 @@ class DecisionLog(Observer):
 
     def _write(self, *events: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write("".join([",\n" + _line(event) for event in events]))  # all of them, or none
+            self._file.write(
+                "".join([",\n" + _line(event) for event in events])
+            )  # all of them, or none
 
 
 def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
@@ -294,7 +335,16 @@ def _slices(life: Life, end_us: int) -> list[dict[str, Any]]:
     for phase, phase_end in zip(life.phases, ends, strict=True):
         begin, until = min(phase.begin_us, end_us), min(phase_end, end_us)
         if until > begin:
-            slices.append(_slice(phase.label, REQUESTS, life.lane + 1, begin, until, {"why": _reason(phase.why)} if phase.why else {}))
+            slices.append(
+                _slice(
+                    phase.label,
+                    REQUESTS,
+                    life.lane + 1,
+                    begin,
+                    until,
+                    {"why": _reason(phase.why)} if phase.why else {},
+                )
+            )
     return slices
 
 
@@ -303,8 +353,18 @@ def _reason(why: str) -> str:
     return Refusal[why].value if why in Refusal.__members__ else why
 
 
-def _slice(name: str, pid: int, tid: int, begin_us: int, end_us: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": begin_us, "dur": end_us - begin_us, "args": args}
+def _slice(
+    name: str, pid: int, tid: int, begin_us: int, end_us: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "ts": begin_us,
+        "dur": end_us - begin_us,
+        "args": args,
+    }
 
 
 def _instant(name: str, lane: int, at_us: int) -> dict[str, Any]:

@@ -12,9 +12,14 @@ _LEAST, _MOST = 3, 5  # significant digits: of the smallest number, and of the l
 def evenly(values: Sequence[float]) -> list[str]:
     """Format numbers with equally many decimals: the smallest has three significant digits, unless the largest would have more than five. A dash for
     NaN; infinity as "∞"."""
-    sizes = [math.floor(math.log10(abs(value))) for value in values if math.isfinite(value) and value]
+    sizes = [
+        math.floor(math.log10(abs(value))) for value in values if math.isfinite(value) and value
+    ]
     decimals = max(0, min(_LEAST - 1 - min(sizes), _MOST - 1 - max(sizes))) if sizes else 0
-    return [MISSING if math.isnan(value) else f"{value:,.{decimals}f}" if math.isfinite(value) else "∞" for value in values]
+    return [
+        MISSING if math.isnan(value) else f"{value:,.{decimals}f}" if math.isfinite(value) else "∞"
+        for value in values
+    ]
 
 
 def significant(value: float) -> str:

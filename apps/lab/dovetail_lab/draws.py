@@ -48,7 +48,9 @@ class SeedDraws:
 
     def of_scalars(self, a: Floats, b: Floats) -> Floats:
         """Resample metrics with one number per run: a[run], b[run]."""
-        drawn = np.random.default_rng(self.seed).integers(0, self.seeds, (self.resamples, self.seeds))
+        drawn = np.random.default_rng(self.seed).integers(
+            0, self.seeds, (self.resamples, self.seeds)
+        )
         return log_ratio(a[drawn].mean(axis=1), b[drawn].mean(axis=1))
 
 
@@ -97,7 +99,9 @@ class BlockDraws:
 
 def per_run(runs: Sequence[Pairs], statistic: Statistic) -> tuple[Floats, Floats]:
     """Return the statistic of each run under both policies."""
-    return np.array([statistic.of(run.a.numbers) for run in runs]), np.array([statistic.of(run.b.numbers) for run in runs])
+    return np.array([statistic.of(run.a.numbers) for run in runs]), np.array(
+        [statistic.of(run.b.numbers) for run in runs]
+    )
 
 
 def log_ratio(a: Floats, b: Floats) -> Floats:

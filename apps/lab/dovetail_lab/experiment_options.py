@@ -16,9 +16,25 @@ from dovetail.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from rich.console import Console
 
-Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Number of runs per engine, with consecutive seeds from --seed.")]
-Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", help="Number of processes; doesn't affect results.  [default: one per core]")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write the results.")]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        "--seeds",
+        metavar="N",
+        help="Number of runs per engine, with consecutive seeds from --seed.",
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        metavar="N",
+        help="Number of processes; doesn't affect results.  [default: one per core]",
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to write the results.")
+]
 
 _OF_NO_CONSEQUENCE = ("--out", "--jobs")  # options that don't affect results
 

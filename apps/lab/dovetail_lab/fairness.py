@@ -55,8 +55,13 @@ class ServiceOverTime:
 
 def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) -> ServiceOverTime:
     """Return the service that each client demanded and received in windows of `window_s` around `centres_s` [windows]."""
-    clients = tuple(sorted({one.client for one in work}, key=lambda client: (client is None, client or "")))
-    served, asked = np.zeros((len(clients), len(centres_s))), np.zeros((len(clients), len(centres_s)))
+    clients = tuple(
+        sorted({one.client for one in work}, key=lambda client: (client is None, client or ""))
+    )
+    served, asked = (
+        np.zeros((len(clients), len(centres_s))),
+        np.zeros((len(clients), len(centres_s))),
+    )
     low, high = centres_s - window_s / 2, centres_s + window_s / 2
     row_of = {client: row for row, client in enumerate(clients)}
     for one in work:
@@ -73,9 +78,13 @@ def service_difference(service: ServiceOverTime) -> Floats:
     """Return for each window [windows] the sum over clients of the difference to the most-served client, capped at the difference between the
     client's demand and its service. A client without demand adds nothing."""
     behind = service.served.max(axis=0, initial=0.0) - service.served
-    return np.asarray(np.minimum(behind, np.abs(service.asked - service.served)).sum(axis=0), np.float64)
+    return np.asarray(
+        np.minimum(behind, np.abs(service.asked - service.served)).sum(axis=0), np.float64
+    )
 
 
 def arena_centres(duration_s: float = 600.0, windows: int = 20, warmup_s: float = 30.0) -> Floats:
     """Return the centres of the artifact's windows over its ten-minute trace: 19 windows, none in the first half minute."""
-    return np.asarray(warmup_s + (duration_s - warmup_s) / windows * np.arange(1, windows), np.float64)
+    return np.asarray(
+        warmup_s + (duration_s - warmup_s) / windows * np.arange(1, windows), np.float64
+    )

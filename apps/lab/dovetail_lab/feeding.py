@@ -31,19 +31,33 @@ class Feeder:
     have arrived, and the next one, so that it knows how long it may sleep."""
 
     def __init__(
-        self, engine: LLMEngine, simulated: SimulatedExecutor | None, trace: Trace, start: float, refused: Callable[[TraceRequest, str], None]
+        self,
+        engine: LLMEngine,
+        simulated: SimulatedExecutor | None,
+        trace: Trace,
+        start: float,
+        refused: Callable[[TraceRequest, str], None],
     ):
         """Create a feeder. The trace starts at `start` on the engine's clock; `refused(request, reason)` is called for each rejected request."""
-        self._engine, self._simulated, self._start, self._refused = engine, simulated, start, refused
+        self._engine, self._simulated, self._start, self._refused = (
+            engine,
+            simulated,
+            start,
+            refused,
+        )
         self._constraints: list[Constraint] = []  # of the request being added
         if simulated is not None:
             engine.constraints_of = lambda params: self._constraints
         self._followers = Followers(trace)
         self._released: list[Released] = []  # followers with an arrival time, a heap
-        self._coming: Iterator[TraceRequest] = iter([request for request in trace if request.id not in self._followers])
+        self._coming: Iterator[TraceRequest] = iter(
+            [request for request in trace if request.id not in self._followers]
+        )
         self._next = next(self._coming, None)
         self._updates = trace.length_updates
-        self._sent: dict[str, TraceRequest] = {}  # requests under way, if predictions of their lengths are renewed
+        self._sent: dict[
+            str, TraceRequest
+        ] = {}  # requests under way, if predictions of their lengths are renewed
         self._known_until = -math.inf  # the engine has every request up to this time
         self.taken = 0  # number of requests accepted by the engine
         self._entered = 0  # number of requests charged to the host's time
@@ -54,7 +68,9 @@ class Feeder:
         rejected, which is only known when it arrives."""
         if now + AHEAD_S < self._known_until:
             return
-        soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace starts there is time to create many
+        soon = (
+            now + AHEAD_S if self._known_until == -math.inf else now
+        )  # before the trace starts there is time to create many
         while (request := self._first()) is not None:
             arrival = self._start + request.arrival_time
             if arrival > now and self._is_full:
@@ -71,7 +87,9 @@ class Feeder:
     def _first(self) -> TraceRequest | None:
         """Return the request that arrives next, of those whose arrival is known."""
         released = self._released[0].request if self._released else None
-        if released is None or (self._next is not None and self._next.arrival_time <= released.arrival_time):
+        if released is None or (
+            self._next is not None and self._next.arrival_time <= released.arrival_time
+        ):
             return self._next
         return released
 
@@ -84,8 +102,12 @@ class Feeder:
         """Add a request that arrives at `arrival` on the engine's clock. Returns False if it was rejected."""
         capacity = self._engine.capacity
         if self._simulated is not None:
-            self._simulated.expect(request.id, _answer(request, capacity.vocab_size), request.acceptance)
-            self._constraints = [_constraint(self._simulated, request, arrival)] if request.grammar else []
+            self._simulated.expect(
+                request.id, _answer(request, capacity.vocab_size), request.acceptance
+            )
+            self._constraints = (
+                [_constraint(self._simulated, request, arrival)] if request.grammar else []
+            )
         try:
             self._engine.add_request(
                 request.id,
@@ -96,7 +118,9 @@ class Feeder:
                 client=request.client,
                 deadline=None if request.deadline is None else self._start + request.deadline,
                 predicted_tokens=request.predicted_tokens,
-                ttft_deadline=None if request.ttft_deadline is None else self._start + request.ttft_deadline,
+                ttft_deadline=None
+                if request.ttft_deadline is None
+                else self._start + request.ttft_deadline,
                 tbt_s=request.tbt_s,
             )
         except RequestError as error:
@@ -139,7 +163,9 @@ class Feeder:
                 self._abandon(request.id, now_s)
             for released in self._followers.ended(request.id, now_s):
                 heappush(self._released, released)
-                self._known_until = min(self._known_until, self._engine.now())  # it may arrive before the next one that the engine has
+                self._known_until = min(
+                    self._known_until, self._engine.now()
+                )  # it may arrive before the next one that the engine has
 
     def _abandon(self, id: str, time_s: float) -> None:
         """Refuse the requests that were to follow one that didn't complete."""
@@ -160,8 +186,16 @@ class Feeder:
         """Return the request's parameters. The answer is streamed, since each token's time is measured and policies may treat streamed requests
         differently."""
         stop = (STOP_ID,) if self._simulated is not None else ()
-        params = SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA, stop_token_ids=stop)
-        return changed_unchecked(params, structured=RULE) if request.grammar else params  # real grammars would need EOS, which synthetic answers lack
+        params = SamplingParams(
+            max_tokens=request.limit,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=OutputKind.DELTA,
+            stop_token_ids=stop,
+        )
+        return (
+            changed_unchecked(params, structured=RULE) if request.grammar else params
+        )  # real grammars would need EOS, which synthetic answers lack
 
 
 def _constraint(simulated: SimulatedExecutor, request: TraceRequest, arrival: float) -> Constraint:

@@ -32,22 +32,38 @@ def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS
     """
     chosen = [TERMS.index(term) for term in terms]
     matrix = np.stack([_linear(one.shapes)[chosen] for one in measurements])
-    return LinearStepTime.model_validate(dict(zip(terms, fitted_weights(matrix, _seconds(measurements)), strict=True)))
+    return LinearStepTime.model_validate(
+        dict(zip(terms, fitted_weights(matrix, _seconds(measurements)), strict=True))
+    )
 
 
-def fit_piecewise(measurements: Sequence[Measurement], knots: Sequence[int], terms: Sequence[str] = TERMS[2:]) -> PiecewiseStepTime:
+def fit_piecewise(
+    measurements: Sequence[Measurement], knots: Sequence[int], terms: Sequence[str] = TERMS[2:]
+) -> PiecewiseStepTime:
     """Like `fit_linear`, with the contribution of the batch's size interpolated between `knots`: at least 2 ascending numbers of tokens."""
     chosen = [TERMS.index(term) for term in terms]
-    hats = [knot_weights([shape.tokens for shape in one.shapes], knots).sum(axis=0) for one in measurements]
-    matrix = np.stack([np.concatenate([own, _linear(one.shapes)[chosen]]) for own, one in zip(hats, measurements, strict=True)])
+    hats = [
+        knot_weights([shape.tokens for shape in one.shapes], knots).sum(axis=0)
+        for one in measurements
+    ]
+    matrix = np.stack(
+        [
+            np.concatenate([own, _linear(one.shapes)[chosen]])
+            for own, one in zip(hats, measurements, strict=True)
+        ]
+    )
     weights = fitted_weights(matrix, _seconds(measurements))
     points = tuple(zip(knots, weights[: len(knots)], strict=True))
-    return PiecewiseStepTime.model_validate({"points": points, **dict(zip(terms, weights[len(knots) :], strict=True))})
+    return PiecewiseStepTime.model_validate(
+        {"points": points, **dict(zip(terms, weights[len(knots) :], strict=True))}
+    )
 
 
 def _linear(shapes: Sequence[StepShape]) -> Floats:
     """Return the multiplier of each of `TERMS` [terms], summed over the steps."""
-    rows = [(1, shape.tokens, shape.context_tokens, shape.prefill_pairs, shape.rows) for shape in shapes]
+    rows = [
+        (1, shape.tokens, shape.context_tokens, shape.prefill_pairs, shape.rows) for shape in shapes
+    ]
     return np.asarray(np.array(rows, np.float64).sum(axis=0))
 
 
@@ -67,7 +83,9 @@ def _seconds(measurements: Sequence[Measurement]) -> Floats:
     return np.array([one.seconds for one in measurements], np.float64)
 
 
-def fitted_weights(matrix: Floats, seconds: Floats, importance: Floats | None = None) -> list[float]:
+def fitted_weights(
+    matrix: Floats, seconds: Floats, importance: Floats | None = None
+) -> list[float]:
     """Return non-negative weights [columns] of `matrix` [measurements, columns] that minimize the relative errors over `seconds` [measurements];
     `importance` [measurements]: weight of each squared error, 1 by default.
 
@@ -80,7 +98,9 @@ def fitted_weights(matrix: Floats, seconds: Floats, importance: Floats | None = 
         raise ConfigError("measured step times must be positive and finite")
     target = np.ones(count) if importance is None else importance
     relative = matrix * (target / seconds)[:, None]
-    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)  # scale columns to one size: context counts in millions
+    scale = np.maximum(
+        np.abs(relative).max(axis=0), 1e-300
+    )  # scale columns to one size: context counts in millions
     return [float(weight) for weight in nonnegative_least_squares(relative / scale, target) / scale]
 
 
@@ -89,7 +109,12 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
     enter one by one, most helpful first, and leave when their weight would become negative."""
     columns = matrix.shape[1]
     x, passive = np.zeros(columns), np.zeros(columns, np.bool_)
-    tolerance = 10 * np.finfo(np.float64).eps * float(np.abs(matrix).sum(axis=0).max(initial=0.0)) * max(matrix.shape)
+    tolerance = (
+        10
+        * np.finfo(np.float64).eps
+        * float(np.abs(matrix).sum(axis=0).max(initial=0.0))
+        * max(matrix.shape)
+    )
     for _ in range(30 * columns):
         gradient = np.where(passive, -np.inf, matrix.T @ (target - matrix @ x))
         enters = int(gradient.argmax())
@@ -112,6 +137,8 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 def relative_errors(model: StepTimeModel, measurements: Sequence[Measurement]) -> Floats:
     """Return (predicted - measured) / measured [measurements]."""
-    predicted = np.array([sum(model.seconds(shape) for shape in one.shapes) for one in measurements])
+    predicted = np.array(
+        [sum(model.seconds(shape) for shape in one.shapes) for one in measurements]
+    )
     seconds = np.array([one.seconds for one in measurements])
     return np.asarray(predicted / seconds - 1.0)

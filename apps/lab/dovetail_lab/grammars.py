@@ -24,13 +24,17 @@ from dovetail_lab.traces.request import stream_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RULE = Structured(regex="(?s).*")  # `params.structured` of requests with a grammar, as policies see it
+RULE = Structured(
+    regex="(?s).*"
+)  # `params.structured` of requests with a grammar, as policies see it
 
 
 class SimulatedGrammars:
     """Factory of an engine's stand-in grammars."""
 
-    def __init__(self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int) -> None:
+    def __init__(
+        self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int
+    ) -> None:
         """Compiling takes `median_s` x exp(`sigma` z), z standard normal, drawn for each request from the seed and its id."""
         self._clock, self._median_s, self._sigma, self._seed = clock, median_s, sigma, seed
         self.backend = FreeBackend(NoOptions(), GrammarContext((), frozenset(), vocab_size))
@@ -38,7 +42,9 @@ class SimulatedGrammars:
     def compile(self, request_id: str, arrival: float) -> Future[Grammar]:
         """Return the future grammar of a request; compilation starts when the request arrives."""
         share = (stream_of("compiling", self._seed, request_id) + 0.5) / 2**64
-        drawn = self._median_s * math.exp(self._sigma * NormalDist().inv_cdf(min(share, 1 - 2**-53)))
+        drawn = self._median_s * math.exp(
+            self._sigma * NormalDist().inv_cdf(min(share, 1 - 2**-53))
+        )
         seconds = round(drawn, 6)  # math libraries differ in the last bits, results mustn't
         return _Compiling(self._clock, arrival + seconds, FreeGrammar(self.backend))
 
@@ -62,7 +68,9 @@ class FreeBackend(GrammarBackend):
         super().__init__(options, context)
         bits = np.zeros(-(-context.vocab_size // 32) * 32, np.uint8)
         bits[: context.vocab_size] = 1
-        self.everything: NDArray[np.uint32] = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+        self.everything: NDArray[np.uint32] = (
+            np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+        )
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         return FreeGrammar(self)

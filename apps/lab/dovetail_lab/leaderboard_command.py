@@ -17,10 +17,34 @@ if TYPE_CHECKING:
 
 
 def leaderboard(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the page and the finished runs; run again to resume.")],
-    only: Annotated[str | None, typer.Option("--only", metavar="NAME,…", help="Subset of the schedulers.  [default: all installed]")] = None,
-    traces: Annotated[str | None, typer.Option("--traces", metavar="NAME,…", help="Subset of chat, code, agents, overload.  [default: all]")] = None,
-    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Number of runs on each trace, with seeds from 0.")] = 5,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Directory for the page and the finished runs; run again to resume.",
+        ),
+    ],
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only", metavar="NAME,…", help="Subset of the schedulers.  [default: all installed]"
+        ),
+    ] = None,
+    traces: Annotated[
+        str | None,
+        typer.Option(
+            "--traces",
+            metavar="NAME,…",
+            help="Subset of chat, code, agents, overload.  [default: all]",
+        ),
+    ] = None,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            "--seeds", metavar="N", help="Number of runs on each trace, with seeds from 0."
+        ),
+    ] = 5,
     jobs: Jobs = None,
 ) -> None:
     """Rank all installed schedulers on fixed traces."""
@@ -36,25 +60,41 @@ def leaderboard(
     chosen = board.TRACES if traces is None else _names(traces)
     for name in chosen:
         if name not in board.TRACES:
-            raise ConfigError(f"--traces: there is no trace {name!r}; there are {', '.join(board.TRACES)}")
+            raise ConfigError(
+                f"--traces: there is no trace {name!r}; there are {', '.join(board.TRACES)}"
+            )
     entries = board.entries(() if only is None else _names(only))
     make_folder(out)
     results = Results(out)
-    planned = [(entry, board.BoardRun(entry.name, trace, seed)) for seed in range(seeds) for trace in chosen for entry in entries]
+    planned = [
+        (entry, board.BoardRun(entry.name, trace, seed))
+        for seed in range(seeds)
+        for trace in chosen
+        for entry in entries
+    ]
     todo = [(entry, run) for entry, run in planned if results.of(entry, run) is None]
     if len(todo) < len(planned):
         typer.echo(f"{len(planned) - len(todo)} of {len(planned)} runs are in {out} already")
     failures: dict[str, str] = {}
-    for (entry, run), made in zip(todo, run_all([run for _, run in todo], keep, cores(jobs), "leaderboard"), strict=True):
+    for (entry, run), made in zip(
+        todo, run_all([run for _, run in todo], keep, cores(jobs), "leaderboard"), strict=True
+    ):
         if isinstance(made, str):
             failures.setdefault(entry.name, f"{run.trace}, seed {run.seed}: {made}")
         else:
             results.add(entry, run, made)
     found = {}
     for entry in entries:
-        figures = {trace: [results.of(entry, board.BoardRun(entry.name, trace, seed)) for seed in range(seeds)] for trace in chosen}
+        figures = {
+            trace: [
+                results.of(entry, board.BoardRun(entry.name, trace, seed)) for seed in range(seeds)
+            ]
+            for trace in chosen
+        }
         if entry.name not in failures:
-            found[entry] = {trace: [one for one in own if one is not None] for trace, own in figures.items()}
+            found[entry] = {
+                trace: [one for one in own if one is not None] for trace, own in figures.items()
+            }
     standings = rank(found)
     print_standings(standings, chosen, seeds, failures)
     page = Board(standings, tuple(chosen), seeds, failures, shown_command())
@@ -69,7 +109,9 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def print_standings(standings: Sequence[Standing], traces: Sequence[str], seeds: int, failures: dict[str, str]) -> None:
+def print_standings(
+    standings: Sequence[Standing], traces: Sequence[str], seeds: int, failures: dict[str, str]
+) -> None:
     from rich.table import Table
 
     from dovetail_lab.leaderboard.standings import ALL, CONFIDENCE
@@ -84,6 +126,8 @@ def print_standings(standings: Sequence[Standing], traces: Sequence[str], seeds:
     console = wide_console()
     console.print(table)
     level = f"{100 * CONFIDENCE:g} %"
-    console.print(f"per cent of requests in time, averaged over clients; {level} intervals over {seeds} seeds; * not measurably worse than the best")
+    console.print(
+        f"per cent of requests in time, averaged over clients; {level} intervals over {seeds} seeds; * not measurably worse than the best"
+    )
     for name, why in failures.items():
         console.print(f"failed: {name}: {why}")

@@ -28,7 +28,11 @@ def ttft_s(record: RequestRecord) -> float:
 def tpot_s(record: RequestRecord) -> float:
     """Return the time per output token after the first. NaN for fewer than two tokens."""
     tokens = record.output_tokens
-    return float(record.token_times_s[-1] - record.token_times_s[0]) / (tokens - 1) if tokens > 1 else np.nan
+    return (
+        float(record.token_times_s[-1] - record.token_times_s[0]) / (tokens - 1)
+        if tokens > 1
+        else np.nan
+    )
 
 
 def e2e_s(record: RequestRecord) -> float:
@@ -38,7 +42,9 @@ def e2e_s(record: RequestRecord) -> float:
 
 def queue_s(record: RequestRecord) -> float:
     """Return the time from arrival to the planning of its first step: the scheduling delay. NaN if it never ran."""
-    return np.nan if record.first_scheduled_s is None else record.first_scheduled_s - record.arrival_s
+    return (
+        np.nan if record.first_scheduled_s is None else record.first_scheduled_s - record.arrival_s
+    )
 
 
 def itl_s(records: Iterable[RequestRecord]) -> Floats:
@@ -53,7 +59,8 @@ def session_s(records: Iterable[RequestRecord]) -> dict[str, float]:
         if record.session is not None:
             of_session.setdefault(record.session, []).append(record)
     return {
-        session: max(float(record.token_times_s[-1]) for record in own) - min(record.arrival_s for record in own)
+        session: max(float(record.token_times_s[-1]) for record in own)
+        - min(record.arrival_s for record in own)
         if all(record.completed for record in own)
         else np.nan
         for session, own in of_session.items()
@@ -62,17 +69,23 @@ def session_s(records: Iterable[RequestRecord]) -> dict[str, float]:
 
 def itl_by_request(records: Iterable[RequestRecord]) -> list[Floats]:
     """Return the inter-token latencies of each record, in order; none for requests that didn't complete."""
-    return [np.diff(record.token_times_s) if record.completed else np.empty(0) for record in records]
+    return [
+        np.diff(record.token_times_s) if record.completed else np.empty(0) for record in records
+    ]
 
 
-PER_REQUEST: Mapping[str, str] = MappingProxyType({"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "queue": "queue"})
+PER_REQUEST: Mapping[str, str] = MappingProxyType(
+    {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "queue": "queue"}
+)
 _OF_REQUEST = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s, "queue": queue_s}
 
 
 def per_request(records: Iterable[RequestRecord], metric: str) -> Floats:
     """Return one of `PER_REQUEST` for each record, in order; NaN if it has none, and for requests that didn't complete."""
     measure = _OF_REQUEST[metric]
-    return np.array([measure(record) if record.completed else np.nan for record in records], np.float64)
+    return np.array(
+        [measure(record) if record.completed else np.nan for record in records], np.float64
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,12 @@ class Summary:
         if not len(present):
             return cls(0, np.nan, np.nan, dict.fromkeys(PERCENTILES, np.nan))
         points = np.percentile(present, PERCENTILES)
-        return cls(len(present), float(present.mean()), float(present.std()), dict(zip(PERCENTILES, points.tolist(), strict=True)))
+        return cls(
+            len(present),
+            float(present.mean()),
+            float(present.std()),
+            dict(zip(PERCENTILES, points.tolist(), strict=True)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +138,9 @@ class RunMetrics:
     rejected: int
     failed: int  # "error" or "abort"
     duration_s: float  # of the window, or from the first arrival to the last token or arrival
-    offered_s: float  # of the window, or from the first to the last arrival: the same under every policy
+    offered_s: (
+        float  # of the window, or from the first to the last arrival: the same under every policy
+    )
     prompt_tokens: int  # of completed requests
     output_tokens: int
     request_rate: float
@@ -138,7 +158,9 @@ class RunMetrics:
     draft_rows: int  # number of times that a request checked drafts in a step
     draft_tokens: int  # drafts that they checked
     accepted_drafts: int
-    acceptance_length: float  # tokens that a request gets from a step in which it checks drafts; NaN without
+    acceptance_length: (
+        float  # tokens that a request gets from a step in which it checks drafts; NaN without
+    )
     tokens_per_step: float  # tokens that a decoding request gets from a step; NaN without decodes
     sessions: Summary  # durations of completed sessions in seconds
     all_sessions: int  # number of sessions
@@ -146,7 +168,11 @@ class RunMetrics:
     @property
     def goodput(self) -> float | None:
         """Requests that met their objectives, per second in which requests arrived: the arrival rate times `attainment`."""
-        return None if self.good_requests is None else _rate(self.good_requests, self.offered_s or self.duration_s)
+        return (
+            None
+            if self.good_requests is None
+            else _rate(self.good_requests, self.offered_s or self.duration_s)
+        )
 
     @property
     def attainment(self) -> float | None:
@@ -161,20 +187,32 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
     records = list(result)
     done = [record for record in records if record.completed]
     arrivals = [record.arrival_s for record in records] or [0.0]
-    last = max((float(record.token_times_s[-1]) for record in records if record.output_tokens), default=0.0)
+    last = max(
+        (float(record.token_times_s[-1]) for record in records if record.output_tokens), default=0.0
+    )
     duration, offered = max(last, *arrivals) - min(arrivals), max(arrivals) - min(arrivals)
     if result.window is not None:
         duration = offered = end - begin
 
     delivered = [record for record in result.requests if record.completed]
     ends = sum(begin <= record.token_times_s[-1] < end for record in delivered)
-    prompt = sum(record.prompt_tokens for record in delivered if begin <= record.token_times_s[0] < end)
-    output = sum(int(np.searchsorted(record.token_times_s, (begin, end)) @ (-1, 1)) for record in delivered)
+    prompt = sum(
+        record.prompt_tokens for record in delivered if begin <= record.token_times_s[0] < end
+    )
+    output = sum(
+        int(np.searchsorted(record.token_times_s, (begin, end)) @ (-1, 1)) for record in delivered
+    )
     timeline = result.timeline
     steps = (begin <= timeline.time_s) & (timeline.time_s < end)
     masks = float(timeline.masks_s[steps].sum())
     drafting, drafts, accepted, decodes = (
-        int(column[steps].sum()) for column in (timeline.draft_rows, timeline.draft_tokens, timeline.accepted_drafts, timeline.decode_tokens)
+        int(column[steps].sum())
+        for column in (
+            timeline.draft_rows,
+            timeline.draft_tokens,
+            timeline.accepted_drafts,
+            timeline.decode_tokens,
+        )
     )
     sessions = session_s(records)
     rejected = sum(record.finish_reason == "rejected" for record in records)
@@ -191,7 +229,10 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
         output_rate=_rate(output, duration),
         total_rate=_rate(prompt + output, duration),
         good_requests=None if slo is None else sum(slo.met_by(record) for record in records),
-        latencies={"itl": Summary.of(itl_s(done)), **{name: Summary.of(per_request(done, name)) for name in PER_REQUEST}},
+        latencies={
+            "itl": Summary.of(itl_s(done)),
+            **{name: Summary.of(per_request(done, name)) for name in PER_REQUEST},
+        },
         cached_tokens=sum(record.cached_tokens for record in done),
         preemptions=sum(record.preemptions for record in records),
         recomputed_tokens=sum(record.recomputed_tokens for record in records),

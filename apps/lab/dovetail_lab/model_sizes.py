@@ -27,7 +27,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {  # names of the same number by model fa
     "expert_mlp": ("moe_intermediate_size",),
     "shared_mlp": ("shared_expert_intermediate_size",),
 }
-UNGATED = ("opt", "bloom", "gpt2", "gpt_neox", "phi")  # model types with two matrices in the MLP, not three
+UNGATED = (
+    "opt",
+    "bloom",
+    "gpt2",
+    "gpt_neox",
+    "phi",
+)  # model types with two matrices in the MLP, not three
 REFUSED: Mapping[str, str] = {  # key, if set -> its meaning
     "kv_lora_rank": "latent attention",
     "ssm_cfg": "state-space layers",
@@ -46,12 +52,33 @@ TEXT_ONLY = (
     "qwen3_5",
     "qwen3_5_moe",
 )  # model types with an image encoder that the engine leaves out: `text_config` is the model
-PATTERNS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}  # model type -> of how many layers the last has no window
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # of keys that published files leave out, by model type
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "sliding_window": 4096},
+PATTERNS: Mapping[str, int] = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gpt_oss": 2,
+    "cohere2": 4,
+}  # model type -> of how many layers the last has no window
+DEFAULTS: Mapping[
+    str, Mapping[str, Any]
+] = {  # of keys that published files leave out, by model type
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "sliding_window": 4096,
+    },
 }
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # model types with layers of Gated DeltaNet, and gated attention in the others
-TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose head is their embedding, unless the file says otherwise
+RECURRENT = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # model types with layers of Gated DeltaNet, and gated attention in the others
+TIED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+)  # model types whose head is their embedding, unless the file says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +126,9 @@ class ModelSizes:
     experts: int = 0  # per layer; 0: no mixture of experts
     experts_per_token: int = 0
     expert_mlp: int = 0  # inner size of an expert
-    windows: tuple[int | None, ...] = ()  # by attention layer: tokens that a query sees, itself included; None: all. Empty: all see everything
+    windows: tuple[
+        int | None, ...
+    ] = ()  # by attention layer: tokens that a query sees, itself included; None: all. Empty: all see everything
     recurrent: RecurrentSizes | None = None  # layers that keep a state
     gated: bool = False  # attention's output is multiplied by a gate as wide as the queries
     tied: bool = False  # the head's weights are the embedding's
@@ -114,16 +143,26 @@ class ModelSizes:
         if config.get("model_type") in TEXT_ONLY and isinstance(config.get("text_config"), Mapping):
             config = dict(config["text_config"])
         model_type = config.get("model_type")
-        config = {**DEFAULTS.get(model_type, {}), **config} if isinstance(model_type, str) else config
+        config = (
+            {**DEFAULTS.get(model_type, {}), **config} if isinstance(model_type, str) else config
+        )
         for key, meaning in REFUSED.items():
             if config.get(key):
-                raise ConfigError(f"{origin}: {key} is {config[key]!r}: {meaning}: not supported (layers may differ only in their windows)")
+                raise ConfigError(
+                    f"{origin}: {key} is {config[key]!r}: {meaning}: not supported (layers may differ only in their windows)"
+                )
 
         def number(name: str, default: int | None = None) -> int:
             key = next((key for key in NAMES[name] if config.get(key) is not None), None)
             value = default if key is None else config[key]
-            if not isinstance(value, int) or isinstance(value, bool) or value < (0 if default == 0 else 1):
-                raise ConfigError(f"{origin}: expected {' or '.join(NAMES[name])} as a positive integer, got {value!r}")
+            if (
+                not isinstance(value, int)
+                or isinstance(value, bool)
+                or value < (0 if default == 0 else 1)
+            ):
+                raise ConfigError(
+                    f"{origin}: expected {' or '.join(NAMES[name])} as a positive integer, got {value!r}"
+                )
             return value
 
         hidden, heads = number("hidden"), number("heads")
@@ -157,7 +196,11 @@ class ModelSizes:
     @property
     def attention_weights(self) -> int:
         """Number of weights of one layer's attention: queries, keys, values, gates and output."""
-        return self.hidden * self.head_size * (2 * (self.heads + self.kv_heads) + (self.heads if self.gated else 0))
+        return (
+            self.hidden
+            * self.head_size
+            * (2 * (self.heads + self.kv_heads) + (self.heads if self.gated else 0))
+        )
 
     @property
     def dense_weights(self) -> int:
@@ -165,7 +208,9 @@ class ModelSizes:
         mixers = self.attention_layers * self.attention_weights
         if self.recurrent:
             mixers += len(self.recurrent.layers) * self.recurrent.weights(self.hidden)
-        return mixers + self.layers * (self.mlp_matrices * self.hidden * self.mlp + self.hidden * self.experts)
+        return mixers + self.layers * (
+            self.mlp_matrices * self.hidden * self.mlp + self.hidden * self.experts
+        )
 
     @property
     def expert_weights(self) -> int:
@@ -179,7 +224,11 @@ class ModelSizes:
     @property
     def parameters(self) -> int:
         """Number of all weights. Norms and biases, some thousandths, are excluded."""
-        return self.dense_weights + self.experts * self.expert_weights + (1 if self.tied else 2) * self.head_weights
+        return (
+            self.dense_weights
+            + self.experts * self.expert_weights
+            + (1 if self.tied else 2) * self.head_weights
+        )
 
     @property
     def kv_numbers(self) -> int:
@@ -196,7 +245,9 @@ class ModelSizes:
         """Number of accumulated values of a request's state, in all layers together."""
         return len(self.recurrent.layers) * self.recurrent.numbers if self.recurrent else 0
 
-    def cache_layout(self, block_size: int, kv_bytes: float = 2.0, max_len: int | None = None) -> PlannedLayout:
+    def cache_layout(
+        self, block_size: int, kv_bytes: float = 2.0, max_len: int | None = None
+    ) -> PlannedLayout:
         """Return the layout of the engine's pool for these layers, on all devices together. `block_size`: tokens of the smallest block. `kv_bytes`:
         of a K or V value. `max_len`: longest sequence; windows of as many tokens count as none."""
 
@@ -205,21 +256,36 @@ class ModelSizes:
             return size, size
 
         windows = self.windows or (None,) * self.attention_layers
-        ending = [None if window is None or (max_len is not None and window >= max_len) else window for window in windows]
+        ending = [
+            None if window is None or (max_len is not None and window >= max_len) else window
+            for window in windows
+        ]
         states, kept = list[CachedState](), self.recurrent
         if kept:
-            tensors = (kept.channels, 2 * (kept.kernel - 1)), (kept.v_heads * kept.v_size, 4 * kept.k_size)
+            tensors = (
+                (kept.channels, 2 * (kept.kernel - 1)),
+                (kept.v_heads * kept.v_size, 4 * kept.k_size),
+            )
             states = [CachedState(index, tensors) for index in kept.layers]
         attention = sorted(set(range(self.layers)) - {state.index for state in states})
-        layers = [CachedLayer(index, window, tensor_bytes) for index, window in zip(attention, ending, strict=True)]
+        layers = [
+            CachedLayer(index, window, tensor_bytes)
+            for index, window in zip(attention, ending, strict=True)
+        ]
         return plan_layout(layers, block_size, "none", states=states)
 
     def experts_touched(self, tokens: int) -> float:
         """Return the expected number of a layer's E experts that a batch uses if each token chooses k uniformly: E (1 - (1 - k/E)^tokens)."""
-        return self.experts * share_touched(self.experts_per_token / self.experts, tokens) if self.experts else 0.0
+        return (
+            self.experts * share_touched(self.experts_per_token / self.experts, tokens)
+            if self.experts
+            else 0.0
+        )
 
 
-def _recurrent(origin: str, config: Mapping[str, Any], layers: int) -> tuple[RecurrentSizes, dict[str, Any]]:
+def _recurrent(
+    origin: str, config: Mapping[str, Any], layers: int
+) -> tuple[RecurrentSizes, dict[str, Any]]:
     """Return the sizes of the recurrent layers, and the config of the other layers alone. Raises `ConfigError` that names a key."""
 
     def number(key: str, default: int) -> int:
@@ -230,9 +296,14 @@ def _recurrent(origin: str, config: Mapping[str, Any], layers: int) -> tuple[Rec
 
     every, kinds = number("full_attention_interval", 4), config.get("layer_types")
     if kinds is None:
-        kinds = ["full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)]
+        kinds = [
+            "full_attention" if (index + 1) % every == 0 else "linear_attention"
+            for index in range(layers)
+        ]
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
-        raise ConfigError(f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}")
+        raise ConfigError(
+            f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}"
+        )
     indices = tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention")
     sizes = RecurrentSizes(
         layers=indices,
@@ -248,25 +319,44 @@ def _recurrent(origin: str, config: Mapping[str, Any], layers: int) -> tuple[Rec
 def _windows(origin: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer. Raises `ConfigError` if the config's keys contradict each other, or name other kinds of attention."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
-    first = config.get("max_window_layers")  # Qwen's: the layers before it have none, and none has any unless `use_sliding_window` says so
+    first = config.get(
+        "max_window_layers"
+    )  # Qwen's: the layers before it have none, and none has any unless `use_sliding_window` says so
     if not config.get("use_sliding_window", first is None):
         window = None
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ConfigError(f"{origin}: expected sliding_window as a positive integer, got {window!r}")
+    if window is not None and (
+        not isinstance(window, int) or isinstance(window, bool) or window < 1
+    ):
+        raise ConfigError(
+            f"{origin}: expected sliding_window as a positive integer, got {window!r}"
+        )
     if kinds is None:
         default = PATTERNS.get(str(config.get("model_type")))
-        pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
+        pattern = config.get(
+            "sliding_window_pattern", config.get("_sliding_window_pattern", default)
+        )
         if pattern is not None and (not isinstance(pattern, int) or pattern < 1):
-            raise ConfigError(f"{origin}: expected sliding_window_pattern as a positive integer, got {pattern!r}")
-        slides = [index >= (first or 0) and (pattern is None or (index + 1) % pattern != 0) for index in range(layers)]
+            raise ConfigError(
+                f"{origin}: expected sliding_window_pattern as a positive integer, got {pattern!r}"
+            )
+        slides = [
+            index >= (first or 0) and (pattern is None or (index + 1) % pattern != 0)
+            for index in range(layers)
+        ]
         return tuple(window if sliding else None for sliding in slides)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
-        raise ConfigError(f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}")
+        raise ConfigError(
+            f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}"
+        )
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"{origin}: layer_types has {kind!r}: not supported (only full_attention and sliding_attention)")
+            raise ConfigError(
+                f"{origin}: layer_types has {kind!r}: not supported (only full_attention and sliding_attention)"
+            )
     if "sliding_attention" in kinds and window is None:
-        raise ConfigError(f"{origin}: layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)")
+        raise ConfigError(
+            f"{origin}: layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -66,7 +66,9 @@ class Pairs:
     def of(cls, a: Floats, b: Floats) -> Pairs:
         """Pair a metric with one value per request: `a[i]` and `b[i]` belong to the same request, NaN without a value. Raises `ValueError`."""
         if a.shape != b.shape or a.ndim != 1:
-            raise ValueError(f"pairs need two arrays [requests] of one length, got {a.shape} and {b.shape}")
+            raise ValueError(
+                f"pairs need two arrays [requests] of one length, got {a.shape} and {b.shape}"
+            )
         both = np.flatnonzero(np.isfinite(a) & np.isfinite(b))
         return cls(Values(a[both], both), Values(b[both], both), len(a))
 
@@ -75,8 +77,14 @@ class Pairs:
         """Pair a metric with any number of values per request, all pooled: `a[i]` and `b[i]` belong to the same request, empty without values.
         Raises `ValueError`."""
         if len(a) != len(b):
-            raise ValueError(f"pairs need equally many requests under both policies, got {len(a)} and {len(b)}")
-        both = [index for index, (one, other) in enumerate(zip(a, b, strict=True)) if len(one) and len(other)]
+            raise ValueError(
+                f"pairs need equally many requests under both policies, got {len(a)} and {len(b)}"
+            )
+        both = [
+            index
+            for index, (one, other) in enumerate(zip(a, b, strict=True))
+            if len(one) and len(other)
+        ]
         return cls(_pool(a, both), _pool(b, both), len(a))
 
     @property
@@ -90,4 +98,6 @@ class Pairs:
 
 def _pool(values: Sequence[Floats], chosen: Sequence[int]) -> Values:
     numbers = np.concatenate([np.empty(0), *(values[index] for index in chosen)])
-    return Values(numbers, np.repeat(np.array(chosen, np.intp), [len(values[index]) for index in chosen]))
+    return Values(
+        numbers, np.repeat(np.array(chosen, np.intp), [len(values[index]) for index in chosen])
+    )

@@ -31,7 +31,11 @@ Ran = TypeVar("Ran", covariant=True)
 
 SHOWN_EVERY_S = 0.5  # between updates of the progress bar
 
-CHECKED: tuple[Kind, ...] = ("scheduler", "kv_cache", "executor")  # kinds whose options are checked before any run
+CHECKED: tuple[Kind, ...] = (
+    "scheduler",
+    "kv_cache",
+    "executor",
+)  # kinds whose options are checked before any run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,14 @@ class PlannedRun:
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> RunResult:
         trace = cached_workload(self.workload, self.options)
-        return replay_routed(self.config, trace, self.routing, name=self.name, seed=self.options.seed, progress=progress)
+        return replay_routed(
+            self.config,
+            trace,
+            self.routing,
+            name=self.name,
+            seed=self.options.seed,
+            progress=progress,
+        )
 
 
 def simulated_options(config: EngineConfig) -> SimulatedOptions:
@@ -67,16 +78,34 @@ def simulated_options(config: EngineConfig) -> SimulatedOptions:
 
 def _options(config: EngineConfig, kind: Kind) -> Any:
     choice = getattr(config, kind)
-    return Registry.discover(config.plugins).resolve(kind, choice.name, choice.options, choice.where).validate_options()
+    return (
+        Registry.discover(config.plugins)
+        .resolve(kind, choice.name, choice.options, choice.where)
+        .validate_options()
+    )
 
 
 def replay_routed(
-    config: EngineConfig, trace: Trace, routing: Routing | None, *, name: str | None, seed: int, progress: Callable[[int, int], None] | None
+    config: EngineConfig,
+    trace: Trace,
+    routing: Routing | None,
+    *,
+    name: str | None,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
 ) -> RunResult:
     """Replay a trace through one engine, or through the replicas of `routing`. Raises the errors of `replay` and `replay_replicas`."""
     if routing is None:
         return replay(config, trace, name=name, seed=seed, progress=progress)
-    return replay_replicas(config, trace, routing.replicas, parse_router(routing.router), name=name, seed=seed, progress=progress)
+    return replay_replicas(
+        config,
+        trace,
+        routing.replicas,
+        parse_router(routing.router),
+        name=name,
+        seed=seed,
+        progress=progress,
+    )
 
 
 @lru_cache(maxsize=4)
@@ -97,7 +126,12 @@ class Runnable(Protocol[Ran]):
         """Run it; `progress` is called with the number of finished requests, and of all."""
 
 
-def run_all(planned: Sequence[Runnable[Ran]], make: Callable[[Ran], Made], processes: int = 1, desc: str = "runs") -> Iterator[Made]:
+def run_all(
+    planned: Sequence[Runnable[Ran]],
+    make: Callable[[Ran], Made],
+    processes: int = 1,
+    desc: str = "runs",
+) -> Iterator[Made]:
     """Yield `make(run)` for each planned run, in order. With several processes `make` must be picklable. Shows a progress bar on stderr if that is a
     terminal. Raises the errors of a run."""
     with tqdm(total=len(planned), desc=desc, unit="run", disable=None, leave=False) as bar:
@@ -108,7 +142,9 @@ def run_all(planned: Sequence[Runnable[Ran]], make: Callable[[Ran], Made], proce
             return
         context = multiprocessing.get_context("spawn")
         finished = context.Value("q", 0)  # number of finished requests of all processes
-        with ProcessPoolExecutor(min(processes, len(planned)), context, initializer=_count_in, initargs=(finished,)) as pool:
+        with ProcessPoolExecutor(
+            min(processes, len(planned)), context, initializer=_count_in, initargs=(finished,)
+        ) as pool:
             waiting = [pool.submit(_run_and_make, make, one) for one in planned]
             try:
                 for future in waiting:
@@ -148,5 +184,11 @@ def names_of(sources: Sequence[str]) -> list[str]:
     """Return each engine's display name: its file's name without suffix, or the whole path if two files share that; a repeated file gets a
     number."""
     stems = {source: Path(source).stem for source in sources}
-    names = [stems[source] if list(stems.values()).count(stems[source]) == 1 else source for source in sources]
-    return [name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})" for index, name in enumerate(names)]
+    names = [
+        stems[source] if list(stems.values()).count(stems[source]) == 1 else source
+        for source in sources
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
+    ]

@@ -85,7 +85,12 @@ class _Updates:
         return self.predictor.renewed(request.output_tokens, generated, errors)
 
 
-PREDICTORS: dict[str, type[Predictor]] = {"oracle": Oracle, "noisy": Noisy, "bucket": Bucket, "refined": Refined}
+PREDICTORS: dict[str, type[Predictor]] = {
+    "oracle": Oracle,
+    "noisy": Noisy,
+    "bucket": Bucket,
+    "refined": Refined,
+}
 
 
 def parse_predictor(text: str) -> Predictor:
@@ -98,13 +103,22 @@ def predict(trace: Trace, predictor: Predictor, seed: int = 0) -> Trace:
 
     def predicted(request: TraceRequest) -> TraceRequest:
         first, second = _draws(trace.name, seed, request.id)
-        return replace(request, predicted_tokens=predictor.guess(request.output_tokens, first, second))
+        return replace(
+            request, predicted_tokens=predictor.guess(request.output_tokens, first, second)
+        )
 
     name = type(predictor).__name__.lower()
     options = ", ".join(f"{field}={value:g}" for field, value in predictor.model_dump().items())
-    note = f"lengths predicted by {name}({options})" + ("" if isinstance(predictor, Oracle) else f", seed {seed}")
+    note = f"lengths predicted by {name}({options})" + (
+        "" if isinstance(predictor, Oracle) else f", seed {seed}"
+    )
     updates = _Updates(predictor, trace.name, seed) if isinstance(predictor, Refined) else None
-    return replace(trace, requests=tuple(map(predicted, trace)), notes=(*trace.notes, note), length_updates=updates)
+    return replace(
+        trace,
+        requests=tuple(map(predicted, trace)),
+        notes=(*trace.notes, note),
+        length_updates=updates,
+    )
 
 
 def _draws(trace: str, seed: int, id: str) -> tuple[float, float]:

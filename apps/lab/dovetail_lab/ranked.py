@@ -37,8 +37,16 @@ class Ranked:
         request, count = values.request[order], len(order)
         size = bin or max(MIN_BIN, math.isqrt(requests * count // _BIN_COST))
         bins = max(1, -(-count // size))
-        counts = np.bincount(request * bins + np.arange(count) // size, minlength=requests * bins).astype(np.float64)
-        return cls(values.numbers[order], request, values.by_request(values.numbers, requests), counts.reshape(requests, bins), size)
+        counts = np.bincount(
+            request * bins + np.arange(count) // size, minlength=requests * bins
+        ).astype(np.float64)
+        return cls(
+            values.numbers[order],
+            request,
+            values.by_request(values.numbers, requests),
+            counts.reshape(requests, bins),
+            size,
+        )
 
     def statistics(self, weights: npt.NDArray[np.int32], statistics: Sequence[Statistic]) -> Floats:
         """Return [statistics, draws]: each `Statistic.of` the values, with those of request i repeated `weights[draw, i]` times. NaN if no value was
@@ -48,7 +56,12 @@ class Ranked:
         total = reached[:, -1]
         if not len(self.values):
             return np.full((len(statistics), len(weights)), math.nan)
-        found = [exact @ self.sums / np.maximum(total, 1) if s.q is None else self._quantile(exact, reached, total, s.q) for s in statistics]
+        found = [
+            exact @ self.sums / np.maximum(total, 1)
+            if s.q is None
+            else self._quantile(exact, reached, total, s.q)
+            for s in statistics
+        ]
         return np.where(total > 0, np.stack(found), math.nan)
 
     def _quantile(self, weights: Floats, reached: Floats, total: Floats, q: float) -> Floats:
@@ -64,8 +77,12 @@ class Ranked:
         draw = np.arange(len(weights))
         bins = np.minimum((reached <= position[:, None]).sum(axis=1), reached.shape[1] - 1)
         before = np.where(bins > 0, reached[draw, bins - 1], 0.0)
-        at = bins[:, None] * self.bin + np.arange(min(self.bin, len(self.values)))  # [draws, values of the bin]
+        at = bins[:, None] * self.bin + np.arange(
+            min(self.bin, len(self.values))
+        )  # [draws, values of the bin]
         inside = at < len(self.values)
         own = np.where(inside, weights[draw[:, None], self.request[np.where(inside, at, 0)]], 0.0)
         passed = (np.cumsum(own, axis=1) <= (position - before)[:, None]).sum(axis=1)
-        return np.asarray(self.values[np.minimum(bins * self.bin + passed, len(self.values) - 1)], np.float64)
+        return np.asarray(
+            self.values[np.minimum(bins * self.bin + passed, len(self.values) - 1)], np.float64
+        )

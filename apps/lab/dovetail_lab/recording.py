@@ -90,10 +90,25 @@ class Recorder:
             stats.draft_tokens,
             sum(stats.accepted_drafts),
         )
-        *counts, device_s, masks_s, rows, drafts, accepted = [after - then for after, then in zip(self._counted, before, strict=True)]
+        *counts, device_s, masks_s, rows, drafts, accepted = [
+            after - then for after, then in zip(self._counted, before, strict=True)
+        ]
         blocks = stats.blocks
         state = blocks.free, blocks.held, blocks.cached
-        self._steps.append((time_s, device_s, stats.waiting, stats.running, *counts, *state, masks_s, rows, drafts, accepted))
+        self._steps.append(
+            (
+                time_s,
+                device_s,
+                stats.waiting,
+                stats.running,
+                *counts,
+                *state,
+                masks_s,
+                rows,
+                drafts,
+                accepted,
+            )
+        )
 
     def _finished(self, request: Request, finish: Finish, time_s: float) -> None:
         scheduled = request.first_scheduled_time

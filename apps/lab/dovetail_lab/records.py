@@ -20,10 +20,28 @@ from dovetail.errors import ConfigError
 from dovetail.request import FinishReason
 from dovetail_lab.writing import write_whole
 
-SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
+SETTINGS = (
+    "config",
+    "scheduler",
+    "executor",
+    "overlap",
+    "prefix_reuse",
+    "block_size",
+    "num_blocks",
+    "max_model_len",
+)  # of a run
 FORMAT = 1  # of the file; raised when older readers can no longer read it
 # Columns that older files lack, with their defaults.
-ADDED = {"draft_rows": 0, "draft_tokens": 0, "accepted_drafts": 0, "grammar": False, "masks_s": 0.0, "replica": 0, "session": None, "waited": False}
+ADDED = {
+    "draft_rows": 0,
+    "draft_tokens": 0,
+    "accepted_drafts": 0,
+    "grammar": False,
+    "masks_s": 0.0,
+    "replica": 0,
+    "session": None,
+    "waited": False,
+}
 
 Times = NDArray[np.float64]
 
@@ -89,7 +107,9 @@ class Timeline:
     masks_s: Times  # delay of its end by grammars: masks that took longer than the model, planning that waited for them
     draft_rows: NDArray[np.int64]  # requests that checked drafts
     draft_tokens: NDArray[np.int64]  # drafts that they checked
-    accepted_drafts: NDArray[np.int64]  # those that were right; they count in decode_tokens, others don't
+    accepted_drafts: NDArray[
+        np.int64
+    ]  # those that were right; they count in decode_tokens, others don't
 
     def __len__(self) -> int:
         return len(self.time_s)
@@ -99,23 +119,36 @@ class Timeline:
         starts = np.arange(0, len(self) - steps + 1, steps)
         again = self.recomputed_tokens
         anew = self.prefill_tokens + self.decode_tokens - again
-        return sum(int(again[at : at + steps].sum()) > int(anew[at : at + steps].sum()) for at in starts)
+        return sum(
+            int(again[at : at + steps].sum()) > int(anew[at : at + steps].sum()) for at in starts
+        )
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[float, ...]]) -> Timeline:
         """Create a timeline from one tuple per step, in the order of the columns."""
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(fields(cls))
-        dtypes: list[Any] = [np.float64 if column.name.endswith("_s") else np.int64 for column in fields(cls)]
-        return cls(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+        dtypes: list[Any] = [
+            np.float64 if column.name.endswith("_s") else np.int64 for column in fields(cls)
+        ]
+        return cls(
+            *(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))
+        )
 
     @classmethod
     def of_replicas(cls, timelines: Sequence[Timeline], num_blocks: int) -> Timeline:
         """Merge the steps of several replicas with `num_blocks` blocks each, in the order of their ends."""
-        order = sorted((time, replica, step) for replica, line in enumerate(timelines) for step, time in enumerate(line.time_s))
+        order = sorted(
+            (time, replica, step)
+            for replica, line in enumerate(timelines)
+            for step, time in enumerate(line.time_s)
+        )
         after = dict.fromkeys(_AFTER, 0) | {"kv_free": num_blocks}
         states, rows = [dict(after) for _ in timelines], []
         for _, replica, step in order:
-            row = {column.name: getattr(timelines[replica], column.name)[step] for column in fields(cls)}
+            row = {
+                column.name: getattr(timelines[replica], column.name)[step]
+                for column in fields(cls)
+            }
             states[replica] = {name: row[name] for name in _AFTER}
             row |= {name: sum(state[name] for state in states) for name in _AFTER}
             row |= {name: row[name] / len(timelines) for name in ("device_s", "masks_s")}
@@ -123,7 +156,13 @@ class Timeline:
         return cls.of_rows(rows)
 
 
-_AFTER = ("waiting", "running", "kv_free", "kv_held", "kv_cached")  # columns of a timeline with the state after a step
+_AFTER = (
+    "waiting",
+    "running",
+    "kv_free",
+    "kv_held",
+    "kv_cached",
+)  # columns of a timeline with the state after a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +184,9 @@ class RunResult:
     trace: str
     trace_source: str
     seed: int
-    settings: Mapping[str, Any]  # all of `SETTINGS`: the engine's config as plain values, and derived settings
+    settings: Mapping[
+        str, Any
+    ]  # all of `SETTINGS`: the engine's config as plain values, and derived settings
     step_times: StepTimes
     requests: tuple[RequestRecord, ...]  # in the order of the trace
     timeline: Timeline
@@ -166,9 +207,23 @@ class RunResult:
         instants, runs = _as_runs([record.token_times_s for record in self.requests])
         document = {
             "dovetail_lab_run": FORMAT,
-            **{name: getattr(self, name) for name in ("name", "trace", "trace_source", "seed", "settings", "notes", "seeded", "window")},
+            **{
+                name: getattr(self, name)
+                for name in (
+                    "name",
+                    "trace",
+                    "trace_source",
+                    "seed",
+                    "settings",
+                    "notes",
+                    "seeded",
+                    "window",
+                )
+            },
             "step_times": {f.name: getattr(self.step_times, f.name) for f in fields(StepTimes)},
-            "requests": {name: [getattr(record, name) for record in self.requests] for name in _columns()},
+            "requests": {
+                name: [getattr(record, name) for record in self.requests] for name in _columns()
+            },
             "instants_s": instants,  # when tokens were delivered
             "tokens": runs,  # per request: first instant, number of consecutive ones, next first instant, …
             "timeline": {f.name: getattr(self.timeline, f.name).tolist() for f in fields(Timeline)},
@@ -182,13 +237,19 @@ class RunResult:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeError, ValueError) as error:
-            raise ConfigError(f"{path}: can't be read as a run of the lab: {getattr(error, 'strerror', None) or error}") from None
+            raise ConfigError(
+                f"{path}: can't be read as a run of the lab: {getattr(error, 'strerror', None) or error}"
+            ) from None
         if not isinstance(document, dict) or document.get("dovetail_lab_run") != FORMAT:
-            raise ConfigError(f'{path}: not a run of the lab: expected "dovetail_lab_run": {FORMAT}, as written by `dovetail lab run --out`')
+            raise ConfigError(
+                f'{path}: not a run of the lab: expected "dovetail_lab_run": {FORMAT}, as written by `dovetail lab run --out`'
+            )
         try:
             return cls._from(document)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise ConfigError(f"{path}: a run of the lab, but damaged: {type(error).__name__}: {error}") from None
+            raise ConfigError(
+                f"{path}: a run of the lab, but damaged: {type(error).__name__}: {error}"
+            ) from None
 
     @classmethod
     def _from(cls, document: dict[str, Any]) -> RunResult:
@@ -198,10 +259,16 @@ class RunResult:
         settings = document["settings"]
         if missing := [name for name in SETTINGS if name not in settings]:
             raise ValueError(f"settings lack {', '.join(missing)}")
-        records = [RequestRecord(**dict(zip(columns, row, strict=True)), token_times_s=own) for row, own in zip(rows, times, strict=True)]
+        records = [
+            RequestRecord(**dict(zip(columns, row, strict=True)), token_times_s=own)
+            for row, own in zip(rows, times, strict=True)
+        ]
         timeline = [_column(document["timeline"], f.name) for f in fields(Timeline)]
         return cls(
-            **{name: document[name] for name in ("name", "trace", "trace_source", "seed", "settings")},
+            **{
+                name: document[name]
+                for name in ("name", "trace", "trace_source", "seed", "settings")
+            },
             step_times=StepTimes(**document["step_times"]),
             requests=tuple(records),
             timeline=Timeline.of_rows(list(zip(*timeline, strict=True))),
@@ -232,12 +299,20 @@ def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
 @cache
 def _columns() -> dict[str, TypeAdapter[list[Any]]]:
     """Return the type of each column of a file's requests."""
-    return {name: TypeAdapter(list[kind]) for name, kind in get_type_hints(RequestRecord).items() if name != "token_times_s"}  # type: ignore[valid-type]
+    return {
+        name: TypeAdapter(list[kind])  # type: ignore[valid-type]
+        for name, kind in get_type_hints(RequestRecord).items()
+        if name != "token_times_s"
+    }
 
 
 def _column(table: Mapping[str, list[Any]], name: str) -> list[Any]:
     """Return a column. Raises `KeyError` if a column that every file has is missing."""
-    return [ADDED[name]] * len(next(iter(table.values()), [])) if name in ADDED and name not in table else table[name]
+    return (
+        [ADDED[name]] * len(next(iter(table.values()), []))
+        if name in ADDED and name not in table
+        else table[name]
+    )
 
 
 def _checked(name: str, values: Any) -> list[Any]:
@@ -246,12 +321,25 @@ def _checked(name: str, values: Any) -> list[Any]:
         return _columns()[name].validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ValueError(f"requests.{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}, got {shown(first['input'])}") from None
+        raise ValueError(
+            f"requests.{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}, got {shown(first['input'])}"
+        ) from None
 
 
 def _from_runs(instants: Times, runs: Sequence[Sequence[int]]) -> list[Times]:
-    if any(first < 0 or first + count > len(instants) for own in runs for first, count in zip(own[::2], own[1::2], strict=True)):
+    if any(
+        first < 0 or first + count > len(instants)
+        for own in runs
+        for first, count in zip(own[::2], own[1::2], strict=True)
+    ):
         raise ValueError("tokens beyond the last instant")
     return [
-        np.concatenate([instants[first : first + count] for first, count in zip(own[::2], own[1::2], strict=True)] or [instants[:0]]) for own in runs
+        np.concatenate(
+            [
+                instants[first : first + count]
+                for first, count in zip(own[::2], own[1::2], strict=True)
+            ]
+            or [instants[:0]]
+        )
+        for own in runs
     ]

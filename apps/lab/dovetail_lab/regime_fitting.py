@@ -15,8 +15,41 @@ from dovetail_lab.fitting import Floats, Measurement, nonnegative_least_squares,
 from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, padded
 
 TERMS = ("per_context_s", "per_pair_s", "per_row_s", "per_length_s", "beside_s")
-KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 32_768)
-BOUNDARIES = (256, 512, 1024, 2048, 4096)  # candidate numbers of tokens up to which an engine may replay graphs instead of launching kernels
+KNOTS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+    6144,
+    8192,
+    12_288,
+    16_384,
+    32_768,
+)
+BOUNDARIES = (
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+)  # candidate numbers of tokens up to which an engine may replay graphs instead of launching kernels
 WORTH = 0.97  # a floor or a boundary must lower the error to this share, to exclude chance
 GOOD = 0.002  # mean error below which nothing is added
 ENOUGH = 10  # measurements on each side of a boundary
@@ -62,11 +95,17 @@ def fit_launches(measurements: Sequence[Measurement], boundary: int | None) -> R
     """Fit the time of submitting steps, linearly: it is the same graph, or the same number of kernels, for any number of tokens; only the inputs of a
     step grow. Steps with prefills of up to `boundary` tokens have their own line. Raises `ConfigError` like `fit_regimes`."""
     steps = [_step(one) for one in measurements]
-    decode = _without_outliers([step for step in steps if not step.shape.prefill_rows], "decodes", straight=True)
-    return _with_prefills(decode, [step for step in steps if step.shape.prefill_rows], boundary, (), straight=True)
+    decode = _without_outliers(
+        [step for step in steps if not step.shape.prefill_rows], "decodes", straight=True
+    )
+    return _with_prefills(
+        decode, [step for step in steps if step.shape.prefill_rows], boundary, (), straight=True
+    )
 
 
-def fit_decodes(measurements: Sequence[Measurement], sizes: Sequence[int] = ()) -> PiecewiseStepTime:
+def fit_decodes(
+    measurements: Sequence[Measurement], sizes: Sequence[int] = ()
+) -> PiecewiseStepTime:
     """Fit the measurements without prefills; rows are padded to the next of `sizes`. Raises `ConfigError` if there are none."""
     decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
     return _without_outliers([_step(one) for one in decodes], "decodes", sizes)
@@ -76,21 +115,39 @@ def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) ->
     """Return the model with corrections from the measurements of full sizes. With few rows, the split of their keys over the device changes in jumps
     with the number of keys, which no sum of terms describes."""
     ratios: dict[int, dict[int, float]] = defaultdict(dict)
-    for step in (_step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)):
+    for step in (
+        _step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)
+    ):
         rows, ratio = step.shape.rows, step.seconds / decode.seconds(step.shape)
         if padded(rows, decode.sizes) == rows and abs(ratio - 1) < HICCUP:
             ratios[rows][step.shape.context_tokens] = ratio
-    return decode.model_copy(update={"corrections": tuple((rows, tuple(sorted(ratios[rows].items()))) for rows in sorted(ratios))})
+    return decode.model_copy(
+        update={
+            "corrections": tuple(
+                (rows, tuple(sorted(ratios[rows].items()))) for rows in sorted(ratios)
+            )
+        }
+    )
 
 
 def _with_prefills(
-    decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int], straight: bool = False
+    decode: PiecewiseStepTime,
+    steps: Sequence[_Step],
+    boundary: int | None,
+    sizes: Sequence[int],
+    straight: bool = False,
 ) -> RegimeStepTime:
     """Fit one model for all steps, or two: split at `boundary` if known, otherwise where it helps."""
-    best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes, straight))
+    best = RegimeStepTime(
+        decode=decode,
+        mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes, straight),
+    )
     least = np.inf if boundary is not None else _error(best, steps)
     for tried in BOUNDARIES if boundary is None else (boundary,):
-        small, large = ([step for step in steps if (step.shape.tokens > tried) == above] for above in (False, True))
+        small, large = (
+            [step for step in steps if (step.shape.tokens > tried) == above]
+            for above in (False, True)
+        )
         if min(len(small), len(large)) < (ENOUGH if boundary is None else FEW):
             continue
         parted = RegimeStepTime(
@@ -110,15 +167,25 @@ def _step(measurement: Measurement) -> _Step:
 
 def _mean_shape(shapes: Sequence[StepShape]) -> StepShape:
     """Return the mean shape of steps that differ only in their context."""
-    return shapes[0]._replace(context_tokens=round(sum(shape.context_tokens for shape in shapes) / len(shapes)))
+    return shapes[0]._replace(
+        context_tokens=round(sum(shape.context_tokens for shape in shapes) / len(shapes))
+    )
 
 
-def _without_outliers(steps: Sequence[_Step], what: str, sizes: Sequence[int] = (), straight: bool = False) -> PiecewiseStepTime:
+def _without_outliers(
+    steps: Sequence[_Step], what: str, sizes: Sequence[int] = (), straight: bool = False
+) -> PiecewiseStepTime:
     if not steps:
-        raise ConfigError(f"no step of {what} was measured: the time limit is too short, or the engine too small")
+        raise ConfigError(
+            f"no step of {what} was measured: the time limit is too short, or the engine too small"
+        )
     first = _with_floor(steps, sizes, straight)
     off = np.abs(_relative(first, steps))
-    kept = [step for step, error in zip(steps, off, strict=True) if error <= OUTLIER * max(float(np.median(off)), 0.01)]
+    kept = [
+        step
+        for step, error in zip(steps, off, strict=True)
+        if error <= OUTLIER * max(float(np.median(off)), 0.01)
+    ]
     return _with_floor(kept, sizes, straight)
 
 
@@ -151,19 +218,39 @@ def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> Piecew
     elif decodes:
         knots = _measured(tokens, row_sizes(int(tokens.max())))
     else:
-        knots = _knots(tokens, sorted({*sizes, *(knot for knot in KNOTS if not sizes or knot > sizes[-1])}))
-    rises = [np.clip((tokens - low) / (high - low), 0, 1 if high != knots[-1] else None) for low, high in pairwise(knots)]
+        knots = _knots(
+            tokens, sorted({*sizes, *(knot for knot in KNOTS if not sizes or knot > sizes[-1])})
+        )
+    rises = [
+        np.clip((tokens - low) / (high - low), 0, 1 if high != knots[-1] else None)
+        for low, high in pairwise(knots)
+    ]
     shapes = [step.shape for step in steps]
     if decodes:  # the number of rows is the number of tokens
-        terms = [[shape.context_tokens, 0, 0, shape.context_tokens / shape.rows, 0] for shape in shapes]
+        terms = [
+            [shape.context_tokens, 0, 0, shape.context_tokens / shape.rows, 0] for shape in shapes
+        ]
     else:
-        terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows, shape.prefill_length, shape.decodes > 0] for shape in shapes]
+        terms = [
+            [
+                shape.context_tokens,
+                shape.prefill_pairs,
+                shape.rows,
+                shape.prefill_length,
+                shape.decodes > 0,
+            ]
+            for shape in shapes
+        ]
     matrix = np.column_stack([np.ones(len(steps)), *rises, np.array(terms, np.float64)])
     matrix /= np.array([step.seconds for step in steps])[:, None]
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     weights = nonnegative_least_squares(matrix / scale, np.ones(len(steps))) / scale
     points = tuple(zip(knots, np.cumsum(weights[: len(knots)]).tolist(), strict=True))
-    return PiecewiseStepTime(points=points, sizes=tuple(sizes), **dict(zip(TERMS, weights[len(knots) :].tolist(), strict=True)))
+    return PiecewiseStepTime(
+        points=points,
+        sizes=tuple(sizes),
+        **dict(zip(TERMS, weights[len(knots) :].tolist(), strict=True)),
+    )
 
 
 def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
@@ -187,4 +274,8 @@ def _relative(model: PiecewiseStepTime, steps: Sequence[_Step]) -> Floats:
 
 
 def _error(model: RegimeStepTime, steps: Sequence[_Step]) -> float:
-    return float(np.abs(relative_errors(model, [Measurement((step.shape,), step.seconds) for step in steps])).mean())
+    return float(
+        np.abs(
+            relative_errors(model, [Measurement((step.shape,), step.seconds) for step in steps])
+        ).mean()
+    )

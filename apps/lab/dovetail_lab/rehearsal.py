@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 SETTLING = 1 / 6  # share of a rehearsal that is discarded
 ROWS = 12  # decoding on average; 8 to 16 by chance
-PROMPT_TOKENS, OUTPUT_TOKENS = 900, 300  # maximum per request: prompts arrive one by one, after decodes, when the host's code is cold
+PROMPT_TOKENS, OUTPUT_TOKENS = (
+    900,
+    300,
+)  # maximum per request: prompts arrive one by one, after decodes, when the host's code is cold
 LEAST = 1 / 20, 1 / 6  # minimum, as a share of these
 ROOM = 3  # the KV pool holds this multiple of the rows at maximum length
 BUSY = 0.25  # maximum share of the time in steps with prompts
@@ -55,7 +58,11 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
     recorder = Recorder(core, trace, start)
     feeder = Feeder(engine, None, trace, start, recorder.refused)
     taking_in: list[float] = []
-    taken, free, seen = 0, engine.now(), first  # requests created; when the loop started on them; finished steps
+    taken, free, seen = (
+        0,
+        engine.now(),
+        first,
+    )  # requests created; when the loop started on them; finished steps
 
     def fed() -> None:
         nonlocal taken
@@ -83,7 +90,11 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
     core.plan_timing.wait_until = wait_until
     with suppress(TimeIsUpError):  # don't wait for requests unfinished at the last arrival
         drive(core, feeder, fed, take)
-    kept = [sighting for sighting in probe.collected[first:] if sighting.planned > settled and sighting.delivered]
+    kept = [
+        sighting
+        for sighting in probe.collected[first:]
+        if sighting.planned > settled and sighting.delivered
+    ]
     for sighting in kept:
         sighting.rehearsed = True
     probe.collected[first:] = kept
@@ -95,14 +106,24 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
     capacity, config = engine.capacity, engine.config
     rows = max(1, min(ROWS, config.max_num_seqs // 2))
     windows = windows_of(capacity.layout)
-    room = min(capacity.max_model_len, pool_tokens(capacity.layout, capacity.num_pages, ROOM * rows) // (ROOM * rows))
+    room = min(
+        capacity.max_model_len,
+        pool_tokens(capacity.layout, capacity.num_pages, ROOM * rows) // (ROOM * rows),
+    )
     prompt = max(2, min(PROMPT_TOKENS, room * 2 // 3, config.max_num_batched_tokens))
     output = max(2, min(OUTPUT_TOKENS, room // 4))
-    least_prompt, least_output = (max(1, int(share * most)) for share, most in zip(LEAST, (prompt, output), strict=True))
+    least_prompt, least_output = (
+        max(1, int(share * most)) for share, most in zip(LEAST, (prompt, output), strict=True)
+    )
     mean_output = (least_output + output) / 2
     had = np.full(rows, (prompt + output) // 2)
     decode_s = _step_s(profile, StepShape.of(np.ones(rows, np.int64), had, windows))
-    prefill_s = _step_s(profile, StepShape.of(np.append(np.ones(rows, np.int64), max(2, prompt // 2)), np.append(had, 0), windows))
+    prefill_s = _step_s(
+        profile,
+        StepShape.of(
+            np.append(np.ones(rows, np.int64), max(2, prompt // 2)), np.append(had, 0), windows
+        ),
+    )
     # In a second there are `rate` steps with a prompt and (1 - rate * prefill_s) / decode_s others; each generates a token per row, and the supply
     # must equal the demand, rate * mean_output.
     rate = rows / decode_s / max(1.0, mean_output - rows + rows * prefill_s / decode_s)
@@ -115,22 +136,33 @@ def _step_s(profile: StepTimeProfile, shape: StepShape) -> float:
     """Return the time of the slower of device and host."""
     launch = profile.make_launch()
     launch_s = 0.0 if launch is None else launch.seconds(shape)
-    return max(profile.make().seconds(shape), profile.planning_s(shape.rows) + launch_s + profile.delivering_s(shape.rows))
+    return max(
+        profile.make().seconds(shape),
+        profile.planning_s(shape.rows) + launch_s + profile.delivering_s(shape.rows),
+    )
 
 
-def as_rehearsed(profile: StepTimeProfile, sightings: Sequence[Sighting], overlapped: bool) -> StepTimeProfile:
+def as_rehearsed(
+    profile: StepTimeProfile, sightings: Sequence[Sighting], overlapped: bool
+) -> StepTimeProfile:
     """Return the grid's `profile` adjusted to the rehearsed `sightings`, where there are enough of them: the host's times are multiplied by the ratio
     of measured to fitted, by its median if there is a spread, which is then the rehearsal's, too, otherwise by its mean."""
     sightings = [sighting for sighting in sightings if sighting.rehearsed]
     decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows]
     if len(decodes) < ENOUGH:
         return profile
-    core = _ratio((sighting.submitted - sighting.planned, profile.planning_s(sighting.shape.rows)) for sighting in decodes)
+    core = _ratio(
+        (sighting.submitted - sighting.planned, profile.planning_s(sighting.shape.rows))
+        for sighting in decodes
+    )
     delivering = sum(sighting.delivered - sighting.ended for sighting in sightings)
     fitted = sum(profile.delivering_s(sighting.shape.rows) for sighting in sightings)
     results = delivering / fitted if fitted else 1.0
     steps = [step for step in timed(sightings, overlapped) if counts_as_launched(step)]
-    planning = [(one.shape, one.submitted - one.planned, core * profile.planning_s(one.shape.rows)) for one in sightings]
+    planning = [
+        (one.shape, one.submitted - one.planned, core * profile.planning_s(one.shape.rows))
+        for one in sightings
+    ]
     updated = {
         "core_s": core * profile.core_s,
         "core_per_row_s": core * profile.core_per_row_s,
@@ -146,8 +178,17 @@ def as_rehearsed(profile: StepTimeProfile, sightings: Sequence[Sighting], overla
 def _setup_s(profile: StepTimeProfile, steps: Sequence[Timed]) -> float:
     """Return the median difference between recorded steps with prefills, launched in time, and the grid's."""
     model, rule = profile.make(), profile.rule
-    recorded = [step for step in steps if rule.regime(step.shape) is Regime.RECORDED and step.late_s <= rule.sampling_share * step.launch_s]
-    return max(0.0, float(np.median([step.seconds - model.seconds(step.shape) for step in recorded]))) if len(recorded) >= ENOUGH else 0.0
+    recorded = [
+        step
+        for step in steps
+        if rule.regime(step.shape) is Regime.RECORDED
+        and step.late_s <= rule.sampling_share * step.launch_s
+    ]
+    return (
+        max(0.0, float(np.median([step.seconds - model.seconds(step.shape) for step in recorded])))
+        if len(recorded) >= ENOUGH
+        else 0.0
+    )
 
 
 def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, Any]:
@@ -162,12 +203,22 @@ def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, An
     ratios = {regime: _ratio(pairs) for regime, pairs in own.items() if len(pairs) >= ENOUGH}
     mixed = Regime.RECORDED if rule.recorded_tokens else Regime.LAUNCHED
     parts = {"decode": Regime.DECODE, "mixed": mixed, "large": Regime.LAUNCHED}
-    scaled = {name: part.scaled(ratios.get(regime, 1.0)) for name, regime in parts.items() if (part := getattr(launch, name)) is not None}
+    scaled = {
+        name: part.scaled(ratios.get(regime, 1.0))
+        for name, regime in parts.items()
+        if (part := getattr(launch, name)) is not None
+    }
     launch = launch.model_copy(update=scaled)
     less = [launch.seconds(step.shape) - step.launch_s for step in steps if step.goes_on]
-    updated = {"launch": launch.model_dump(mode="json"), "joining_s": max(0.0, float(np.median(less))) if len(less) >= ENOUGH else 0.0}
+    updated = {
+        "launch": launch.model_dump(mode="json"),
+        "joining_s": max(0.0, float(np.median(less))) if len(less) >= ENOUGH else 0.0,
+    }
     fitted = profile.model_copy(update=updated)
-    times = [(step.shape, step.launch_s, fitted.launching_s(launch, step.shape, joins=not step.goes_on)) for step in steps]
+    times = [
+        (step.shape, step.launch_s, fitted.launching_s(launch, step.shape, joins=not step.goes_on))
+        for step in steps
+    ]
     return {**updated, "launch_spread": _spread(profile, times, profile.launch_spread)}
 
 
@@ -177,7 +228,19 @@ def _ratio(times: Iterable[tuple[float, float]]) -> float:
     return float(np.median(ratios)) if ratios else 1.0
 
 
-def _spread(profile: StepTimeProfile, times: Iterable[tuple[StepShape, float, float]], otherwise: Spread | None) -> Spread | None:
+def _spread(
+    profile: StepTimeProfile,
+    times: Iterable[tuple[StepShape, float, float]],
+    otherwise: Spread | None,
+) -> Spread | None:
     """Return the spread of (shape, measured, fitted seconds). `otherwise`: the grid's, for kinds with too few steps; None if it is None."""
-    found = spread((profile.rule.regime(shape), measured, fitted) for shape, measured, fitted in times)
-    return None if otherwise is None else otherwise.model_copy(update={regime.value: found.of(regime) for regime in Regime if found.of(regime)})
+    found = spread(
+        (profile.rule.regime(shape), measured, fitted) for shape, measured, fitted in times
+    )
+    return (
+        None
+        if otherwise is None
+        else otherwise.model_copy(
+            update={regime.value: found.of(regime) for regime in Regime if found.of(regime)}
+        )
+    )

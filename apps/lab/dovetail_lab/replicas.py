@@ -81,8 +81,13 @@ def replay_replicas(
     runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None)
     with ExitStack() as stack:
         clocks = [_MeetingClock() for _ in range(replicas)]
-        engines = [stack.enter_context(LLMEngine.from_config(runnable, registry=registry, clock=clock)) for clock in clocks]
-        members = [_Replica(engine, clock, trace) for engine, clock in zip(engines, clocks, strict=True)]
+        engines = [
+            stack.enter_context(LLMEngine.from_config(runnable, registry=registry, clock=clock))
+            for clock in clocks
+        ]
+        members = [
+            _Replica(engine, clock, trace) for engine, clock in zip(engines, clocks, strict=True)
+        ]
         meeting = _Meeting(members, trace, router, progress or (lambda done, of_all: None))
         for member in members:
             member.join(meeting, in_step)
@@ -95,18 +100,35 @@ def replay_replicas(
                 meeting.break_off()
                 raise
         errors = [error for future in running if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, BrokenMeetingError)):  # secondary errors last
+        for error in sorted(
+            errors, key=lambda error: isinstance(error, BrokenMeetingError)
+        ):  # secondary errors last
             raise error
-        records = {id: replace(record, replica=index) for index, member in enumerate(members) for id, record in member.ended.items()}
+        records = {
+            id: replace(record, replica=index)
+            for index, member in enumerate(members)
+            for id, record in member.ended.items()
+        }
         in_order = tuple(records[request.id] for request in trace)
-        timeline = Timeline.of_replicas([member.timeline for member in members], engines[0].capacity.num_pages)
-        notes = notes_of(in_order, timeline, sum(member.cut for member in members), engines[0].capacity.max_model_len)
+        timeline = Timeline.of_replicas(
+            [member.timeline for member in members], engines[0].capacity.num_pages
+        )
+        notes = notes_of(
+            in_order,
+            timeline,
+            sum(member.cut for member in members),
+            engines[0].capacity.max_model_len,
+        )
         return RunResult(
             name=name or loaded.scheduler.label,
             trace=trace.name,
             trace_source=trace.source,
             seed=seed,
-            settings={**settings_of(loaded.in_full(registry), engines[0], True), "replicas": replicas, "router": router.label},
+            settings={
+                **settings_of(loaded.in_full(registry), engines[0], True),
+                "replicas": replicas,
+                "router": router.label,
+            },
             step_times=members[0].step_times,
             requests=in_order,
             timeline=timeline,
@@ -121,7 +143,9 @@ class _Replica:
 
     def __init__(self, engine: LLMEngine, clock: _MeetingClock, trace: Trace) -> None:
         if not isinstance(engine.core.executor, SimulatedExecutor):
-            raise UnsupportedError(f"replicas are simulated: expected executor simulated, got {type(engine.core.executor).__name__}")
+            raise UnsupportedError(
+                f"replicas are simulated: expected executor simulated, got {type(engine.core.executor).__name__}"
+            )
         self.core, self._clock, self._executor = engine.core, clock, engine.core.executor
         self.core.plan_timing.plans_late = self._executor.options.plans_late
         self._vocab_size = engine.capacity.vocab_size
@@ -138,12 +162,24 @@ class _Replica:
     @property
     def load(self) -> ReplicaLoad:
         books = self.core.books
-        tokens = sum(request.num_tokens for requests in (books.waiting, books.running) for request in requests)
+        tokens = sum(
+            request.num_tokens
+            for requests in (books.waiting, books.running)
+            for request in requests
+        )
         return ReplicaLoad(len(books.waiting), len(books.running), tokens)
 
     def as_seen(self, request: TraceRequest) -> Arrival:
         prompt = prompt_ids(request, self._vocab_size)
-        return Arrival(request.id, request.client, request.priority, request.arrival_time, prompt, request.limit, request.session)
+        return Arrival(
+            request.id,
+            request.client,
+            request.priority,
+            request.arrival_time,
+            prompt,
+            request.limit,
+            request.session,
+        )
 
     def cached_tokens(self, prompt: TokenIds) -> int:
         """Return how many tokens of a prompt its cache holds."""
@@ -196,7 +232,9 @@ class _Replica:
                 self.core.plan_timing.virtual_plan_s = self._executor.plan_s
                 self._feeder.delivered(delivery)
                 if delivery.finished:
-                    meeting.ended(self, [self._recorder.ended[request.id] for request in delivery.finished])
+                    meeting.ended(
+                        self, [self._recorder.ended[request.id] for request in delivery.finished]
+                    )
         except BaseException:
             meeting.break_off()
             raise
@@ -222,7 +260,9 @@ class _Meeting:
     before the next meeting arrives at that.
     """
 
-    def __init__(self, members: Sequence[_Replica], trace: Trace, router: Router, progress: Progress) -> None:
+    def __init__(
+        self, members: Sequence[_Replica], trace: Trace, router: Router, progress: Progress
+    ) -> None:
         self._members, self._router, self._progress = members, router, progress
         self._requests = len(trace)
         self._loads: list[ReplicaLoad] = []  # most recently reported
@@ -232,7 +272,10 @@ class _Meeting:
         self._past_s = self._reported_s = -math.inf  # the last instant, and report
         self.next_s, self._due = self._next_instant()
         self._changed = Condition()
-        self._present, self._held = len(members), 0  # replicas still running; instants of the agenda that have passed
+        self._present, self._held = (
+            len(members),
+            0,
+        )  # replicas still running; instants of the agenda that have passed
         self._blocked = 0  # replicas waiting here
         self._steps: list[_Waiting] = []  # of some of these replicas
         self._ended_s = -math.inf  # end of the last common step
@@ -301,7 +344,9 @@ class _Meeting:
             self.next_s, self._due = self._next_instant()
             self._held += 1
             self._blocked = len(self._steps)
-            if self._blocked == self._present:  # only replicas that wait for a step were waiting for this instant
+            if (
+                self._blocked == self._present
+            ):  # only replicas that wait for a step were waiting for this instant
                 self._act()
         self._changed.notify_all()
 
@@ -324,7 +369,10 @@ class _Meeting:
                     self._abandon(record.id, record.finished_s)
                 for one in self._followers.ended(record.id, record.finished_s):
                     arrival_s = max(one.arrival_s, self.next_s)
-                    heappush(self._released, Released(arrival_s, one.place, arriving_at(one.request, arrival_s)))
+                    heappush(
+                        self._released,
+                        Released(arrival_s, one.place, arriving_at(one.request, arrival_s)),
+                    )
 
     def _abandon(self, id: str, time_s: float) -> None:
         for request, why in self._followers.failed(id, time_s):
@@ -348,7 +396,9 @@ class _Meeting:
         except TypeError:  # 1.0 equals a replica's index, but isn't one
             chosen = -1
         if chosen not in range(len(self._members)):
-            raise ConfigError(f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {told!r}")
+            raise ConfigError(
+                f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {told!r}"
+            )
         self._loads[chosen].sent += 1
         self._loads[chosen].sent_tokens += request.prompt_tokens
         if not self._members[chosen].take(request):
@@ -356,15 +406,24 @@ class _Meeting:
 
     def _take_next(self) -> TraceRequest:
         """Remove and return the request that arrives next."""
-        if self._released and not (self._coming and self._coming[0].arrival_time <= self._released[0].arrival_s):
+        if self._released and not (
+            self._coming and self._coming[0].arrival_time <= self._released[0].arrival_s
+        ):
             return heappop(self._released).request
         return self._coming.popleft()
 
     def _next_instant(self) -> tuple[float, Due]:
         """Return when to meet next, and what is due then."""
-        arrivals = (self._coming[0].arrival_time if self._coming else math.inf, self._released[0].arrival_s if self._released else math.inf)
+        arrivals = (
+            self._coming[0].arrival_time if self._coming else math.inf,
+            self._released[0].arrival_s if self._released else math.inf,
+        )
         arrival_s = min(arrivals)
-        tick_s = (math.floor(max(self._past_s, 0.0) / TICK_S + 1e-9) + 1) * TICK_S if self._followers else math.inf
+        tick_s = (
+            (math.floor(max(self._past_s, 0.0) / TICK_S + 1e-9) + 1) * TICK_S
+            if self._followers
+            else math.inf
+        )
         if tick_s < arrival_s:
             due_s = self._router.reports_at(tick_s) if self._router.reported_every_s else -math.inf
             if due_s > self._reported_s:

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="run.json …", help="Runs written by `dovetail lab run --out`.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where to write report.html, its figures and tables.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="run.json …", help="Runs written by `dovetail lab run --out`."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", help="Where to write report.html, its figures and tables."
+        ),
+    ],
 ) -> None:
     """Create a report of runs; runs of the same requests under several policies are compared."""
     need("scipy", "matplotlib", "jinja2")
@@ -28,7 +36,9 @@ def report(
     runs = by_policy([(file, RunResult.load(file)) for file in files])
     make_folder(out)
     first = next(iter(runs.values()))[0]
-    written = write_report(Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, _comparison(runs)), out)
+    written = write_report(
+        Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, _comparison(runs)), out
+    )
     typer.echo(f"written: {written[0]}")
 
 

@@ -69,7 +69,14 @@ class Probe(Executor):
             self._computed[new.row] = new.computed
         shape = StepShape.of(batch.num_tokens, self._computed[batch.rows], self._windows)
         self._computed[batch.rows] += batch.num_tokens
-        sighting = Sighting(shape, self.planned, submitted, launched, added=len(batch.added), sampled=int(batch.yields_token.sum()))
+        sighting = Sighting(
+            shape,
+            self.planned,
+            submitted,
+            launched,
+            added=len(batch.added),
+            sampled=int(batch.yields_token.sum()),
+        )
         self._in_flight.append((handle, sighting))
         return handle
 
@@ -114,7 +121,13 @@ class Rig:
         """`until`: time limit on the machine's monotonic clock."""
         config, capacity = engine.config, engine.capacity
         self.engine, self._until = engine, until
-        context = SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_pages, capacity.layout.block_size, config.seed)
+        context = SchedulerContext(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            capacity.num_pages,
+            capacity.layout.block_size,
+            config.seed,
+        )
         self._policy = engine.core.scheduler
         self._script = _Script(self._policy.options, context)
         self.probe = Probe(engine.core.executor, config.max_num_seqs, windows_of(capacity.layout))
@@ -173,7 +186,13 @@ class Rig:
         name = f"calibration-{self._made}"
         self._made += 1
         prompt = self._random.integers(1, self.engine.capacity.vocab_size, prompt_tokens)
-        params = SamplingParams(max_tokens=output_tokens, max_drafts=0, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL)
+        params = SamplingParams(
+            max_tokens=output_tokens,
+            max_drafts=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=OutputKind.FINAL,
+        )
         ids, begun = prompt.tolist(), self.engine.now()
         self.engine.add_request(name, ids, params)
         self.taking_in.append(self.engine.now() - begun)
@@ -189,7 +208,9 @@ class Rig:
             probe.planned = core.clock.now()
             delivery = core.step()
             if core.dead is not None:
-                raise DovetailError(f"the engine failed while it was measured: {core.dead}") from core.dead
+                raise DovetailError(
+                    f"the engine failed while it was measured: {core.dead}"
+                ) from core.dead
             for sighting in probe.collected[seen:]:
                 sighting.delivered = core.clock.now()
             self._streaming.update(request.id for request in delivery.requests)

@@ -31,24 +31,45 @@ class RooflineStepTime(Described):
 
     kind: Literal["roofline"] = "roofline"
     model: str | dict[str, Any] = Field(description="A config.json, its folder, or its content.")
-    device: str | DataSheet = Field(description=f"A data sheet, or the name of one: {', '.join(DATA_SHEETS)}.")
+    device: str | DataSheet = Field(
+        description=f"A data sheet, or the name of one: {', '.join(DATA_SHEETS)}."
+    )
     gpus: int = Field(1, ge=1, description="Devices that share each layer (tensor parallelism).")
     weight_bytes: float = Field(2.0, gt=0, allow_inf_nan=False, description="Bytes per weight.")
     kv_bytes: float = Field(2.0, gt=0, allow_inf_nan=False, description="Bytes per K or V value.")
-    bandwidth_share: float = Field(0.78, gt=0, le=1, description="Share of the data sheet's bandwidth that kernels attain.")
-    flops_share: float = Field(0.73, gt=0, le=1, description="Share of the data sheet's FLOPS that matrix products attain.")
-    attention_share: float = Field(0.27, gt=0, le=1, description="Share of the data sheet's FLOPS that attention in prefills attains.")
-    launched_layer_s: Seconds = Field(0.0, description="Host time to launch a layer without a graph; a lower bound on the step.")
-    layer_s: Seconds = Field(1.7e-5, description="Minimum device time of a layer in a recorded graph.")
-    sum_s: Seconds = Field(1.2e-5, description="Minimum time of an all-reduce; there are two per layer.")
+    bandwidth_share: float = Field(
+        0.78, gt=0, le=1, description="Share of the data sheet's bandwidth that kernels attain."
+    )
+    flops_share: float = Field(
+        0.73, gt=0, le=1, description="Share of the data sheet's FLOPS that matrix products attain."
+    )
+    attention_share: float = Field(
+        0.27,
+        gt=0,
+        le=1,
+        description="Share of the data sheet's FLOPS that attention in prefills attains.",
+    )
+    launched_layer_s: Seconds = Field(
+        0.0, description="Host time to launch a layer without a graph; a lower bound on the step."
+    )
+    layer_s: Seconds = Field(
+        1.7e-5, description="Minimum device time of a layer in a recorded graph."
+    )
+    sum_s: Seconds = Field(
+        1.2e-5, description="Minimum time of an all-reduce; there are two per layer."
+    )
 
     @model_validator(mode="after")
     def _known(self) -> RooflineStepTime:
         if isinstance(self.device, str) and self.device not in DATA_SHEETS:
-            raise ConfigError(f"device {self.device!r}: expected a data sheet or one of {', '.join(DATA_SHEETS)}")
+            raise ConfigError(
+                f"device {self.device!r}: expected a data sheet or one of {', '.join(DATA_SHEETS)}"
+            )
         heads = self.sizes.heads
         if heads % self.gpus:
-            raise ConfigError(f"gpus is {self.gpus}, but {heads} attention heads can't be split evenly over them")
+            raise ConfigError(
+                f"gpus is {self.gpus}, but {heads} attention heads can't be split evenly over them"
+            )
         return self
 
     @cached_property
@@ -66,17 +87,32 @@ class RooflineStepTime(Described):
         seconds += self._products(sizes.head_weights, sizes.head_weights * shape.rows)
         if sizes.experts:
             chosen = sizes.experts_per_token * tokens
-            seconds += self._products(sizes.expert_weights * sizes.experts_touched(tokens), sizes.expert_weights * chosen)
-        seconds += self._attention(shape) + self._states(shape) + self._activations(tokens) + self._sums(tokens)
+            seconds += self._products(
+                sizes.expert_weights * sizes.experts_touched(tokens), sizes.expert_weights * chosen
+            )
+        seconds += (
+            self._attention(shape)
+            + self._states(shape)
+            + self._activations(tokens)
+            + self._sums(tokens)
+        )
         return max(seconds, sizes.layers * self.launched_layer_s)
 
     def num_pages(self, layout: KVLayout, memory_share: float) -> int:
         """Return the number of pages that fit on the devices, if the engine uses `memory_share` of their memory, including weights. Excludes the
         memory of activations, a few percent. Raises `ConfigError` if the weights leave no space."""
-        left = memory_share * self.sheet.memory_bytes * self.gpus - self.weight_bytes * self.sizes.parameters
+        left = (
+            memory_share * self.sheet.memory_bytes * self.gpus
+            - self.weight_bytes * self.sizes.parameters
+        )
         if left < layout.page_bytes:
-            weights, memory = 1e-9 * self.weight_bytes * self.sizes.parameters, 1e-9 * self.sheet.memory_bytes
-            raise ConfigError(f"{weights:.0f} GB of weights leave no room for K and V in {memory_share:.0%} of {self.gpus} x {memory:.0f} GB")
+            weights, memory = (
+                1e-9 * self.weight_bytes * self.sizes.parameters,
+                1e-9 * self.sheet.memory_bytes,
+            )
+            raise ConfigError(
+                f"{weights:.0f} GB of weights leave no room for K and V in {memory_share:.0%} of {self.gpus} x {memory:.0f} GB"
+            )
         return int(left / layout.page_bytes)
 
     @cached_property
@@ -89,7 +125,10 @@ class RooflineStepTime(Described):
 
     def _products(self, weights: float, multiplied: float) -> float:
         """Return the seconds of matrix products that read `weights` weights, with `multiplied` multiplications over all rows."""
-        return _either(self.weight_bytes * weights / self._bytes_per_s, 2.0 * multiplied / (self._flops * self.flops_share))
+        return _either(
+            self.weight_bytes * weights / self._bytes_per_s,
+            2.0 * multiplied / (self._flops * self.flops_share),
+        )
 
     def _attention(self, shape: StepShape) -> float:
         """Return the seconds to read K and V once, and to compute a score and a weighted sum for each pair of a prefill."""
@@ -103,7 +142,10 @@ class RooflineStepTime(Described):
         key and value, and is read by its query, 8 operations per number."""
         sizes = self.sizes
         moving = 2.0 * sizes.state_bytes * shape.rows / self._bytes_per_s
-        return _either(moving, 8.0 * sizes.state_numbers * shape.prefill_tokens / (self._flops * self.attention_share))
+        return _either(
+            moving,
+            8.0 * sizes.state_numbers * shape.prefill_tokens / (self._flops * self.attention_share),
+        )
 
     def _activations(self, tokens: int) -> float:
         sizes = self.sizes

@@ -78,8 +78,12 @@ class Router(Value, ABC):
     """A way of routing requests to replicas. Fields are its options, as `prefix_aware(blocks=1500)` gives them. State is in private attributes;
     each run creates a new router."""
 
-    reported_every_s: ClassVar[float] = 0.0  # how often replicas report their loads; 0: at each arrival
-    sees_cache: ClassVar[bool] = False  # True: set `ReplicaLoad.cached_tokens`, as known from cache events of the replicas
+    reported_every_s: ClassVar[float] = (
+        0.0  # how often replicas report their loads; 0: at each arrival
+    )
+    sees_cache: ClassVar[bool] = (
+        False  # True: set `ReplicaLoad.cached_tokens`, as known from cache events of the replicas
+    )
 
     @abstractmethod
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
@@ -91,9 +95,17 @@ class Router(Value, ABC):
     @property
     def label(self) -> str:
         """Return its name, with non-default options."""
-        own = {name: value for name, value in self.model_dump().items() if value != type(self).model_fields[name].default}
-        name = next((name for name, kind in ROUTERS.items() if kind is type(self)), type(self).__name__)
-        return name + (f"({', '.join(f'{option}={value}' for option, value in own.items())})" if own else "")
+        own = {
+            name: value
+            for name, value in self.model_dump().items()
+            if value != type(self).model_fields[name].default
+        }
+        name = next(
+            (name for name, kind in ROUTERS.items() if kind is type(self)), type(self).__name__
+        )
+        return name + (
+            f"({', '.join(f'{option}={value}' for option, value in own.items())})" if own else ""
+        )
 
     def reports_at(self, arrival_s: float) -> float:
         """Return when, at or before an arrival, the loads were last reported. Seconds since the trace began."""
@@ -137,28 +149,43 @@ class PrefixAware(Router):
     It stores prefixes in whole blocks of `block_tokens` tokens, the `blocks` most recently used for each replica, to approximate its cache.
     """
 
-    BALANCED_BY: ClassVar[int] = 64  # loads are unbalanced if the most requests exceed the fewest by more than this
+    BALANCED_BY: ClassVar[int] = (
+        64  # loads are unbalanced if the most requests exceed the fewest by more than this
+    )
     BALANCED_TIMES: ClassVar[float] = 1.5  # and this many times
 
     blocks: int = Field(default=100_000, ge=1)
     block_tokens: int = Field(default=16, ge=1)
-    least_match: float = Field(default=0.5, ge=0, le=1)  # minimum share of the prompt for a match to count
-    _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(default_factory=dict)  # replica -> names of blocks, most recently used last
+    least_match: float = Field(
+        default=0.5, ge=0, le=1
+    )  # minimum share of the prompt for a match to count
+    _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(
+        default_factory=dict
+    )  # replica -> names of blocks, most recently used last
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         names = self._names(request.prompt)
         matches = [self._match(index, names) for index in range(len(replicas))]
         loads = [one.all_requests for one in replicas]
-        balanced = max(loads) - min(loads) <= self.BALANCED_BY or max(loads) <= self.BALANCED_TIMES * min(loads)
-        follows = balanced and max(matches) * self.block_tokens > self.least_match * len(request.prompt)
-        chosen = min(range(len(replicas)), key=lambda index: (-matches[index] if follows else 0, replicas[index].all_tokens))
+        balanced = max(loads) - min(loads) <= self.BALANCED_BY or max(
+            loads
+        ) <= self.BALANCED_TIMES * min(loads)
+        follows = balanced and max(matches) * self.block_tokens > self.least_match * len(
+            request.prompt
+        )
+        chosen = min(
+            range(len(replicas)),
+            key=lambda index: (-matches[index] if follows else 0, replicas[index].all_tokens),
+        )
         self._note(chosen, names)
         return chosen
 
     def _names(self, prompt: TokenIds) -> list[int]:
         """Return a name for each whole block, which identifies it and all blocks before it."""
         whole, names, before = len(prompt) // self.block_tokens, [], 0
-        for block in np.ascontiguousarray(prompt[: whole * self.block_tokens], np.int32).reshape(whole, self.block_tokens):
+        for block in np.ascontiguousarray(prompt[: whole * self.block_tokens], np.int32).reshape(
+            whole, self.block_tokens
+        ):
             before = xxhash.xxh3_64_intdigest(block.tobytes(), seed=before)
             names.append(before)
         return names
@@ -169,7 +196,9 @@ class PrefixAware(Router):
 
     def _note(self, replica: int, names: Sequence[int]) -> None:
         sent = self._sent.setdefault(replica, OrderedDict())
-        for name in reversed(names):  # the start is marked as used last, so it is evicted after the rest
+        for name in reversed(
+            names
+        ):  # the start is marked as used last, so it is evicted after the rest
             sent[name] = None
             sent.move_to_end(name)
         while len(sent) > self.blocks:
@@ -183,7 +212,9 @@ class Sticky(Router):
     most: float = Field(default=2.0, ge=1)
     forget_s: float = Field(default=600.0, gt=0)
     _home: dict[str, int] = PrivateAttr(default_factory=dict)  # session -> replica
-    _idle: OrderedDict[str, float] = PrivateAttr(default_factory=OrderedDict)  # session -> when its last request ended, the oldest first
+    _idle: OrderedDict[str, float] = PrivateAttr(
+        default_factory=OrderedDict
+    )  # session -> when its last request ended, the oldest first
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         while self._idle and next(iter(self._idle.values())) + self.forget_s < request.arrival_s:
@@ -192,7 +223,9 @@ class Sticky(Router):
         if request.session is None:
             return least
         home = self._home.get(request.session, least)
-        if replicas[home].all_tokens > self.most * (replicas[least].all_tokens + len(request.prompt)):
+        if replicas[home].all_tokens > self.most * (
+            replicas[least].all_tokens + len(request.prompt)
+        ):
             home = least
         self._home[request.session] = home
         self._idle.pop(request.session, None)
@@ -213,7 +246,10 @@ class CacheAware(Router):
     overlap_weight: float = Field(default=1.0, ge=0)
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
-        costs = [self.overlap_weight * (len(request.prompt) - one.cached_tokens) + one.all_tokens for one in replicas]
+        costs = [
+            self.overlap_weight * (len(request.prompt) - one.cached_tokens) + one.all_tokens
+            for one in replicas
+        ]
         return costs.index(min(costs))
 
 
@@ -246,11 +282,18 @@ def parse_router(text: str) -> Router:
     or `module:Class`. Raises `ConfigError` or `TraceError`."""
     name, bracket, arguments = text.strip().partition("(")
     if ":" in name:
-        return parse_call(f"router{bracket}{arguments}", {"router": _imported(name, name)}, f"router {name}")
+        return parse_call(
+            f"router{bracket}{arguments}", {"router": _imported(name, name)}, f"router {name}"
+        )
     kinds = dict(ROUTERS)
     if name not in kinds:
-        kinds |= {point.name: _imported(point.value, point.name) for point in entry_points(group=GROUP) if point.name == name}
-        kinds |= {point.name: Router for point in entry_points(group=GROUP) if point.name not in kinds}  # type: ignore[type-abstract]  # to be listed
+        kinds |= {
+            point.name: _imported(point.value, point.name)
+            for point in entry_points(group=GROUP)
+            if point.name == name
+        }
+        others = (point.name for point in entry_points(group=GROUP) if point.name not in kinds)
+        kinds |= dict.fromkeys(others, Router)  # type: ignore[type-abstract]  # to be listed
     return parse_call(text, kinds, "router")
 
 
@@ -259,7 +302,11 @@ def _imported(path: str, name: str) -> type[Router]:
     try:
         found: Any = getattr(import_module(module), attribute)
     except Exception as error:  # a module's code may raise any
-        raise ConfigError(f"router {name}: {path} can't be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"router {name}: {path} can't be imported: {type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Router)):
-        raise ConfigError(f"router {name}: {path} is no class that is made from dovetail_lab.routers.Router")
+        raise ConfigError(
+            f"router {name}: {path} is no class that is made from dovetail_lab.routers.Router"
+        )
     return found

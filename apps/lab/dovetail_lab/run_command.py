@@ -29,9 +29,19 @@ def run(
     trace: TraceArgument,
     options: WorkloadOptions,
     routed: ReplicaOptions,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}, with every request and step.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help=f"Where to write {RUN_FILE}, with every request and step."
+        ),
+    ] = None,
     goodput: Annotated[
-        str | None, typer.Option("--goodput", metavar="METRIC<LIMIT,…", help='Count the requests that meet limits: "ttft<0.5,tpot<50ms".')
+        str | None,
+        typer.Option(
+            "--goodput",
+            metavar="METRIC<LIMIT,…",
+            help='Count the requests that meet limits: "ttft<0.5,tpot<50ms".',
+        ),
     ] = None,
     step_time: StepTime = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
@@ -53,7 +63,9 @@ def run(
     from dovetail_lab.summary import print_summary
 
     with progress_bar(workload.name) as progress:
-        result = replay_routed(config, workload, routing, name=name, seed=options.seed, progress=progress)
+        result = replay_routed(
+            config, workload, routing, name=name, seed=options.seed, progress=progress
+        )
     print_summary(result, slo)
     if out is not None:
         result.save(out / RUN_FILE)

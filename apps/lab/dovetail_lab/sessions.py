@@ -33,7 +33,9 @@ class Followers:
         for request in trace:
             known = {id for id in request.after if id in places}
             if late := [id for id in known if places[id] >= places[request.id]]:
-                raise TraceError(f"{trace.name}: request {request.id} waits for {late[0]}, which doesn't come before it")
+                raise TraceError(
+                    f"{trace.name}: request {request.id} waits for {late[0]}, which doesn't come before it"
+                )
             if known:
                 self._waits_for[request.id] = known
             for id in known:

@@ -49,32 +49,48 @@ def replay(
     loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
     simulated = loaded.executor.name in SIMULATED
     if not simulated and any(request.grammar for request in trace):
-        raise ConfigError(f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say what their answers must follow")
+        raise ConfigError(
+            f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say what their answers must follow"
+        )
     registry = registry or Registry.discover(loaded.plugins)
     config_in_full = loaded.in_full(registry)
-    runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None) if simulated else loaded
+    runnable = (
+        EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None) if simulated else loaded
+    )
     clock = _TraceClock() if simulated else None
     with LLMEngine.from_config(runnable, registry=registry, clock=clock) as engine:
-        executor = engine.core.executor if isinstance(engine.core.executor, SimulatedExecutor) else None
+        executor = (
+            engine.core.executor if isinstance(engine.core.executor, SimulatedExecutor) else None
+        )
         start = 0.0 if simulated else engine.now() + LEAD_S
         recorder = Recorder(engine.core, trace, start)
         feeder = Feeder(engine, executor, trace, start, recorder.refused)
         if clock is not None:
             clock.moved = feeder.feed
-        _run(engine.core, executor, feeder, recorder, lambda: progress(recorder.num_finished, len(trace)) if progress else None)
+        _run(
+            engine.core,
+            executor,
+            feeder,
+            recorder,
+            lambda: progress(recorder.num_finished, len(trace)) if progress else None,
+        )
         return RunResult(
             name=name or loaded.scheduler.label,
             trace=trace.name,
             trace_source=trace.source,
             seed=seed,
             settings=settings_of(config_in_full, engine, simulated),
-            step_times=StepTimes("measured") if executor is None else executor.profile.as_step_times(),
+            step_times=StepTimes("measured")
+            if executor is None
+            else executor.profile.as_step_times(),
             requests=recorder.records,
             timeline=recorder.timeline,
             notes=(
                 *trace.notes,
                 *(() if executor is None else measured_otherwise(executor, engine.core)),
-                *notes_of(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len),
+                *notes_of(
+                    recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len
+                ),
             ),
             seeded=trace.seeded,
             window=trace.window,
@@ -93,7 +109,9 @@ class _TraceClock(VirtualClock):
         self.moved(self._now)
 
 
-def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Callable[[Delivery], None]) -> None:
+def drive(
+    core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Callable[[Delivery], None]
+) -> None:
     """Run steps until all requests of `feeder` have ended; `fed` is called after the feeder's turn, `take` with each step's delivery. The core is
     driven directly: only the times of tokens matter here, and no text is created. Raises the error that ended the engine."""
     while True:
@@ -108,7 +126,13 @@ def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Calla
         feeder.delivered(delivery)
 
 
-def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
+def _run(
+    core: EngineCore,
+    executor: SimulatedExecutor | None,
+    feeder: Feeder,
+    recorder: Recorder,
+    progress: Callable[[], None],
+) -> None:
     """Run the trace to its end."""
     if executor is not None:
         core.plan_timing.plans_late = executor.options.plans_late
@@ -135,7 +159,11 @@ def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> d
         "prefix_reuse": core.kv.capabilities.reuse,
         "block_size": capacity.layout.block_size,
         "num_blocks": capacity.num_pages,
-        **({"cache_groups": [group.name for group in capacity.layout.groups]} if len(capacity.layout.groups) > 1 else {}),
+        **(
+            {"cache_groups": [group.name for group in capacity.layout.groups]}
+            if len(capacity.layout.groups) > 1
+            else {}
+        ),
         "max_model_len": capacity.max_model_len,
     }
 
@@ -157,13 +185,22 @@ def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterato
         yield f"step times are multiplied by {factor:.6g}"
     profile, here = executor.profile, core.max_in_flight
     if profile.max_in_flight not in (None, here):
-        measured, simulated = (f"{'on' if steps > 1 else 'off'} (steps in flight: {steps})" for steps in (profile.max_in_flight, here))
+        measured, simulated = (
+            f"{'on' if steps > 1 else 'off'} (steps in flight: {steps})"
+            for steps in (profile.max_in_flight, here)
+        )
         yield f"step times {profile.name} were measured with overlap {measured}, and are used here with overlap {simulated}"
 
 
-def notes_of(records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int) -> Iterator[str]:
+def notes_of(
+    records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int
+) -> Iterator[str]:
     """Yield notes for readers of the run. `cut`: number of requests that would have generated more than the engine supports."""
-    refused = [record for record in records if record.finish_reason == "rejected" and record.first_scheduled_s is None]
+    refused = [
+        record
+        for record in records
+        if record.finish_reason == "rejected" and record.first_scheduled_s is None
+    ]
     if refused:
         yield f"{len(refused)} requests were rejected before they ran, the first ({refused[0].id}) because {refused[0].stop_reason}"
     storms = timeline.storms(STORM_STEPS)

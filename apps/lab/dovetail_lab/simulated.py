@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from dovetail.api.clock import VirtualClock
-from dovetail.api.executor import Batch, Capacity, Drafts, Executor, ExecutorCapabilities, ExecutorContext, Masks, NewRow, Result
+from dovetail.api.executor import (
+    Batch,
+    Capacity,
+    Drafts,
+    Executor,
+    ExecutorCapabilities,
+    ExecutorContext,
+    Masks,
+    NewRow,
+    Result,
+)
 from dovetail.api.kv_cache import KVLayout
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.kv_layout import PlannedLayout
@@ -39,9 +49,15 @@ class SimulatedOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step_time: str | dict[str, Any] = Field(
-        "a10g-llama-2-7b", description="A profile's .json file, the name of a shipped one, or an inline model: {kind: linear, base_s: 0.01, …}."
+        "a10g-llama-2-7b",
+        description="A profile's .json file, the name of a shipped one, or an inline model: {kind: linear, base_s: 0.01, …}.",
     )
-    step_time_factor: float = Field(1.0, gt=0, le=1e3, description="Multiplies the device time of every step, to test the effect of errors.")
+    step_time_factor: float = Field(
+        1.0,
+        gt=0,
+        le=1e3,
+        description="Multiplies the device time of every step, to test the effect of errors.",
+    )
     num_blocks: int | None = Field(
         None,
         ge=1,
@@ -53,17 +69,45 @@ class SimulatedOptions(BaseModel):
         "Unset: the roofline's model, or as in the measured engine.",
     )
     max_in_flight: int | None = Field(
-        None, ge=1, le=8, description="Steps submitted before the oldest is collected; 1 if overlap is off. Unset: as measured, or 2."
+        None,
+        ge=1,
+        le=8,
+        description="Steps submitted before the oldest is collected; 1 if overlap is off. Unset: as measured, or 2.",
     )
-    plans_late: bool = Field(True, description="False: plan each step as soon as another may be in flight, as other engines do.")
-    core_s: float | None = Field(None, ge=0, description="The core's time per step, hidden if it overlaps. Unset: the profile's.")
-    core_per_row_s: float | None = Field(None, ge=0, description="Additional core time per request in the step. Unset: the profile's.")
+    plans_late: bool = Field(
+        True,
+        description="False: plan each step as soon as another may be in flight, as other engines do.",
+    )
+    core_s: float | None = Field(
+        None,
+        ge=0,
+        description="The core's time per step, hidden if it overlaps. Unset: the profile's.",
+    )
+    core_per_row_s: float | None = Field(
+        None,
+        ge=0,
+        description="Additional core time per request in the step. Unset: the profile's.",
+    )
     vocab_size: int = Field(32_000, ge=2, description="Size of the vocabulary.")
-    compile_s: float = Field(2.5e-3, ge=0, allow_inf_nan=False, description="Median time to compile a grammar.")
-    compile_sigma: float = Field(0.157, ge=0, le=10, description="Variation of compile_s: exp(compile_sigma z), z standard normal.")
-    mask_row_s: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Time of a CPU core to fill a row's mask, with all cores busy.")
+    compile_s: float = Field(
+        2.5e-3, ge=0, allow_inf_nan=False, description="Median time to compile a grammar."
+    )
+    compile_sigma: float = Field(
+        0.157,
+        ge=0,
+        le=10,
+        description="Variation of compile_s: exp(compile_sigma z), z standard normal.",
+    )
+    mask_row_s: float = Field(
+        1e-4,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time of a CPU core to fill a row's mask, with all cores busy.",
+    )
     mask_cores: int = Field(16, ge=1, description="CPU cores that fill masks.")
-    accept_s: float = Field(2.2e-6, ge=0, allow_inf_nan=False, description="Time to pass a token to a row's grammar.")
+    accept_s: float = Field(
+        2.2e-6, ge=0, allow_inf_nan=False, description="Time to pass a token to a row's grammar."
+    )
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
         (0.8,),
         min_length=1,
@@ -75,9 +119,23 @@ class SimulatedOptions(BaseModel):
         description="(lines, seconds) by which the engine chooses how many drafts to check, however long such steps take. If all seconds are "
         "equal, it checks as many as it may. Unset: as the step times have them.",
     )
-    draft_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Device time of the drafter `simulated` for each draft of the row with most.")
-    max_lines: int | None = Field(None, ge=1, description="Tokens that a step with drafts can sample. Unset: as executor `local`.")
-    late_sampling_s: float = Field(3.5e-4, ge=0, allow_inf_nan=False, description="Time to submit the sampling of a step with grammars.")
+    draft_s: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Device time of the drafter `simulated` for each draft of the row with most.",
+    )
+    max_lines: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that a step with drafts can sample. Unset: as executor `local`.",
+    )
+    late_sampling_s: float = Field(
+        3.5e-4,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time to submit the sampling of a step with grammars.",
+    )
 
     @field_validator("acceptance", mode="before")
     @classmethod
@@ -95,7 +153,9 @@ class _Pending:
     seconds: float  # computing time on the device
     results_s: float  # until they are delivered
     late_s: float  # delay of its submission by grammars
-    sampled: float | None  # when its sampling was submitted, with masks; None: not yet; -inf if the step isn't late
+    sampled: (
+        float | None
+    )  # when its sampling was submitted, with masks; None: not yet; -inf if the step isn't late
     rows: NDArray[np.int32]
     lines: NDArray[np.intp]  # index in the batch of the row of each line
     drafts: Drafts | None
@@ -105,27 +165,47 @@ class _Pending:
 class SimulatedExecutor(Executor):
     """Keeps the number of computed tokens and the answer of each row. Steps run one after the other, as soon as they are submitted."""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True, samples=False)
+    capabilities = ExecutorCapabilities(
+        virtual_clock=True, logprobs=False, masks=True, samples=False
+    )
     options: SimulatedOptions
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         if not isinstance(context.clock, VirtualClock):
-            raise UnsupportedError(f"executor simulated needs a VirtualClock, got a {type(context.clock).__name__}")
+            raise UnsupportedError(
+                f"executor simulated needs a VirtualClock, got a {type(context.clock).__name__}"
+            )
         self.clock = context.clock
         self.profile = StepTimeProfile.load(options.step_time)
-        given = {name: value for name in ("core_s", "core_per_row_s") if (value := getattr(options, name)) is not None}
+        given = {
+            name: value
+            for name in ("core_s", "core_per_row_s")
+            if (value := getattr(options, name)) is not None
+        }
         if given:  # the measured variation doesn't apply to given times
             self.profile = self.profile.model_copy(update={**given, "core_spread": None})
-        self._step_time, self._launch, self._rule = self.profile.make(), self.profile.make_launch(), self.profile.rule
-        self.plan_s = 0.0  # running mean of the time for planning and submitting, as in a real engine's core
+        self._step_time, self._launch, self._rule = (
+            self.profile.make(),
+            self.profile.make_launch(),
+            self.profile.rule,
+        )
+        self.plan_s = (
+            0.0  # running mean of the time for planning and submitting, as in a real engine's core
+        )
         seed = context.config.seed
-        self.grammars = SimulatedGrammars(context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed)
+        self.grammars = SimulatedGrammars(
+            context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed
+        )
         self.masks_s = 0.0  # total delay of the device by grammars
         self._accepting_s = 0.0  # core time still to be spent on passing tokens to grammars
-        self._core_late_s = self._device_late_s = 0.0  # current delays of core and device by grammars
+        self._core_late_s = self._device_late_s = (
+            0.0  # current delays of core and device by grammars
+        )
         self._left = 0.0  # when the core last returned from here
-        self.together: Callable[[float, float], tuple[float, float]] | None = None  # for devices in lockstep: (ready, seconds) -> (start, seconds)
+        self.together: Callable[[float, float], tuple[float, float]] | None = (
+            None  # for devices in lockstep: (ready, seconds) -> (start, seconds)
+        )
         self._expected: dict[str, tuple[NDArray[np.int32], tuple[float, ...]]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
@@ -135,14 +215,23 @@ class SimulatedExecutor(Executor):
         self._last = np.zeros(rows, np.int64)  # position of the last token of the answer
         self._answers = np.zeros((rows, 1), np.int64)
         self._streams: dict[int, int] = {}  # row -> the stream of random numbers for its drafts
-        self._odds: dict[int, tuple[float, ...]] = {}  # row -> probability that a draft is accepted, by place
-        self._line_time = PiecewiseStepTime(points=self.profile.line_costs) if self.profile.line_costs else None
+        self._odds: dict[
+            int, tuple[float, ...]
+        ] = {}  # row -> probability that a draft is accepted, by place
+        self._line_time = (
+            PiecewiseStepTime(points=self.profile.line_costs) if self.profile.line_costs else None
+        )
         self._windows: Windows = ()
 
-    def expect(self, request_id: str, answer: NDArray[np.int32], acceptance: float | None = None) -> None:
+    def expect(
+        self, request_id: str, answer: NDArray[np.int32], acceptance: float | None = None
+    ) -> None:
         """Set a request's answer: ids [at least 1], the last of which is repeated as needed, and the probability that a simulated draft of it is
         accepted; None: as the options say. No other component sees them."""
-        self._expected[request_id] = answer, self.options.acceptance if acceptance is None else (acceptance,)
+        self._expected[request_id] = (
+            answer,
+            self.options.acceptance if acceptance is None else (acceptance,),
+        )
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -160,9 +249,15 @@ class SimulatedExecutor(Executor):
     def start(self) -> Capacity:
         config = self.context.config
         planned = self._planned_layout()
-        layout = layout_of(self.profile.cache_groups, self._block_size, config.max_model_len) if planned is None else planned.layout
+        layout = (
+            layout_of(self.profile.cache_groups, self._block_size, config.max_model_len)
+            if planned is None
+            else planned.layout
+        )
         drafts = config.max_drafts
-        max_lines = self.options.max_lines or most_lines(config.max_num_seqs, drafts, config.max_num_batched_tokens)
+        max_lines = self.options.max_lines or most_lines(
+            config.max_num_seqs, drafts, config.max_num_batched_tokens
+        )
         num_pages = self.options.num_blocks or self._measured_pages(layout)
         self._windows = windows_of(layout)
         return Capacity(
@@ -173,7 +268,12 @@ class SimulatedExecutor(Executor):
             max_model_len=config.max_model_len or pool_tokens(layout, num_pages),
             max_lines=max_lines if drafts else 0,
             line_costs=self._told_costs(max_lines) if drafts else (),
-            details={"step times": self.profile.name} | ({} if planned is None or len(layout.groups) == 1 else {"kv_groups": planned.describe()}),
+            details={"step times": self.profile.name}
+            | (
+                {}
+                if planned is None or len(layout.groups) == 1
+                else {"kv_groups": planned.describe()}
+            ),
         )
 
     @property
@@ -183,22 +283,45 @@ class SimulatedExecutor(Executor):
     def _planned_layout(self) -> PlannedLayout | None:
         """Return the layout of the model that the options or a roofline name; None if there is none. Raises `ConfigError` if both do, or if the step
         times were measured on other layers."""
-        model, roofline = self.options.model, self._step_time if isinstance(self._step_time, RooflineStepTime) else None
+        model, roofline = (
+            self.options.model,
+            self._step_time if isinstance(self._step_time, RooflineStepTime) else None,
+        )
         if model is not None and (roofline is not None or self.profile.cache_groups):
-            raise ConfigError(f"executor simulated: step times {self.profile.name!r} state their model's layers: leave executor.model out")
-        sizes = roofline.sizes if roofline is not None else None if model is None else ModelSizes.of(model)
+            raise ConfigError(
+                f"executor simulated: step times {self.profile.name!r} state their model's layers: leave executor.model out"
+            )
+        sizes = (
+            roofline.sizes
+            if roofline is not None
+            else None
+            if model is None
+            else ModelSizes.of(model)
+        )
         if sizes is None:
             return None
-        return sizes.cache_layout(self._block_size, 2.0 if roofline is None else roofline.kv_bytes, self.context.config.max_model_len)
+        return sizes.cache_layout(
+            self._block_size,
+            2.0 if roofline is None else roofline.kv_bytes,
+            self.context.config.max_model_len,
+        )
 
     def _measured_pages(self, layout: KVLayout) -> int:
         """Return the number of pages in the pool, as measured, or by the data sheet. Raises `UnsupportedError` if neither is known."""
-        if self.options.model is None and (measured := (self.profile.kv_tokens or 0) // self._block_size):
+        if self.options.model is None and (
+            measured := (self.profile.kv_tokens or 0) // self._block_size
+        ):
             return measured
         if isinstance(self._step_time, RooflineStepTime):
             return self._step_time.num_pages(layout, self.context.config.gpu_memory_utilization)
-        why = "don't state the size of the KV pool" if self.options.model is None else "don't state the size of this model's KV pool"
-        raise UnsupportedError(f"executor simulated: step times {self.profile.name!r} {why}: set executor.num_blocks")
+        why = (
+            "don't state the size of the KV pool"
+            if self.options.model is None
+            else "don't state the size of this model's KV pool"
+        )
+        raise UnsupportedError(
+            f"executor simulated: step times {self.profile.name!r} {why}: set executor.num_blocks"
+        )
 
     def submit(self, batch: Batch) -> int:
         free = self._entered() - self._core_late_s
@@ -212,7 +335,9 @@ class SimulatedExecutor(Executor):
         new_tokens, context, drafts = batch.num_tokens, self._computed[rows], batch.drafts
         lines = np.repeat(np.arange(len(rows)), batch.num_lines)
         ahead = np.zeros(len(lines), np.int64) if drafts is None else _ahead(batch.num_lines)
-        of_lines = self._answers[rows[lines], np.minimum(self._position[rows[lines]] + ahead, self._last[rows[lines]])]
+        of_lines = self._answers[
+            rows[lines], np.minimum(self._position[rows[lines]] + ahead, self._last[rows[lines]])
+        ]
         if drafts is None:
             token_ids = np.full(len(rows), -1, np.int64)
             token_ids[lines] = of_lines
@@ -220,7 +345,9 @@ class SimulatedExecutor(Executor):
             self._position[rows] += batch.yields_token
         else:  # the device computes each line as a decode of its own; what is accepted is known when the results are
             token_ids, repeats = of_lines, 1 + drafts.counts
-            new_tokens = np.repeat(np.where(drafts.counts > 0, 1, new_tokens), repeats).astype(np.int32)
+            new_tokens = np.repeat(np.where(drafts.counts > 0, 1, new_tokens), repeats).astype(
+                np.int32
+            )
             context = np.repeat(context, repeats) + _ahead(repeats)
             self._computed[rows] += np.where(drafts.counts > 0, 0, batch.num_tokens)
         shape, seconds = self._seconds(new_tokens, context)
@@ -231,10 +358,14 @@ class SimulatedExecutor(Executor):
         regime = self._rule.regime(shape)
         core_s = self.profile.planning_s(shape.rows, len(batch.added))
         if self.profile.core_spread is not None:
-            core_s *= self.profile.core_spread.drawn(regime, chance(self.context.config.seed, batch.step, CORE_STREAM))
+            core_s *= self.profile.core_spread.drawn(
+                regime, chance(self.context.config.seed, batch.step, CORE_STREAM)
+            )
         launch_s = self.profile.launching_s(self._launch, shape, joins=bool(batch.added))
         if self.profile.launch_spread is not None:
-            launch_s *= self.profile.launch_spread.drawn(regime, chance(self.context.config.seed, batch.step, LAUNCH_STREAM))
+            launch_s *= self.profile.launch_spread.drawn(
+                regime, chance(self.context.config.seed, batch.step, LAUNCH_STREAM)
+            )
         self.plan_s += 0.1 * (core_s + launch_s - self.plan_s)
         results_s = self.profile.delivering_s(shape.rows)
         ready = self.clock.now() + core_s
@@ -256,7 +387,9 @@ class SimulatedExecutor(Executor):
         pending.token_ids[places] = _allowed(masks, pending.token_ids[places], options.vocab_size)
         filling_s = options.mask_row_s * -(-count // options.mask_cores)
         free = self._entered() - self._core_late_s
-        pending.sampled = max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
+        pending.sampled = (
+            max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
+        )
         pending.masked, self._accepting_s = count, 0.0
         self.clock.wait_until(pending.sampled)
         self._left = self.clock.now()
@@ -265,7 +398,9 @@ class SimulatedExecutor(Executor):
     def collect(self, handle: int) -> Result:
         pending = self._oldest(handle)
         if pending.sampled is None:
-            raise DovetailError(f"executor simulated: step {handle} is late, and was collected before it was sampled")
+            raise DovetailError(
+                f"executor simulated: step {handle} is late, and was collected before it was sampled"
+            )
         self._pending.popleft()
         now = self._entered()
         started, seconds = self._computing(pending, 0.0, self._last_ended)
@@ -280,10 +415,14 @@ class SimulatedExecutor(Executor):
         self._left = self.clock.now()
         if pending.masked or pending.late_s or self._core_late_s or self._device_late_s or waits:
             free_core = now - self._core_late_s
-            free = sum(self._computing(pending, pending.late_s, self._last_ended - self._device_late_s))
+            free = sum(
+                self._computing(pending, pending.late_s, self._last_ended - self._device_late_s)
+            )
             self.masks_s += max(last_ended - free - self._device_late_s, 0.0)
             self._device_late_s = last_ended - free
-            self._core_late_s = self._left - max(free_core, self._seen(free, free_core) + pending.results_s)
+            self._core_late_s = self._left - max(
+                free_core, self._seen(free, free_core) + pending.results_s
+            )
             self._accepting_s += pending.masked * self.options.accept_s
         self._last_ended = last_ended
         token_ids, counts = self._yielded(pending)
@@ -296,12 +435,16 @@ class SimulatedExecutor(Executor):
         self._pending.clear()
         self._expected.clear()
 
-    def _seconds(self, new_tokens: NDArray[np.int32] | NDArray[np.int64], context: NDArray[np.int64]) -> tuple[StepShape, float]:
+    def _seconds(
+        self, new_tokens: NDArray[np.int32] | NDArray[np.int64], context: NDArray[np.int64]
+    ) -> tuple[StepShape, float]:
         """Return the shape of a step, and its time on the device. Raises `DovetailError` for an impossible time."""
         shape = StepShape.of(new_tokens, context, self._windows)
         seconds = self.options.step_time_factor * self._step_time.seconds(shape)
         if not 0.0 < seconds < np.inf:
-            raise DovetailError(f"step times {self.profile.name!r}: step time must be positive and finite, got {seconds} for {shape}")
+            raise DovetailError(
+                f"step times {self.profile.name!r}: step time must be positive and finite, got {seconds} for {shape}"
+            )
         return shape, seconds
 
     def _short_seconds(self, lines: int) -> float:
@@ -312,11 +455,15 @@ class SimulatedExecutor(Executor):
         """Return the measured time of a step of `lines` lines with short contexts; by the model if there is none."""
         if self._line_time is None:
             return self._short_seconds(lines)
-        return self.options.step_time_factor * self._line_time.seconds(StepShape(lines, lines, 0, 0, lines, 0))
+        return self.options.step_time_factor * self._line_time.seconds(
+            StepShape(lines, lines, 0, 0, lines, 0)
+        )
 
     def _told_costs(self, max_lines: int) -> tuple[tuple[int, float], ...]:
         """Return `Capacity.line_costs`."""
-        return self.options.line_costs or tuple((lines, self._line_seconds(lines)) for lines in _sizes(max_lines))
+        return self.options.line_costs or tuple(
+            (lines, self._line_seconds(lines)) for lines in _sizes(max_lines)
+        )
 
     def _yielded(self, pending: _Pending) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
         """Return the tokens of a step, and how many each row yields if it has drafts, whose rows advance now."""
@@ -326,9 +473,21 @@ class SimulatedExecutor(Executor):
         lines = np.bincount(pending.lines, minlength=len(pending.rows)).tolist()
         yielded: list[int] = []
         counts: list[int] = []
-        for row, drafts, num_lines in zip(pending.rows.tolist(), pending.drafts.counts.tolist(), lines, strict=True):
-            of_row, guesses = [next(tokens) for _ in range(num_lines)], [next(ids) for _ in range(drafts)]
-            accepted = next((place for place, guess in enumerate(guesses) if not self._accepts(row, place, guess, of_row[place])), drafts)
+        for row, drafts, num_lines in zip(
+            pending.rows.tolist(), pending.drafts.counts.tolist(), lines, strict=True
+        ):
+            of_row, guesses = (
+                [next(tokens) for _ in range(num_lines)],
+                [next(ids) for _ in range(drafts)],
+            )
+            accepted = next(
+                (
+                    place
+                    for place, guess in enumerate(guesses)
+                    if not self._accepts(row, place, guess, of_row[place])
+                ),
+                drafts,
+            )
             kept = of_row[: 1 + accepted]
             yielded += kept
             counts.append(len(kept))
@@ -341,11 +500,16 @@ class SimulatedExecutor(Executor):
         if draft >= 0:
             return draft == token
         odds = self._odds[row]
-        return chance(self.context.config.seed, int(self._position[row]) + place, self._streams[row]) < odds[min(place, len(odds) - 1)]
+        return (
+            chance(self.context.config.seed, int(self._position[row]) + place, self._streams[row])
+            < odds[min(place, len(odds) - 1)]
+        )
 
     def _oldest(self, handle: int) -> _Pending:
         if not self._pending or self._pending[0].step != handle:
-            raise DovetailError(f"executor simulated: step {handle} was collected, but isn't the oldest one submitted")
+            raise DovetailError(
+                f"executor simulated: step {handle} was collected, but isn't the oldest one submitted"
+            )
         return self._pending[0]
 
     def _entered(self) -> float:
@@ -357,13 +521,21 @@ class SimulatedExecutor(Executor):
             self._core_late_s = min(self._core_late_s, self._device_late_s)
         return now
 
-    def _computing(self, pending: _Pending, earlier_s: float, last_ended: float) -> tuple[float, float]:
+    def _computing(
+        self, pending: _Pending, earlier_s: float, last_ended: float
+    ) -> tuple[float, float]:
         """Return when the device, free since `last_ended`, starts a step's model, and how long that occupies it, had the step been submitted
         `earlier_s` earlier."""
-        ready, launched, seconds = pending.ready - earlier_s, pending.launched - earlier_s, pending.seconds
+        ready, launched, seconds = (
+            pending.ready - earlier_s,
+            pending.launched - earlier_s,
+            pending.seconds,
+        )
         started = max(ready, last_ended)
         if self._launch is not None:
-            seconds = self._rule.occupied_s(pending.shape, seconds, launched - started, launched - ready)
+            seconds = self._rule.occupied_s(
+                pending.shape, seconds, launched - started, launched - ready
+            )
         return started, seconds
 
     def _seen(self, ended: float, now: float) -> float:
@@ -375,7 +547,9 @@ class SimulatedExecutor(Executor):
         return self.clock.now() + self._accepting_s
 
     def _begin(self, new: NewRow) -> None:
-        answer, self._odds[new.row] = self._expected.get(new.request_id, (FILLER, self.options.acceptance))
+        answer, self._odds[new.row] = self._expected.get(
+            new.request_id, (FILLER, self.options.acceptance)
+        )
         if len(answer) > self._answers.shape[1]:
             more = len(answer) - self._answers.shape[1]
             self._answers = np.pad(self._answers, ((0, 0), (0, more)))
@@ -388,7 +562,9 @@ class SimulatedExecutor(Executor):
 
 def _ahead(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return 0, 1, … for each of `counts`, one after the other."""
-    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )
 
 
 def _sizes(most: int) -> list[int]:
@@ -399,7 +575,11 @@ def _sizes(most: int) -> list[int]:
 def _allowed(masks: Masks, tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
     """Return the tokens of all lines; the next allowed id for one that its mask forbids."""
     allowed, masked = tokens.copy(), tokens[masks.lines]
-    bits = masks.words[np.arange(len(masked)), masked >> 5] >> (masked & 31).astype(np.uint32) & np.uint32(1)
+    bits = masks.words[np.arange(len(masked)), masked >> 5] >> (masked & 31).astype(
+        np.uint32
+    ) & np.uint32(1)
     for index in np.flatnonzero(bits == 0).tolist():
-        allowed[masks.lines[index]] = next_allowed(int(masked[index]), masks.words[index], vocab_size)
+        allowed[masks.lines[index]] = next_allowed(
+            int(masked[index]), masks.words[index], vocab_size
+        )
     return allowed

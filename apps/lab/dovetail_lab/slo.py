@@ -88,7 +88,9 @@ class Objective:
         values = np.concatenate([np.empty(0), *(_values(run, self.metric) for run in runs)])
         if not len(values):
             return Judgement(math.nan, True, math.nan)
-        value = float(values.mean() if self.q is None else np.quantile(values, self.q, method="inverted_cdf"))
+        value = float(
+            values.mean() if self.q is None else np.quantile(values, self.q, method="inverted_cdf")
+        )
         return Judgement(value, value <= self.limit_s, float((values <= self.limit_s).mean()))
 
 
@@ -96,7 +98,12 @@ def _values(run: RunResult, metric: str) -> Floats:
     """Return seconds, infinite for incomplete requests; complete ones without the metric (one token has no TPOT) are excluded."""
     missed = [record for record in run if not record.completed]
     if metric == "itl":
-        return np.concatenate([itl_s(record for record in run if record.completed), np.full(sum(map(_gaps, missed)), math.inf)])
+        return np.concatenate(
+            [
+                itl_s(record for record in run if record.completed),
+                np.full(sum(map(_gaps, missed)), math.inf),
+            ]
+        )
     values = per_request(run, metric)
     return np.concatenate([values[~np.isnan(values)], np.full(len(missed), math.inf)])
 
@@ -112,7 +119,9 @@ def parse_slo(text: str) -> tuple[Objective, ...]:
     if text in PRESETS:
         text = PRESETS[text].objectives
     elif text and not re.search("[<>=,]", text):
-        raise ConfigError(f"--slo: {text!r} is neither an objective, like ttft_p99<0.5, nor a preset{_suggest(text, PRESETS)}")
+        raise ConfigError(
+            f"--slo: {text!r} is neither an objective, like ttft_p99<0.5, nor a preset{_suggest(text, PRESETS)}"
+        )
     objectives = tuple(_objective(part.strip()) for part in text.split(","))
     names = [objective.name for objective in objectives]
     for name in names:
@@ -141,10 +150,14 @@ def parse_goodput(text: str) -> Slo:
     for part in map(str.strip, text.split(",")):
         match = _OF_REQUEST.fullmatch(part)
         if match is None:
-            raise ConfigError(f"--goodput: {part!r}: expected METRIC<SECONDS, like ttft<0.5 or tpot<50ms")
+            raise ConfigError(
+                f"--goodput: {part!r}: expected METRIC<SECONDS, like ttft<0.5 or tpot<50ms"
+            )
         field = f"{match['metric']}_s"
         if field not in Slo.__slots__:
-            raise ConfigError(f"--goodput: {part!r}: unknown metric {match['metric']!r}{_suggest(match['metric'], ('ttft', 'tpot', 'e2e'))}")
+            raise ConfigError(
+                f"--goodput: {part!r}: unknown metric {match['metric']!r}{_suggest(match['metric'], ('ttft', 'tpot', 'e2e'))}"
+            )
         if field in limits:
             raise ConfigError(f"--goodput: {match['metric']} is limited twice")
         limits[field] = _limit(match, f"--goodput: {part!r}")

@@ -33,10 +33,15 @@ class Change:
         return self.low > 0 or self.high < 0
 
 
-def changes(runs: Sequence[Pairs], statistics: Sequence[Statistic], draws: Draws, confidence: float = 0.95) -> list[Change]:
+def changes(
+    runs: Sequence[Pairs], statistics: Sequence[Statistic], draws: Draws, confidence: float = 0.95
+) -> list[Change]:
     """Return the change of each statistic from a to b over all runs, with its interval."""
     logs = draws.logs(runs, statistics)
-    return [_change(*per_run(runs, statistic), logs[index], draws.units, confidence) for index, statistic in enumerate(statistics)]
+    return [
+        _change(*per_run(runs, statistic), logs[index], draws.units, confidence)
+        for index, statistic in enumerate(statistics)
+    ]
 
 
 def scalar_change(a: Floats, b: Floats, draws: Draws, confidence: float = 0.95) -> Change:
@@ -45,14 +50,18 @@ def scalar_change(a: Floats, b: Floats, draws: Draws, confidence: float = 0.95) 
     return _change(a, b, logs, draws.units, confidence)
 
 
-def _change(a_of_runs: Floats, b_of_runs: Floats, logs: Floats, units: int, confidence: float) -> Change:
+def _change(
+    a_of_runs: Floats, b_of_runs: Floats, logs: Floats, units: int, confidence: float
+) -> Change:
     a, b = float(np.mean(a_of_runs)), float(np.mean(b_of_runs))
     centre = float(log_ratio(np.array([a]), np.array([b]))[0])
     relative = math.expm1(centre) if math.isfinite(centre) else math.nan
     if not np.isfinite(logs).all() or units < 2:
         return Change(a, b, relative, math.nan, math.nan)
     tail = (1 - confidence) / 2
-    low, high = np.expm1(centre + _widening(confidence, units) * (np.quantile(logs, [tail, 1 - tail]) - centre))
+    low, high = np.expm1(
+        centre + _widening(confidence, units) * (np.quantile(logs, [tail, 1 - tail]) - centre)
+    )
     return Change(a, b, relative, float(low), float(high))
 
 
@@ -60,4 +69,6 @@ def _widening(confidence: float, units: int) -> float:
     """Return the factor by which intervals are widened: a percentile bootstrap of n units is too narrow by sqrt((n - 1) / n), and by using the
     quantile of the normal instead of Student's t (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.3)."""
     level = (1 + confidence) / 2
-    return math.sqrt(units / (units - 1)) * float(special.stdtrit(units - 1, level) / special.ndtri(level))
+    return math.sqrt(units / (units - 1)) * float(
+        special.stdtrit(units - 1, level) / special.ndtri(level)
+    )

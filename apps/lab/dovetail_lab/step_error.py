@@ -30,11 +30,19 @@ class StepErrors:
         """Return `given` for all engines, or the error that each engine's profile states. Raises `ConfigError` unless 0 <= given < 1."""
         if given is not None:
             if not 0 <= given < 1:
-                raise ConfigError(f"--step-time-error: expected a share of at least 0 and less than 1, such as 0.04, got {given:g}")
+                raise ConfigError(
+                    f"--step-time-error: expected a share of at least 0 and less than 1, such as 0.04, got {given:g}"
+                )
             return cls(dict.fromkeys(engines, given), "--step-time-error")
-        profiles = {name: StepTimeProfile.load(simulated_options(config).step_time) for name, config in engines.items()}
+        profiles = {
+            name: StepTimeProfile.load(simulated_options(config).step_time)
+            for name, config in engines.items()
+        }
         known = dict.fromkeys(profile.name for profile in profiles.values() if profile.error)
-        return cls({name: profile.error or 0.0 for name, profile in profiles.items()}, f"the error of {', '.join(known)}")
+        return cls(
+            {name: profile.error or 0.0 for name, profile in profiles.items()},
+            f"the error of {', '.join(known)}",
+        )
 
     def __bool__(self) -> bool:
         return any(self.of.values())
@@ -46,13 +54,17 @@ class StepErrors:
             return per_cent(next(iter(self.of.values())))
         return ", ".join(f"{per_cent(error)} ({name})" for name, error in self.of.items())
 
-    def scaled(self, engines: Mapping[str, EngineConfig], *, longer: bool) -> dict[str, EngineConfig]:
+    def scaled(
+        self, engines: Mapping[str, EngineConfig], *, longer: bool
+    ) -> dict[str, EngineConfig]:
         """Return the engines with all steps longer by their error, or shorter by the same factor."""
         made = {}
         for name, config in engines.items():
             factor = 1 + self.of[name]
             own = simulated_options(config).step_time_factor
-            made[name] = EngineConfig.load_with(config, {FACTOR_KEY: own * factor if longer else own / factor})
+            made[name] = EngineConfig.load_with(
+                config, {FACTOR_KEY: own * factor if longer else own / factor}
+            )
         return made
 
 
@@ -85,7 +97,11 @@ class Repeated:
         kept, lost = [], []
         gained: dict[str, list[str]] = {}  # a direction, and the steps with which it is measurable
         for line in versus.headlines():
-            others = [(steps, other) for steps, other in self.elsewhere(index, line) if other.better != line.better]
+            others = [
+                (steps, other)
+                for steps, other in self.elsewhere(index, line)
+                if other.better != line.better
+            ]
             if line.measurable and not others:
                 kept.append(line.direction)
             elif line.measurable:
@@ -96,7 +112,11 @@ class Repeated:
             else:
                 for steps, other in others:
                     gained.setdefault(other.direction, []).append(steps)
-        found = {"survives": ", ".join(kept), "doesn't survive": ", ".join(lost), "measurable only then": _with_steps(gained)}
+        found = {
+            "survives": ", ".join(kept),
+            "doesn't survive": ", ".join(lost),
+            "measurable only then": _with_steps(gained),
+        }
         parts = [f"{what}: {says}" for what, says in found.items() if says]
         return f"{versus.other} against {versus.base}: {'; '.join(parts) or 'no measurable difference then either'}"
 
@@ -104,10 +124,16 @@ class Repeated:
     def warnings(self) -> Iterator[str]:
         """Yield a warning for each engine near saturation: its mean TTFT or E2E changes by far more than its steps do. Queues grow without
         bound there, so small errors of step times dominate."""
-        names = [*dict.fromkeys([self.nominal.versus[0].base, *(versus.other for versus in self.nominal.versus)])]
+        names = [
+            *dict.fromkeys(
+                [self.nominal.versus[0].base, *(versus.other for versus in self.nominal.versus)]
+            )
+        ]
         for name in names:
             for metric, label in (("ttft", "TTFT"), ("e2e", "E2E")):
-                before, *after = (_mean(one, name, metric) for one in (self.nominal, self.shorter, self.longer))
+                before, *after = (
+                    _mean(one, name, metric) for one in (self.nominal, self.shorter, self.longer)
+                )
                 if not all(math.isfinite(value) and value > 0 for value in (before, *after)):
                     continue
                 moves = [math.log(value / before) for value in after]

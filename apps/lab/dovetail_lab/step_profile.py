@@ -32,7 +32,17 @@ from dovetail_lab.step_time import (
 )
 from dovetail_lab.writing import write_whole
 
-LEVELS = (0.0, *(part / 20 for part in range(1, 20)), 0.97, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)  # fine where the tails are
+LEVELS = (
+    0.0,
+    *(part / 20 for part in range(1, 20)),
+    0.97,
+    0.98,
+    0.99,
+    0.995,
+    0.998,
+    0.999,
+    1.0,
+)  # fine where the tails are
 _MASK = (1 << 64) - 1
 
 BUILT_IN: Mapping[str, type[BaseModel]] = {
@@ -55,7 +65,9 @@ class Spread(Described):
     def _whole(self) -> Spread:
         for regime in Regime:
             if len(self.of(regime)) not in (0, len(LEVELS) - 1):
-                raise ValueError(f"{regime.value} must have {len(LEVELS) - 1} entries, or none, got {len(self.of(regime))}")
+                raise ValueError(
+                    f"{regime.value} must have {len(LEVELS) - 1} entries, or none, got {len(self.of(regime))}"
+                )
         return self
 
     def of(self, regime: Regime) -> tuple[float, ...]:
@@ -88,37 +100,80 @@ class StepTimeProfile(Described):
     step_time: dict[str, Any] = Field(
         description='The model: its kind ("linear", "piecewise", "regimes", "table", "roofline" or "package.module:Class") and its numbers.'
     )
-    core_s: Seconds = Field(default=0.0, description="The core's time before a step: planning, building the batch.")
-    core_per_row_s: Seconds = Field(default=0.0, description="Additional core time per request in the step.")
-    admission_s: Seconds = Field(default=0.0, description="Additional core time if any request takes a row in the step.")
-    per_admitted_s: Seconds = Field(default=0.0, description="Additional core time per request that takes a row.")
-    launch: dict[str, Any] | None = Field(default=None, description="The core's time to submit a step: a model like `step_time`. Unset: 0.")
-    joining_s: Seconds = Field(default=0.0, description="Part of `launch` in steps with prefills that is saved if no request takes a row.")
-    launch_spread: Spread | None = Field(default=None, description="Variation of `launch` between steps. Unset: none.")
-    core_spread: Spread | None = Field(default=None, description="Variation of the core's time before a step. Unset: none.")
-    after_launch_s: Seconds = Field(default=0.0, description="Minimum time after its launch of a step computed during the launch.")
+    core_s: Seconds = Field(
+        default=0.0, description="The core's time before a step: planning, building the batch."
+    )
+    core_per_row_s: Seconds = Field(
+        default=0.0, description="Additional core time per request in the step."
+    )
+    admission_s: Seconds = Field(
+        default=0.0, description="Additional core time if any request takes a row in the step."
+    )
+    per_admitted_s: Seconds = Field(
+        default=0.0, description="Additional core time per request that takes a row."
+    )
+    launch: dict[str, Any] | None = Field(
+        default=None,
+        description="The core's time to submit a step: a model like `step_time`. Unset: 0.",
+    )
+    joining_s: Seconds = Field(
+        default=0.0,
+        description="Part of `launch` in steps with prefills that is saved if no request takes a row.",
+    )
+    launch_spread: Spread | None = Field(
+        default=None, description="Variation of `launch` between steps. Unset: none."
+    )
+    core_spread: Spread | None = Field(
+        default=None, description="Variation of the core's time before a step. Unset: none."
+    )
+    after_launch_s: Seconds = Field(
+        default=0.0,
+        description="Minimum time after its launch of a step computed during the launch.",
+    )
     recorded_tokens: int = Field(
         default=0,
         ge=0,
         description="Steps with prefills of up to this many tokens are one graph, which starts after its launch; others run during it.",
     )
-    sampling_share: float = Field(default=0.0, ge=0, le=1, description="Share of the launch of such a step after its graph has started: sampling.")
+    sampling_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the launch of such a step after its graph has started: sampling.",
+    )
     copying_share: float = Field(
-        default=0.0, ge=0, le=1, description="Share of the launch of a decode step after its graph has started, such as copying results."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the launch of a decode step after its graph has started, such as copying results.",
     )
     setup_s: Seconds = Field(
-        default=0.0, description="Device time before the graph of a recorded step with prefills, unless the graph is launched late anyway."
+        default=0.0,
+        description="Device time before the graph of a recorded step with prefills, unless the graph is launched late anyway.",
     )
-    request_s: Seconds = Field(default=0.0, description="The core's time to accept a request, between two steps.")
-    results_s: Seconds = Field(default=0.0, description="Time from a step's end until its tokens are delivered.")
-    results_per_row_s: Seconds = Field(default=0.0, description="Additional delivery time per request in the step.")
-    error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the evaluated steps.")
+    request_s: Seconds = Field(
+        default=0.0, description="The core's time to accept a request, between two steps."
+    )
+    results_s: Seconds = Field(
+        default=0.0, description="Time from a step's end until its tokens are delivered."
+    )
+    results_per_row_s: Seconds = Field(
+        default=0.0, description="Additional delivery time per request in the step."
+    )
+    error: float | None = Field(
+        default=None,
+        ge=0,
+        description="Mean of |predicted - measured| / measured over the evaluated steps.",
+    )
     judged_on: str = Field(default="", description="The evaluated steps: which, how many.")
     kv_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens in the KV pool of the measured engine: its pages times the tokens of its smallest block."
+        default=None,
+        ge=1,
+        description="Tokens in the KV pool of the measured engine: its pages times the tokens of its smallest block.",
     )
     cache_groups: tuple[MeasuredGroup, ...] = Field(
-        default=(), description="Its layers by window, full attention first. Unset: all have full attention."
+        default=(),
+        description="Its layers by window, full attention first. Unset: all have full attention.",
     )
     line_costs: Annotated[tuple[tuple[int, Seconds], ...], AfterValidator(ascending)] = Field(
         default=(),
@@ -126,7 +181,10 @@ class StepTimeProfile(Described):
         "a line is a token that a step samples. Unset: as `step_time` has them.",
     )
     max_in_flight: int | None = Field(
-        default=None, ge=1, le=8, description="Maximum number of steps in flight in the measured engine; 1 without overlap. Unset: unknown."
+        default=None,
+        ge=1,
+        le=8,
+        description="Maximum number of steps in flight in the measured engine; 1 without overlap. Unset: unknown.",
     )
     machine: str = ""
     model: str = ""
@@ -149,7 +207,13 @@ class StepTimeProfile(Described):
 
     @property
     def rule(self) -> LaunchRule:
-        return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s, self.copying_share, self.setup_s)
+        return LaunchRule(
+            self.recorded_tokens,
+            self.sampling_share,
+            self.after_launch_s,
+            self.copying_share,
+            self.setup_s,
+        )
 
     def make_launch(self) -> StepTimeModel | None:
         """Return the model of the time to submit a step in which requests take rows. Raises `ConfigError` if `launch` is invalid."""
@@ -172,12 +236,17 @@ class StepTimeProfile(Described):
         try:
             model: StepTimeModel = factory(**values)  # type: ignore[assignment]
         except (ValidationError, TypeError) as error:
-            raise ConfigError(f"step times {self.name!r}: {_first_problem(error, factory)}") from None
+            raise ConfigError(
+                f"step times {self.name!r}: {_first_problem(error, factory)}"
+            ) from None
         return model
 
     def as_step_times(self) -> StepTimes:
         """Return the profile's description for a run's record."""
-        host = {name: getattr(self, name) for name in ("core_s", "core_per_row_s", "admission_s", "per_admitted_s")}
+        host = {
+            name: getattr(self, name)
+            for name in ("core_s", "core_per_row_s", "admission_s", "per_admitted_s")
+        }
         return StepTimes(self.name, self.error, self.judged_on, {**self.step_time, **host})
 
     @classmethod
@@ -187,7 +256,14 @@ class StepTimeProfile(Described):
         Raises `ConfigError` with the file, or the valid names.
         """
         if isinstance(source, Mapping):
-            values, origin = ({"name": str(source.get("kind", "?")), "step_time": dict(source)} if "kind" in source else dict(source)), "step_time"
+            values, origin = (
+                (
+                    {"name": str(source.get("kind", "?")), "step_time": dict(source)}
+                    if "kind" in source
+                    else dict(source)
+                ),
+                "step_time",
+            )
         else:
             values, origin = _read(source), source
         try:
@@ -201,7 +277,11 @@ class StepTimeProfile(Described):
 
 def shipped_profiles() -> list[str]:
     """Return the names that `StepTimeProfile.load` accepts."""
-    return sorted(entry.name.removesuffix(".json") for entry in files("dovetail_lab").joinpath("profiles").iterdir() if entry.name.endswith(".json"))
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in files("dovetail_lab").joinpath("profiles").iterdir()
+        if entry.name.endswith(".json")
+    )
 
 
 def _read(source: str) -> Any:
@@ -209,10 +289,18 @@ def _read(source: str) -> Any:
         if source.endswith(".json"):
             return json.loads(Path(source).read_text(encoding="utf-8"))
         if source in shipped_profiles():
-            return json.loads(files("dovetail_lab").joinpath("profiles", f"{source}.json").read_text(encoding="utf-8"))
+            return json.loads(
+                files("dovetail_lab")
+                .joinpath("profiles", f"{source}.json")
+                .read_text(encoding="utf-8")
+            )
     except (OSError, UnicodeError, ValueError) as error:
-        raise ConfigError(f"{source}: can't be read as step times: {getattr(error, 'strerror', None) or error}") from None
-    raise ConfigError(f"step times {source!r}: neither a .json file nor a shipped profile: {', '.join(shipped_profiles())}")
+        raise ConfigError(
+            f"{source}: can't be read as step times: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    raise ConfigError(
+        f"step times {source!r}: neither a .json file nor a shipped profile: {', '.join(shipped_profiles())}"
+    )
 
 
 def _imported(kind: Any, name: str) -> type[BaseModel]:
@@ -222,9 +310,13 @@ def _imported(kind: Any, name: str) -> type[BaseModel]:
         try:
             found: type[BaseModel] = getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"step times {name!r}: kind {kind!r} can't be imported: {error}") from None
+            raise ConfigError(
+                f"step times {name!r}: kind {kind!r} can't be imported: {error}"
+            ) from None
         return found
-    raise ConfigError(f'step times {name!r}: kind must be one of {", ".join(BUILT_IN)}, or "package.module:Class", got {kind!r}')
+    raise ConfigError(
+        f'step times {name!r}: kind must be one of {", ".join(BUILT_IN)}, or "package.module:Class", got {kind!r}'
+    )
 
 
 def _first_problem(error: Exception, model: type[BaseModel]) -> str:
@@ -233,5 +325,7 @@ def _first_problem(error: Exception, model: type[BaseModel]) -> str:
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = "unknown key" + (f"; there are {', '.join(model.model_fields)}" if len(first["loc"]) == 1 else "")
+        message = "unknown key" + (
+            f"; there are {', '.join(model.model_fields)}" if len(first["loc"]) == 1 else ""
+        )
     return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {message}"

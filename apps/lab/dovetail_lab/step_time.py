@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Integers = NDArray[np.int64] | NDArray[np.int32]
-Windows = Sequence[tuple[int | None, int]]  # (window, number of layers with it); None: full attention
+Windows = Sequence[
+    tuple[int | None, int]
+]  # (window, number of layers with it); None: full attention
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -33,19 +35,32 @@ class StepShape(NamedTuple):
     prefill_tokens: int  # new tokens of prefill rows
     context_tokens: int  # tokens with K and V to read: old and new ones of all rows
     prefill_pairs: int  # (query, key) pairs in prefill rows: the work of causal attention
-    prefill_length: int = 0  # old and new tokens of the longest prefill row: bounds the time of one query
+    prefill_length: int = (
+        0  # old and new tokens of the longest prefill row: bounds the time of one query
+    )
 
     @classmethod
     def of(cls, new_tokens: Integers, context: Integers, windows: Windows = ()) -> StepShape:
         """Create a shape from the number of tokens that each row computes [rows], and has computed before [rows]. `windows`: of the layers; empty:
         all have full attention."""
-        rows, tokens = len(new_tokens), int(np.add.reduce(new_tokens))  # `sum` would take twice as long
-        read = (_mean(windows, lambda window: _visible(context, window)) if windows else int(np.add.reduce(context))) + tokens
+        rows, tokens = (
+            len(new_tokens),
+            int(np.add.reduce(new_tokens)),
+        )  # `sum` would take twice as long
+        read = (
+            _mean(windows, lambda window: _visible(context, window))
+            if windows
+            else int(np.add.reduce(context))
+        ) + tokens
         if tokens == rows:
             return cls(rows, tokens, 0, 0, read, 0)
         prefills = np.flatnonzero(new_tokens > 1)
         new, had = new_tokens[prefills].astype(np.int64), context[prefills]
-        pairs = _mean(windows, lambda window: _pairs(new, had, window)) if windows else _pairs(new, had, None)
+        pairs = (
+            _mean(windows, lambda window: _pairs(new, had, window))
+            if windows
+            else _pairs(new, had, None)
+        )
         return cls(rows, tokens, len(prefills), int(new.sum()), read, pairs, int((new + had).max()))
 
     @property
@@ -55,7 +70,9 @@ class StepShape(NamedTuple):
 
 def _mean(windows: Windows, of_window: Callable[[int | None], int]) -> int:
     """Return the mean over all layers of a number that depends on a layer's window."""
-    return sum(layers * of_window(window) for window, layers in windows) // sum(layers for _, layers in windows)
+    return sum(layers * of_window(window) for window, layers in windows) // sum(
+        layers for _, layers in windows
+    )
 
 
 def _visible(context: Integers, window: int | None) -> int:
@@ -75,8 +92,14 @@ def _pairs(new: NDArray[np.int64], had: Integers, window: int | None) -> int:
 def ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
     """Return measured (lines, seconds). Raises `ValueError` unless there are two or none, lines are ascending and positive, and so are seconds."""
     lines = [count for count, _ in points]
-    if len(points) == 1 or lines != sorted(set(lines)) or any(count < 1 or seconds <= 0 for count, seconds in points):
-        raise ValueError(f"expected two or more (lines, seconds) above 0, with ascending lines, got {[*map(list, points)]}")
+    if (
+        len(points) == 1
+        or lines != sorted(set(lines))
+        or any(count < 1 or seconds <= 0 for count, seconds in points)
+    ):
+        raise ValueError(
+            f"expected two or more (lines, seconds) above 0, with ascending lines, got {[*map(list, points)]}"
+        )
     return points
 
 
@@ -117,7 +140,9 @@ class LaunchRule:
     sampling_share: float = 0.0  # share of the launch of such a step after its graph has started
     after_launch_s: float = 0.0
     copying_share: float = 0.0  # share of the launch of a decode step after its graph has started
-    setup_s: float = 0.0  # device time of a step with prefills before its graph, unless that is late anyway
+    setup_s: float = (
+        0.0  # device time of a step with prefills before its graph, unless that is late anyway
+    )
 
     def regime(self, shape: StepShape) -> Regime:
         if not shape.prefill_rows:
@@ -134,7 +159,9 @@ class LaunchRule:
             seconds += max(late_s - self.sampling_share * launch_s, self.setup_s)
         return max(seconds, late_s + self.after_launch_s)
 
-    def computed_s(self, shape: StepShape, occupied_s: float, late_s: float, launch_s: float) -> float:
+    def computed_s(
+        self, shape: StepShape, occupied_s: float, late_s: float, launch_s: float
+    ) -> float:
         """Inverse of `occupied_s`: return the computing time of a step that occupied the device for `occupied_s`; an upper bound if it was busy until
         its launch had ended."""
         regime = self.regime(shape)
@@ -156,10 +183,16 @@ class LinearStepTime(Described):
     per_pair_s: Seconds = 0.0
     per_row_s: Seconds = 0.0
     experts_s: Seconds = Field(default=0.0, description="Time to read the weights of all experts.")
-    expert_share: float = Field(default=0.0, ge=0, le=1, description="Share of the experts that a token chooses: k / E.")
+    expert_share: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the experts that a token chooses: k / E."
+    )
 
     def seconds(self, shape: StepShape) -> float:
-        experts_s = self.experts_s * share_touched(self.expert_share, shape.tokens) if self.experts_s else 0.0
+        experts_s = (
+            self.experts_s * share_touched(self.expert_share, shape.tokens)
+            if self.experts_s
+            else 0.0
+        )
         return (
             self.base_s
             + experts_s
@@ -189,18 +222,24 @@ class PiecewiseStepTime(Described):
 
     kind: Literal["piecewise"] = "piecewise"
     points: tuple[tuple[int, Seconds], ...] = Field(
-        min_length=2, description="(tokens in the batch, seconds), ascending; extrapolated beyond both ends."
+        min_length=2,
+        description="(tokens in the batch, seconds), ascending; extrapolated beyond both ends.",
     )
     per_context_s: Seconds = 0.0
     per_pair_s: Seconds = 0.0
     per_row_s: Seconds = 0.0
     least_s: Seconds = Field(default=0.0, description="Lower bound: the time to launch the step.")
-    sizes: tuple[int, ...] = Field(default=(), description="Ascending sizes that tokens are padded to; not padded above the last.")
+    sizes: tuple[int, ...] = Field(
+        default=(),
+        description="Ascending sizes that tokens are padded to; not padded above the last.",
+    )
     per_length_s: Seconds = Field(
         default=0.0,
         description="Time per token of the longest prefill row, or of the mean context in decode-only steps, independent of the number of rows.",
     )
-    beside_s: Seconds = Field(default=0.0, description="Additional time of prefills with decodes beside them.")
+    beside_s: Seconds = Field(
+        default=0.0, description="Additional time of prefills with decodes beside them."
+    )
     corrections: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = Field(
         default=(),
         description="For decode-only steps, by rows including padding: (context tokens, measured / modeled time), by context. "
@@ -229,9 +268,13 @@ class PiecewiseStepTime(Described):
         at = min(max(bisect_left(self._tokens, tokens), 1), len(self.points) - 1)
         (low, low_s), (high, high_s) = self.points[at - 1], self.points[at]
         own = low_s + (high_s - low_s) * (tokens - low) / (high - low)
-        attention = self.per_context_s * shape.context_tokens + self.per_pair_s * shape.prefill_pairs
+        attention = (
+            self.per_context_s * shape.context_tokens + self.per_pair_s * shape.prefill_pairs
+        )
         if self.per_length_s:
-            attention += self.per_length_s * (shape.prefill_length if shape.prefill_rows else shape.context_tokens / shape.rows)
+            attention += self.per_length_s * (
+                shape.prefill_length if shape.prefill_rows else shape.context_tokens / shape.rows
+            )
         if shape.prefill_rows and shape.decodes:
             attention += self.beside_s
         seconds = max(own, 0.0) + attention + self.per_row_s * shape.rows
@@ -248,7 +291,12 @@ class PiecewiseStepTime(Described):
     def scaled(self, factor: float) -> PiecewiseStepTime:
         """Return the model with all times multiplied by `factor`."""
         points = tuple((tokens, factor * seconds) for tokens, seconds in self.points)
-        return self.model_copy(update={"points": points, **{name: factor * value for name, value in self if name.endswith("_s")}})
+        return self.model_copy(
+            update={
+                "points": points,
+                **{name: factor * value for name, value in self if name.endswith("_s")},
+            }
+        )
 
 
 def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -272,7 +320,9 @@ class RegimeStepTime(Described):
     kind: Literal["regimes"] = "regimes"
     decode: PiecewiseStepTime
     mixed: PiecewiseStepTime = Field(description="Steps with prefills, with or without decodes.")
-    large: PiecewiseStepTime | None = Field(default=None, description="The same, with more than `large_above` tokens.")
+    large: PiecewiseStepTime | None = Field(
+        default=None, description="The same, with more than `large_above` tokens."
+    )
     large_above: int = Field(default=0, ge=0)
 
     def seconds(self, shape: StepShape) -> float:
@@ -287,16 +337,24 @@ class Grid(Described):
     """Seconds as a function of two numbers, bilinear between the measured points and beyond them."""
 
     across: tuple[int, ...] = Field(min_length=2, description="Tokens or rows, ascending.")
-    down: tuple[int, ...] = Field(min_length=2, description="Mean context per row in tokens, ascending.")
-    seconds: tuple[tuple[Seconds, ...], ...] = Field(description="One row per entry of `down`, one value per entry of `across`.")
+    down: tuple[int, ...] = Field(
+        min_length=2, description="Mean context per row in tokens, ascending."
+    )
+    seconds: tuple[tuple[Seconds, ...], ...] = Field(
+        description="One row per entry of `down`, one value per entry of `across`."
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> Grid:
         for name, axis in (("across", self.across), ("down", self.down)):
             if list(axis) != sorted(set(axis)):
                 raise ValueError(f"{name} must be ascending, got {list(axis)}")
-        if len(self.seconds) != len(self.down) or any(len(row) != len(self.across) for row in self.seconds):
-            raise ValueError(f"seconds must be {len(self.down)} rows of {len(self.across)} entries, to match `down` and `across`")
+        if len(self.seconds) != len(self.down) or any(
+            len(row) != len(self.across) for row in self.seconds
+        ):
+            raise ValueError(
+                f"seconds must be {len(self.down)} rows of {len(self.across)} entries, to match `down` and `across`"
+            )
         return self
 
     def at(self, x: float, y: float) -> float:
@@ -314,7 +372,9 @@ class TableStepTime(Described):
 
     kind: Literal["table"] = "table"
     decode: Grid = Field(description="Across: rows. Down: tokens per row.")
-    prefill: Grid = Field(description="Across: new tokens of all rows. Down: previous tokens per row.")
+    prefill: Grid = Field(
+        description="Across: new tokens of all rows. Down: previous tokens per row."
+    )
 
     @cached_property
     def _common_s(self) -> float:
@@ -325,12 +385,16 @@ class TableStepTime(Described):
         prefill_context = 0.0
         if shape.prefill_tokens:
             new = shape.prefill_tokens
-            within = new * (new / shape.prefill_rows + 1) / 2  # pairs among the new tokens, for prefills of equal length
+            within = (
+                new * (new / shape.prefill_rows + 1) / 2
+            )  # pairs among the new tokens, for prefills of equal length
             prefill_context = max(0.0, (shape.prefill_pairs - within) / new)
             prefill = self.prefill.at(new, prefill_context)
         if shape.decodes:
             others = shape.prefill_tokens + prefill_context * shape.prefill_rows
-            decode = self.decode.at(shape.decodes, max(0.0, shape.context_tokens - others) / shape.decodes)
+            decode = self.decode.at(
+                shape.decodes, max(0.0, shape.context_tokens - others) / shape.decodes
+            )
         both = self._common_s if shape.prefill_tokens and shape.decodes else 0.0
         return max(prefill + decode - both, self._common_s)
 

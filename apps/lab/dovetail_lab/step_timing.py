@@ -17,13 +17,23 @@ import numpy as np
 
 from dovetail.runtime.token_sizes import padded_sizes, row_sizes
 from dovetail_lab.fitting import Measurement, relative_errors
-from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, corrected, fit_decodes, fit_launches, fit_regimes
+from dovetail_lab.regime_fitting import (
+    BOUNDARIES,
+    ENOUGH,
+    WORTH,
+    corrected,
+    fit_decodes,
+    fit_launches,
+    fit_regimes,
+)
 from dovetail_lab.rig import Sighting
 from dovetail_lab.step_profile import LEVELS, Spread
 from dovetail_lab.step_time import LaunchRule, Regime, RegimeStepTime, StepShape
 
 WAITED_S = 3e-5  # after a shorter wait, the step may have ended before
-LAUNCH_BOUND = 0.15  # share of its time: a step that ends this soon after its launch was bound by it
+LAUNCH_BOUND = (
+    0.15  # share of its time: a step that ends this soon after its launch was bound by it
+)
 HICCUP = 1.6  # multiple of the median launch of steps of about the same size
 LEAST_LAUNCH_S = 1e-6  # shorter launches aren't measurable
 LEAST_COMPUTED = 0.01  # share of its time: a step that computes less was misinterpreted
@@ -43,7 +53,9 @@ class Timed:
     waited_s: float  # from then until the device was free for it
     seconds: float  # from then until it had ended
     yields_token: bool = True  # any row yields a token
-    goes_on: bool = False  # all its prompts had a row before, as far as recorded: its launch is shorter
+    goes_on: bool = (
+        False  # all its prompts had a row before, as far as recorded: its launch is shorter
+    )
 
     @property
     def late_s(self) -> float:
@@ -56,7 +68,11 @@ class Timed:
 
     def launch_bound(self, rule: LaunchRule) -> bool:
         """True if the step gives only an upper bound on its computing time."""
-        return rule.regime(self.shape) is Regime.LAUNCHED and self.late_s > 0 and self.after_launch_s < LAUNCH_BOUND * self.seconds
+        return (
+            rule.regime(self.shape) is Regime.LAUNCHED
+            and self.late_s > 0
+            and self.after_launch_s < LAUNCH_BOUND * self.seconds
+        )
 
     def computed_s(self, rule: LaunchRule) -> float:
         return rule.computed_s(self.shape, self.seconds, self.late_s, self.launch_s)
@@ -74,9 +90,20 @@ def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
             yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0, goes_on)
             continue
         seen = sighting.ended - sighting.asked > WAITED_S
-        before = sighting.ended if seen else min(sighting.ended, max(sighting.submitted, before) + seconds)
+        before = (
+            sighting.ended
+            if seen
+            else min(sighting.ended, max(sighting.submitted, before) + seconds)
+        )
         waited_s = max(0.0, before - seconds - sighting.submitted)
-        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0, goes_on)
+        yield Timed(
+            sighting.shape,
+            sighting.launched - sighting.submitted,
+            waited_s,
+            seconds,
+            sighting.sampled != 0,
+            goes_on,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +126,20 @@ class DeviceTimes:
         """
         middle = [median(in_time(cell)) for cell in cells]
         begin = LaunchRule(copying_share=_copying_share(middle, cells))
-        rows = _padded_rows([_computed(one, begin) for one in middle if not one[0].shape.prefill_rows], bool(_launches(cells, begin)))
+        rows = _padded_rows(
+            [_computed(one, begin) for one in middle if not one[0].shape.prefill_rows],
+            bool(_launches(cells, begin)),
+        )
         plain = cls._under(begin, middle, cells, rows)
         others = []
         for sizes in _sizes([one[0].shape.tokens for one in middle if one[0].shape.prefill_rows]):
             others.append(cls._under(begin, middle, cells, rows, sizes[-1], sizes))
             if plain.launch is not None:
                 recorded = replace(begin, recorded_tokens=sizes[-1])
-                others += [cls._under(recorded, middle, cells, rows, sizes[-1], padded_to) for padded_to in ((), sizes)]
+                others += [
+                    cls._under(recorded, middle, cells, rows, sizes[-1], padded_to)
+                    for padded_to in ((), sizes)
+                ]
         best = min(others, key=lambda one: one._misfit(middle), default=plain)
         best = best if best._misfit(middle) < WORTH * plain._misfit(middle) else plain
         decode = corrected(best.step_time.decode, [_computed(one, best.rule) for one in middle])
@@ -127,38 +160,88 @@ class DeviceTimes:
         free = [one for one in middle if not one[0].launch_bound(rule)]
 
         def fitted(steps: Sequence[tuple[Timed, ...]], rule: LaunchRule) -> RegimeStepTime:
-            return fit_regimes([_computed(one, rule) for one in steps], [_computed(one, rule) for one in bound], boundary, sizes, rows)
+            return fit_regimes(
+                [_computed(one, rule) for one in steps],
+                [_computed(one, rule) for one in bound],
+                boundary,
+                sizes,
+                rows,
+            )
 
-        late = [one for one in free if rule.regime(one[0].shape) is Regime.RECORDED and one[0].late_s > 0]
-        early = [one for one in free if one[0].late_s <= 0 or rule.regime(one[0].shape) is not Regime.RECORDED]
+        late = [
+            one
+            for one in free
+            if rule.regime(one[0].shape) is Regime.RECORDED and one[0].late_s > 0
+        ]
+        early = [
+            one
+            for one in free
+            if one[0].late_s <= 0 or rule.regime(one[0].shape) is not Regime.RECORDED
+        ]
         if late and sum(rule.regime(one[0].shape) is Regime.RECORDED for one in early) >= ENOUGH:
             model = fitted(early, rule)
-            shares = [(model.seconds(one[0].shape) + one[0].late_s - one[0].seconds) / one[0].launch_s for one in late]
+            shares = [
+                (model.seconds(one[0].shape) + one[0].late_s - one[0].seconds) / one[0].launch_s
+                for one in late
+            ]
             rule = replace(rule, sampling_share=min(max(0.0, float(np.median(shares))), 1.0))
         if bound:
-            rule = replace(rule, after_launch_s=max(0.0, float(np.median([one[0].after_launch_s for one in bound]))))
+            rule = replace(
+                rule,
+                after_launch_s=max(0.0, float(np.median([one[0].after_launch_s for one in bound]))),
+            )
         launches = _launches(cells, rule)
-        return cls(fitted(free, rule), fit_launches(launches, rule.recorded_tokens or None) if launches else None, rule)
+        return cls(
+            fitted(free, rule),
+            fit_launches(launches, rule.recorded_tokens or None) if launches else None,
+            rule,
+        )
 
     def _misfit(self, steps: Iterable[tuple[Timed, ...]]) -> float:
         """Return the mean relative error, given the measured launch times."""
-        return float(np.mean([abs(sum(self._predicted(step, step.launch_s) for step in one) / _seconds(one) - 1) for one in steps]))
+        return float(
+            np.mean(
+                [
+                    abs(
+                        sum(self._predicted(step, step.launch_s) for step in one) / _seconds(one)
+                        - 1
+                    )
+                    for one in steps
+                ]
+            )
+        )
 
     def errors(self, cells: Cells) -> list[float]:
         """Return (predicted - measured) / measured of each cell's device time."""
         middle = [median(cell) for cell in cells]
-        return [sum(self._predicted(step, self._launch_s(step.shape)) for step in steps) / _seconds(steps) - 1 for steps in middle]
+        return [
+            sum(self._predicted(step, self._launch_s(step.shape)) for step in steps)
+            / _seconds(steps)
+            - 1
+            for steps in middle
+        ]
 
     def launch_spread(self, steps: Iterable[Timed]) -> Spread | None:
         """Return the spread of launches; None if launching takes no time."""
-        return None if self.launch is None else spread((self.rule.regime(step.shape), step.launch_s, self._launch_s(step.shape)) for step in steps)
+        return (
+            None
+            if self.launch is None
+            else spread(
+                (self.rule.regime(step.shape), step.launch_s, self._launch_s(step.shape))
+                for step in steps
+            )
+        )
 
     def _launch_s(self, shape: StepShape) -> float:
         return 0.0 if self.launch is None else self.launch.seconds(shape)
 
     def _predicted(self, step: Timed, launch_s: float) -> float:
         seconds = self.step_time.seconds(step.shape)
-        return seconds if self.launch is None else self.rule.occupied_s(step.shape, seconds, launch_s - step.waited_s, launch_s)
+        return (
+            seconds
+            if self.launch is None
+            else self.rule.occupied_s(step.shape, seconds, launch_s - step.waited_s, launch_s)
+        )
 
 
 def counts_as_launched(step: Timed) -> bool:
@@ -172,12 +255,18 @@ def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
     for regime, measured, fitted in times:
         if fitted > 0:
             ratios[regime].append(measured / fitted)
-    return Spread(**{regime.value: _means(own) for regime, own in ratios.items() if len(own) >= SPREAD_OVER})
+    return Spread(
+        **{regime.value: _means(own) for regime, own in ratios.items() if len(own) >= SPREAD_OVER}
+    )
 
 
 def _means(ratios: Sequence[float]) -> tuple[float, ...]:
     """Return the mean between each two of `LEVELS`, which preserves the overall mean."""
-    sums = np.interp(LEVELS, np.linspace(0, 1, len(ratios) + 1), np.concatenate([[0.0], np.cumsum(np.sort(ratios))]))
+    sums = np.interp(
+        LEVELS,
+        np.linspace(0, 1, len(ratios) + 1),
+        np.concatenate([[0.0], np.cumsum(np.sort(ratios))]),
+    )
     means = np.diff(sums) / np.diff(LEVELS) / len(ratios)
     return tuple(float(f"{mean:.4g}") for mean in np.maximum(means, 0.0))
 
@@ -200,12 +289,23 @@ def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
     time."""
     decodes = [one for one in middle if not one[0].shape.prefill_rows]
     early = [one for one in decodes if all(step.late_s <= 0 for step in one)]
-    steps = [step for cell in cells if not cell[0][0].shape.prefill_rows for steps in cell for step in steps]
+    steps = [
+        step
+        for cell in cells
+        if not cell[0][0].shape.prefill_rows
+        for steps in cell
+        for step in steps
+    ]
     late = [step for step in steps if step.late_s > LATE * step.launch_s]
     if min(len(early), len(late)) < ENOUGH:
         return 0.0
-    model = fit_decodes([_computed(one, LaunchRule()) for one in early], row_sizes(max(one[0].shape.rows for one in early)))
-    shares = [(model.seconds(step.shape) + step.late_s - step.seconds) / step.launch_s for step in late]
+    model = fit_decodes(
+        [_computed(one, LaunchRule()) for one in early],
+        row_sizes(max(one[0].shape.rows for one in early)),
+    )
+    shares = [
+        (model.seconds(step.shape) + step.late_s - step.seconds) / step.launch_s for step in late
+    ]
     return min(max(0.0, float(np.median(shares))), 1.0)
 
 
@@ -216,7 +316,10 @@ def _padded_rows(decodes: Sequence[Measurement], launched: bool) -> tuple[int, .
     # H200, 17 to 20 rows took as long as 24, and a third longer than 16. Otherwise there is no sign of graphs.
     sizes = row_sizes(max((one.shapes[0].rows for one in decodes), default=1))
     usual, other = (sizes, ()) if launched else ((), sizes)
-    errors = [float(np.abs(relative_errors(fit_decodes(decodes, padded_to), decodes)).mean()) for padded_to in (usual, other)]
+    errors = [
+        float(np.abs(relative_errors(fit_decodes(decodes, padded_to), decodes)).mean())
+        for padded_to in (usual, other)
+    ]
     return other if errors[1] < WORTH * errors[0] else usual
 
 
@@ -234,7 +337,9 @@ def _sizes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
     seconds = sum(step.computed_s(rule) for step in steps)
-    return Measurement(tuple(step.shape for step in steps), max(seconds, LEAST_COMPUTED * _seconds(steps)))
+    return Measurement(
+        tuple(step.shape for step in steps), max(seconds, LEAST_COMPUTED * _seconds(steps))
+    )
 
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
@@ -243,12 +348,18 @@ def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape
-        size = rule.regime(shape), (shape.tokens - 1).bit_length(), round(log2(shape.rows))  # graphs often end at a power of two
+        size = (
+            rule.regime(shape),
+            (shape.tokens - 1).bit_length(),
+            round(log2(shape.rows)),
+        )  # graphs often end at a power of two
         if not cell[0][0].goes_on:
             sizes[size].append([step for steps in cell for step in steps])
     launches = []
     for alike_cells in sizes.values():
-        middle = float(np.median([np.median([step.launch_s for step in alike]) for alike in alike_cells]))
+        middle = float(
+            np.median([np.median([step.launch_s for step in alike]) for alike in alike_cells])
+        )
         for alike in alike_cells:
             usual = [step.launch_s for step in alike if step.launch_s <= HICCUP * middle]
             if usual and middle > LEAST_LAUNCH_S:

@@ -23,14 +23,27 @@ def print_summary(result: RunResult, slo: Slo | None = None) -> None:
     """Print a run's summary. `slo`: objectives of a request for goodput; None: no goodput."""
     metrics = measure(result, slo)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{result.name}: scheduler {result.settings['scheduler']}, {result.trace}, seed {result.seed}")
+    console.print(
+        f"{result.name}: scheduler {result.settings['scheduler']}, {result.trace}, seed {result.seed}"
+    )
     console.print(_latencies(metrics))
-    for line in (*_counts(metrics), conditions(result), source_of_times(result.step_times), *(f"note: {note}" for note in result.notes)):
+    for line in (
+        *_counts(metrics),
+        conditions(result),
+        source_of_times(result.step_times),
+        *(f"note: {note}" for note in result.notes),
+    ):
         console.print(line)
 
 
 def _latencies(metrics: RunMetrics) -> Table:
-    table = Table("seconds", "mean", *(f"p{percentile}" for percentile in PERCENTILES), box=None, pad_edge=False)
+    table = Table(
+        "seconds",
+        "mean",
+        *(f"p{percentile}" for percentile in PERCENTILES),
+        box=None,
+        pad_edge=False,
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for name, title in TITLES.items():
@@ -49,26 +62,50 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
     )
     if metrics.all_sessions:
         times = metrics.sessions
-        lasted = f"; they lasted {seconds(times.mean)} s on average, p90 {seconds(times.percentiles[90])} s" if times.count else ""
+        lasted = (
+            f"; they lasted {seconds(times.mean)} s on average, p90 {seconds(times.percentiles[90])} s"
+            if times.count
+            else ""
+        )
         lines = (*lines, f"{times.count} of {metrics.all_sessions} sessions completed{lasted}")
     if metrics.grammars:
         delayed = f"their masks delayed steps by {seconds(metrics.masks_s)} s, {metrics.masks_share:.1%} of the time"
-        lines = (*lines, f"{metrics.grammars} of {metrics.requests} requests had a grammar; {delayed}")
+        lines = (
+            *lines,
+            f"{metrics.grammars} of {metrics.requests} requests had a grammar; {delayed}",
+        )
     if metrics.draft_tokens:
         accepted = f"{metrics.accepted_drafts / metrics.draft_tokens:.1%} of {metrics.draft_tokens} drafts accepted"
         lengths = f"acceptance length {metrics.acceptance_length:.3g}, {metrics.tokens_per_step:.3g} tokens a request and decode step"
         lines = (*lines, f"{accepted}: {lengths}")
     if metrics.goodput is None:
         return lines
-    return (*lines, f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met the objectives")
+    return (
+        *lines,
+        f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met the objectives",
+    )
 
 
 def conditions(result: RunResult) -> str:
     settings = result.settings
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
-    pace = "" if "pace" not in settings else ", no pace" if settings["pace"] is None else f", pace {settings['pace']:g}"  # missing in older runs
-    routed = f"{settings['replicas']} replicas, routed by {settings['router']}, each with " if "replicas" in settings else ""
-    groups = f" of {len(settings['cache_groups'])} cache groups ({', '.join(settings['cache_groups'])})" if "cache_groups" in settings else ""
+    pace = (
+        ""
+        if "pace" not in settings
+        else ", no pace"
+        if settings["pace"] is None
+        else f", pace {settings['pace']:g}"
+    )  # missing in older runs
+    routed = (
+        f"{settings['replicas']} replicas, routed by {settings['router']}, each with "
+        if "replicas" in settings
+        else ""
+    )
+    groups = (
+        f" of {len(settings['cache_groups'])} cache groups ({', '.join(settings['cache_groups'])})"
+        if "cache_groups" in settings
+        else ""
+    )
     return f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens{groups}"
 
 

@@ -19,8 +19,26 @@ from dovetail_lab.slo import Objective
 from dovetail_lab.writing import as_csv
 
 RATE = "scale_rate"  # axis of --rates, not a key of the engine
-LATENCIES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p50", "e2e_p99")  # seconds
-COUNTS = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens")
+LATENCIES = (
+    "ttft_mean",
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_mean",
+    "tpot_p99",
+    "itl_p99",
+    "e2e_mean",
+    "e2e_p50",
+    "e2e_p99",
+)  # seconds
+COUNTS = (
+    "requests",
+    "completed",
+    "rejected",
+    "failed",
+    "preemptions",
+    "recomputed_tokens",
+    "cached_tokens",
+)
 RATES = ("request_rate", "output_rate", "device_share", "acceptance_length", "tokens_per_step")
 ARRIVALS = "arrival_rate"  # arriving requests per second, served or not
 
@@ -89,12 +107,24 @@ def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[GridPoint]:
             yield GridPoint(dict(zip(keys, values, strict=True)), seed)
 
 
-def sweep(jobs: Sequence[tuple[GridPoint, PlannedRun]], objectives: Sequence[Objective] = (), processes: int = 1) -> list[GridResult]:
+def sweep(
+    jobs: Sequence[tuple[GridPoint, PlannedRun]],
+    objectives: Sequence[Objective] = (),
+    processes: int = 1,
+) -> list[GridResult]:
     """Return a result for each planned run, in order. All are validated before the first starts."""
     for _, job in jobs:
         job.check()
-    found = run_all([job for _, job in jobs], partial(_measured, objectives=tuple(objectives)), processes, "sweep")
-    return [GridResult(point, values, engine) for (point, _), (values, engine) in zip(jobs, found, strict=True)]
+    found = run_all(
+        [job for _, job in jobs],
+        partial(_measured, objectives=tuple(objectives)),
+        processes,
+        "sweep",
+    )
+    return [
+        GridResult(point, values, engine)
+        for (point, _), (values, engine) in zip(jobs, found, strict=True)
+    ]
 
 
 def _measured(run: RunResult, objectives: Sequence[Objective]) -> tuple[dict[str, float], Engine]:
@@ -109,15 +139,26 @@ def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, f
     for name in LATENCIES:
         metric, _, statistic = name.partition("_")
         summary = metrics.latencies[metric]
-        latencies[name] = summary.mean if statistic == "mean" else summary.percentiles[int(statistic[1:])]
+        latencies[name] = (
+            summary.mean if statistic == "mean" else summary.percentiles[int(statistic[1:])]
+        )
     judged = {objective.name: objective.judge([run]) for objective in objectives}
-    slo = {key: value for name, one in judged.items() for key, value in ((f"slo_{name}", one.value), (f"slo_{name}_within", one.share))}
+    slo = {
+        key: value
+        for name, one in judged.items()
+        for key, value in ((f"slo_{name}", one.value), (f"slo_{name}_within", one.share))
+    }
     if judged:
         slo["slo_met"] = float(all(one.met for one in judged.values()))
     begin = 0.0 if run.window is None else run.window[0]
     span = max((record.arrival_s for record in run), default=begin) - begin
     arrivals = {ARRIVALS: (len(run) - 1) / span if span > 0 else math.nan}
-    return {**{name: float(getattr(metrics, name)) for name in (*COUNTS, *RATES)}, **arrivals, **latencies, **slo}
+    return {
+        **{name: float(getattr(metrics, name)) for name in (*COUNTS, *RATES)},
+        **arrivals,
+        **latencies,
+        **slo,
+    }
 
 
 def averaged(rows: Sequence[GridResult]) -> list[GridResult]:
@@ -125,14 +166,26 @@ def averaged(rows: Sequence[GridResult]) -> list[GridResult]:
     places: dict[tuple[str, ...], list[GridResult]] = {}
     for row in rows:
         places.setdefault(tuple(row.point.values.values()), []).append(row)
-    means = ({name: float(np.mean([row.figures[name] for row in same])) for name in same[0].figures} for same in places.values())
-    return [GridResult(same[0].point, figures, same[0].engine) for same, figures in zip(places.values(), means, strict=True)]
+    means = (
+        {name: float(np.mean([row.figures[name] for row in same])) for name in same[0].figures}
+        for same in places.values()
+    )
+    return [
+        GridResult(same[0].point, figures, same[0].engine)
+        for same, figures in zip(places.values(), means, strict=True)
+    ]
 
 
 def table_of(results: Sequence[GridResult]) -> str:
     """Return CSV with a line for each run."""
     header = [*results[0].point.values, "seed", *results[0].figures] if results else []
-    return as_csv(header, ([*one.point.values.values(), one.point.seed, *map(_cell, one.figures.values())] for one in results))
+    return as_csv(
+        header,
+        (
+            [*one.point.values.values(), one.point.seed, *map(_cell, one.figures.values())]
+            for one in results
+        ),
+    )
 
 
 def _cell(value: float) -> float:

@@ -18,7 +18,16 @@ from dovetail_lab.command_options import (
     open_engine,
 )
 from dovetail_lab.digits import evenly
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.experiment_options import (
+    Jobs,
+    Out,
+    Seeds,
+    cores,
+    need,
+    seeds_from,
+    shown_command,
+    wide_console,
+)
 from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import make_folder
 
@@ -36,10 +45,23 @@ def sweep(
     trace: TraceArgument,
     options: WorkloadOptions,
     routed: ReplicaOptions,
-    settings: Annotated[list[str], typer.Option("--set", metavar="KEY=A,B,…", help="Key of the engine, and its values. May be repeated.")] = [],  # noqa: B006 typer makes a list of its own
-    rates: Annotated[str | None, typer.Option("--rates", metavar="A,B,…", help="Factors on the trace's rate.")] = None,
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set", metavar="KEY=A,B,…", help="Key of the engine, and its values. May be repeated."
+        ),
+    ] = [],  # noqa: B006 typer makes a list of its own
+    rates: Annotated[
+        str | None, typer.Option("--rates", metavar="A,B,…", help="Factors on the trace's rate.")
+    ] = None,
     seeds: Seeds = 1,
-    slo: Annotated[str | None, typer.Option("--slo", help="Objectives to judge each run by: ttft_p99<0.5,tpot_p99<50ms, or a preset.")] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            "--slo",
+            help="Objectives to judge each run by: ttft_p99<0.5,tpot_p99<50ms, or a preset.",
+        ),
+    ] = None,
     out: Out = None,
     step_time: StepTime = None,
     jobs: Jobs = None,
@@ -52,7 +74,10 @@ def sweep(
 
     objectives = () if slo is None else parse_slo(slo)
     [routing] = routed.routing(names_of([engine])).values()
-    axes = [*map(sweeping.parse_axis, settings), *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))])]
+    axes = [
+        *map(sweeping.parse_axis, settings),
+        *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))]),
+    ]
     if not axes:
         raise ConfigError("nothing to sweep: give --set key=value,value,… or --rates")
     points = list(sweeping.grid(axes, seeds_from(options.seed, seeds)))
@@ -62,8 +87,17 @@ def sweep(
     for point in points:
         chosen = [f"{key}={value}" for key, value in point.values.items() if key != sweeping.RATE]
         factor = point.values.get(sweeping.RATE)
-        rate = options.scale_rate if factor is None else float(factor) * (1.0 if options.scale_rate is None else options.scale_rate)
-        job = PlannedRun(open_engine(engine, chosen, step_time=step_time), trace, replace(options, seed=point.seed, scale_rate=rate), routing=routing)
+        rate = (
+            options.scale_rate
+            if factor is None
+            else float(factor) * (1.0 if options.scale_rate is None else options.scale_rate)
+        )
+        job = PlannedRun(
+            open_engine(engine, chosen, step_time=step_time),
+            trace,
+            replace(options, seed=point.seed, scale_rate=rate),
+            routing=routing,
+        )
         todo.append((point, job))
     if out is not None:
         make_folder(out)
@@ -75,7 +109,9 @@ def sweep(
         from dovetail_lab.report.sweep_page import sweep_page
 
         table, files = Table(*_table(means), names=len(axes)), {TABLE_FILE: sweeping.table_of(rows)}
-        page = sweep_page(names_of([engine])[0], trace, means, objectives, seeds, table, shown_command(), files)
+        page = sweep_page(
+            names_of([engine])[0], trace, means, objectives, seeds, table, shown_command(), files
+        )
         typer.echo(f"written: {write_curves(page, out)[0]}")
 
 
@@ -111,15 +147,22 @@ def print_rows(rows: Sequence[GridResult], seeds: int) -> None:
 def _table(rows: Sequence[GridResult]) -> tuple[list[str], list[list[str]]]:
     """Return the header, and a row of texts per point, with equally many decimals within a column."""
     drafts = any(row.figures.get("tokens_per_step", 1) > 1 for row in rows)
-    shown = [name for name in _SHOWN if name in rows[0].figures and (drafts or name != "tokens_per_step")]
+    shown = [
+        name for name in _SHOWN if name in rows[0].figures and (drafts or name != "tokens_per_step")
+    ]
     columns = [_column(name, [row.figures[name] for row in rows]) for name in shown]
     cells = zip(*columns, strict=True) if columns else [()] * len(rows)
-    return [*rows[0].point.values, *shown], [[*row.point.values.values(), *own] for row, own in zip(rows, cells, strict=True)]
+    return [*rows[0].point.values, *shown], [
+        [*row.point.values.values(), *own] for row, own in zip(rows, cells, strict=True)
+    ]
 
 
 def _column(name: str, values: Sequence[float]) -> list[str]:
     if name == "slo_met":
-        return ["yes" if value == 1 else "no" if value == 0 else f"{100 * value:.0f} % of seeds" for value in values]
+        return [
+            "yes" if value == 1 else "no" if value == 0 else f"{100 * value:.0f} % of seeds"
+            for value in values
+        ]
     if name == "completed" and all(value.is_integer() for value in values):
         return [f"{value:,.0f}" for value in values]
     return evenly(values)

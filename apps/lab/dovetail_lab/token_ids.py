@@ -23,7 +23,9 @@ def prompt_ids(request: TraceRequest, vocab_size: int) -> TokenIds:
 
 def output_ids(request: TraceRequest, vocab_size: int) -> TokenIds:
     """Return the answer's ids [output_tokens], from 1 to vocab_size - 1; a later turn of the chat has them in its history."""
-    return _ids(request, request.prompt_tokens, request.prompt_tokens + request.output_tokens, vocab_size)
+    return _ids(
+        request, request.prompt_tokens, request.prompt_tokens + request.output_tokens, vocab_size
+    )
 
 
 def _ids(request: TraceRequest, start: int, end: int, vocab_size: int) -> TokenIds:

@@ -22,7 +22,9 @@ def make_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ConfigError(f"--out: {out}: can't be created or written to: {error.strerror}") from None
+        raise ConfigError(
+            f"--out: {out}: can't be created or written to: {error.strerror}"
+        ) from None
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -47,5 +49,8 @@ def as_csv(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
-    writer.writerows([None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row] for row in rows)
+    writer.writerows(
+        [None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row]
+        for row in rows
+    )
     return text.getvalue()

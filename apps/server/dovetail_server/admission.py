@@ -26,7 +26,12 @@ _LONGEST_RETRY_S = 60
 
 def busy(reason: str, retry_s: int = 1) -> HttpError:
     """Return the error for a rejected request, with the time to retry."""
-    return HttpError(429, f"the server is busy: {reason}; try again in {retry_s} s", code="too_many_requests", headers={"Retry-After": str(retry_s)})
+    return HttpError(
+        429,
+        f"the server is busy: {reason}; try again in {retry_s} s",
+        code="too_many_requests",
+        headers={"Retry-After": str(retry_s)},
+    )
 
 
 class HeldBytes:
@@ -38,7 +43,9 @@ class HeldBytes:
     def take(self, size: int, before: int) -> None:
         """Acquire `size` more bytes for a body that holds `before`. Raises `HttpError` 429 above the limit."""
         if self.held + size > self._most and before + size > SMALL_BODY_BYTES:
-            raise busy(f"bodies of {self.held} bytes are being received, and max_received_bytes is {self._most}")
+            raise busy(
+                f"bodies of {self.held} bytes are being received, and max_received_bytes is {self._most}"
+            )
         self.held += size
 
     def release(self, size: int) -> None:
@@ -46,7 +53,12 @@ class HeldBytes:
 
 
 async def receive_body(
-    scope: Scope, receive: Receive, most: int, too_large: HttpError, timeout_s: float | None, hold: Callable[[int], None]
+    scope: Scope,
+    receive: Receive,
+    most: int,
+    too_large: HttpError,
+    timeout_s: float | None,
+    hold: Callable[[int], None],
 ) -> AsyncGenerator[bytes, None]:
     """Yield a body in chunks. `hold`: called with its size so far. Raises `HttpError` 408 if it takes longer than `timeout_s` plus the time for its
     size, `too_large` above `most` bytes, `ClientGone`, and what `hold` raises."""
@@ -57,10 +69,16 @@ async def receive_body(
     size, more = 0, True
     while more:
         try:
-            async with asyncio.timeout_at(None if timeout_s is None else began + timeout_s + size / SLOWEST_BYTES_S):
+            async with asyncio.timeout_at(
+                None if timeout_s is None else began + timeout_s + size / SLOWEST_BYTES_S
+            ):
                 message = await receive()
         except TimeoutError:
-            raise HttpError(408, f"the body took too long: {size} bytes received (body_timeout_s is {timeout_s:g})", code="timeout") from None
+            raise HttpError(
+                408,
+                f"the body took too long: {size} bytes received (body_timeout_s is {timeout_s:g})",
+                code="timeout",
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         data, more = message.get("body", b""), message.get("more_body", False)
@@ -103,11 +121,19 @@ class Admission:
         waiting = max(self.queued_requests, self._engine.load.waiting)
         most, most_tokens = self._settings.max_queued_requests, self._settings.max_queued_tokens
         if most is not None and requests > most:
-            raise HttpError(400, f"the request has {requests} prompts, and max_queued_requests is {most}: send fewer at once", param="prompt")
+            raise HttpError(
+                400,
+                f"the request has {requests} prompts, and max_queued_requests is {most}: send fewer at once",
+                param="prompt",
+            )
         if most is not None and waiting + requests > most:
             reason = f"{waiting} requests are waiting, and max_queued_requests is {most}"
             raise busy(reason, self._retry_after_s(waiting + requests - most))
-        if most_tokens is not None and self.queued_requests and self.queued_tokens + tokens > most_tokens:
+        if (
+            most_tokens is not None
+            and self.queued_requests
+            and self.queued_tokens + tokens > most_tokens
+        ):
             reason = f"{self.queued_tokens} tokens of prompts are waiting, and max_queued_tokens is {most_tokens}"
             raise busy(reason, self._retry_after_s(1))
 

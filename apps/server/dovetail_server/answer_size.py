@@ -16,18 +16,34 @@ LOGPROB_BYTES = 128  # of a token with its log-probability, about
 TOKEN_BYTES = 8  # of a token's text, or its id, about
 
 
-def with_bounded_answer(params: SamplingParams, prompt_tokens: Sequence[int], facts: IntakeFacts, *, copies: int, streamed: bool) -> SamplingParams:
+def with_bounded_answer(
+    params: SamplingParams,
+    prompt_tokens: Sequence[int],
+    facts: IntakeFacts,
+    *,
+    copies: int,
+    streamed: bool,
+) -> SamplingParams:
     """Return the parameters, with `max_tokens` of what an answer with log-probabilities has room for, if they name none.
 
     `prompt_tokens`: of each prompt. `copies`: how often the answer repeats a prompt. `streamed`: only the prompt's part of
     the answer is held in memory. Raises `RequestError` if the answer may be too large.
     """
     most = facts.limits.max_answer_bytes
-    each = TOKEN_BYTES if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * LOGPROB_BYTES
+    each = (
+        TOKEN_BYTES
+        if params.prompt_logprobs is None
+        else (1 + params.prompt_logprobs) * LOGPROB_BYTES
+    )
     cut = params.truncate_prompt_tokens or -1
     longest = facts.max_model_len if cut == -1 else cut
     of_prompts = copies * each * sum(min(tokens, longest) for tokens in prompt_tokens)
-    at_most("prompt: the bytes of the answer, which repeats it,", of_prompts, facts.limits, "max_answer_bytes")
+    at_most(
+        "prompt: the bytes of the answer, which repeats it,",
+        of_prompts,
+        facts.limits,
+        "max_answer_bytes",
+    )
     if params.logprobs is None or streamed:
         return params
     of_token = len(prompt_tokens) * params.n * (1 + params.logprobs) * LOGPROB_BYTES

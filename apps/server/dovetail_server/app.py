@@ -35,7 +35,13 @@ from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import Tracing
 
 
-def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, front_end: int = 0, on_loopback: bool = False) -> Starlette:
+def create_app(
+    engine: ServedEngine,
+    settings: ServerSettings | None = None,
+    *,
+    front_end: int = 0,
+    on_loopback: bool = False,
+) -> Starlette:
     """Return the app that serves an engine. `front_end`: its number among the front ends. `on_loopback`: only this machine can reach it. Set
     `app.state.draining` to make /ready answer 503. Raises `ConfigError` for settings that name something missing, and `MissingExtraError`."""
     settings = settings or ServerSettings()
@@ -44,20 +50,42 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     middleware = [Middleware(RequestLog, settings), *middleware_of(settings, on_loopback)]
     metrics = ServerMetrics(engine, front_end=front_end)
     models = settings.served_model_name or (engine.info.model,)
-    routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
+    routes = [
+        *all_routes(settings),
+        Route("/metrics", metrics_route(metrics), include_in_schema=False),
+    ]
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
-    registry = Registry.discover(PluginSelection(allow=engine.info.allowed_plugins, deny=engine.info.denied_plugins))
-    added = PluginRoutes.of(settings.routes, frozenset(route.path for route in routes if isinstance(route, Route)), registry)
+    registry = Registry.discover(
+        PluginSelection(allow=engine.info.allowed_plugins, deny=engine.info.denied_plugins)
+    )
+    added = PluginRoutes.of(
+        settings.routes,
+        frozenset(route.path for route in routes if isinstance(route, Route)),
+        registry,
+    )
     routes += added.routes
     middleware += added.middleware
     tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     batches = None
     if settings.batch_directory is not None:
-        batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days)
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: http_exception}, lifespan=_lifespan)
-    admission, parsing, preparing = Admission(engine, settings), AnswerParsing(engine, settings, registry), Preparing(settings.max_body_bytes)
-    app.state.server = server = Server(engine, settings, admission, parsing, preparing, metrics, models, tracing, batches)
+        batches = BatchStore(
+            Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days
+        )
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: http_exception},
+        lifespan=_lifespan,
+    )
+    admission, parsing, preparing = (
+        Admission(engine, settings),
+        AnswerParsing(engine, settings, registry),
+        Preparing(settings.max_body_bytes),
+    )
+    app.state.server = server = Server(
+        engine, settings, admission, parsing, preparing, metrics, models, tracing, batches
+    )
     added.context.serve(server)
     app.state.draining = app.state.is_unsupervised = False
     app.state.batch_worker = None if batches is None else BatchWorker(app, batches, settings)
@@ -86,7 +114,11 @@ def middleware_of(settings: ServerSettings, on_loopback: bool) -> list[Middlewar
                 expose_headers=["x-request-id", "request-id", "retry-after", "x-dovetail-ignored"],
             )
         )
-    middleware.append(Middleware(ApiKeys, settings) if settings.api_keys else Middleware(BrowserGuard, settings, on_loopback))
+    middleware.append(
+        Middleware(ApiKeys, settings)
+        if settings.api_keys
+        else Middleware(BrowserGuard, settings, on_loopback)
+    )
     return middleware
 
 
@@ -117,7 +149,9 @@ def http_exception(request: Request, error: Exception) -> Response:
     if status == 404:
         message = f"nothing is served at {path[:200]}"
     elif status == 405:
-        message = f"{path[:200]} takes {headers.get('Allow', 'another method')}, not {request.method}"
+        message = (
+            f"{path[:200]} takes {headers.get('Allow', 'another method')}, not {request.method}"
+        )
     else:
         message = str(error)
     return HttpError(status, message, headers=headers).response(path)

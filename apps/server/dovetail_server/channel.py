@@ -74,7 +74,9 @@ def end_orphaned(directory: str, *sockets: str | None) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)  # this process leads its group
 
 
-def heed(channel: Channel, act: Callable[[Message], None], gone: Callable[[], None]) -> threading.Thread:
+def heed(
+    channel: Channel, act: Callable[[Message], None], gone: Callable[[], None]
+) -> threading.Thread:
     """Call `act` with each message, in a thread, and `gone` when the peer is gone."""
 
     def run() -> None:

@@ -18,7 +18,9 @@ from dovetail.errors import ConfigError, RequestError
 from dovetail_server.chat_partners import LocalModel, Partner, ServerError, ServerModel
 
 PROMPT = "> "
-UNPRINTABLE = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}  # could contain terminal escape sequences
+UNPRINTABLE = {
+    code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"
+}  # could contain terminal escape sequences
 HELP = """/reset         start a new conversation
 /system TEXT   set the system prompt from now on; without TEXT, remove it
 /quit          quit, like Ctrl-D
@@ -26,13 +28,30 @@ Ctrl-C stops an answer. To send a message that begins with /, type //."""
 
 
 def chat(
-    source: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model (or engine.yaml) to run here, or a server's http://host:port.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|URL",
+            help="A model (or engine.yaml) to run here, or a server's http://host:port.",
+        ),
+    ],
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy. Default: the model's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of an answer. Default: as many as fit.")] = None,
-    chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="A Jinja template instead of the model's own.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model, if the server has several. Default: the first.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: greedy. Default: the model's.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="The most tokens of an answer. Default: as many as fit.")
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A Jinja template instead of the model's own."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model, if the server has several. Default: the first.")
+    ] = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
     """Talk to a model."""
@@ -45,12 +64,19 @@ def chat(
 
 
 def _partner(
-    source: str, params: dict[str, Any], template: str | None, api_key: str | None, model: str | None, settings: list[str]
+    source: str,
+    params: dict[str, Any],
+    template: str | None,
+    api_key: str | None,
+    model: str | None,
+    settings: list[str],
 ) -> LocalModel | ServerModel:
     """Raise `ConfigError` for options that don't apply to the source."""
     if source.startswith(("http://", "https://")):
         if settings:
-            raise ConfigError(f"--set configures a local engine, but {source} is a server: pass the setting to `dovetail serve`")
+            raise ConfigError(
+                f"--set configures a local engine, but {source} is a server: pass the setting to `dovetail serve`"
+            )
         return ServerModel(source, model, {**params, "chat_template": template}, api_key)
     if model is not None:
         raise ConfigError("--model is for servers; a local model is the argument itself")
@@ -108,7 +134,9 @@ class ChatSession:
         elif name == "/help":
             self._note(HELP)
         else:
-            self._note(f"unknown command {name}; commands are /reset, /system, /quit and /help; to send a message that begins with /, type //")
+            self._note(
+                f"unknown command {name}; commands are /reset, /system, /quit and /help; to send a message that begins with /, type //"
+            )
         return True
 
     def _say(self, text: str) -> bool:
@@ -117,7 +145,10 @@ class ChatSession:
         before = [{"role": "system", "content": self._system}] if self._system else []
         answer, reason, failure = "", None, None
         try:
-            with _interrupts() as interrupts, closing(self._partner.answer([*before, *self._messages])) as pieces:
+            with (
+                _interrupts() as interrupts,
+                closing(self._partner.answer([*before, *self._messages])) as pieces,
+            ):
                 for piece in pieces:
                     if interrupts:  # raised where it was lost, such as in a finalizer
                         raise KeyboardInterrupt
@@ -140,7 +171,9 @@ class ChatSession:
         else:  # stopped before the first token
             self._messages.pop()
         if self._typed and reason in ("stopped", "length"):
-            self._note("(stopped)" if reason == "stopped" else "(the answer reached its length limit)")
+            self._note(
+                "(stopped)" if reason == "stopped" else "(the answer reached its length limit)"
+            )
         return True
 
     def _note(self, text: str) -> None:

@@ -49,7 +49,9 @@ class Partner(Protocol):
 class LocalModel:
     """A local model."""
 
-    def __init__(self, config: EngineConfig, params: Mapping[str, Any], chat_template: str | None) -> None:
+    def __init__(
+        self, config: EngineConfig, params: Mapping[str, Any], chat_template: str | None
+    ) -> None:
         """`params`: sampling parameters. Raises `ConfigError` if there is no chat template."""
         from dovetail.front.chat import ChatFrontEnd, ChatOptions
         from dovetail.front.llm import LLM
@@ -65,10 +67,16 @@ class LocalModel:
                 f"{config.model} has no chat template, so it can only complete text; "
                 f"try `dovetail generate {config.model} TEXT`, or provide a template: --chat-template FILE"
             )
-        self._chat = ChatFrontEnd(self._llm.engine.tokenizer, self._llm.engine.config.limits, self._llm.engine.capacity.max_model_len)
+        self._chat = ChatFrontEnd(
+            self._llm.engine.tokenizer,
+            self._llm.engine.config.limits,
+            self._llm.engine.capacity.max_model_len,
+        )
 
     def answer(self, messages: Messages) -> Generator[Piece]:
-        with self._llm.stream([self._chat.prompt(messages, self._options)], self._params) as outputs:
+        with self._llm.stream(
+            [self._chat.prompt(messages, self._options)], self._params
+        ) as outputs:
             for output in outputs:
                 sample = output.outputs[0]
                 if sample.finish_reason in ("error", "rejected"):
@@ -83,7 +91,9 @@ class LocalModel:
 class ServerModel:
     """A server with OpenAI's API."""
 
-    def __init__(self, url: str, model: str | None, params: Mapping[str, Any], api_key: str | None) -> None:
+    def __init__(
+        self, url: str, model: str | None, params: Mapping[str, Any], api_key: str | None
+    ) -> None:
         """`params`: fields of each request. Raises `ConfigError` for an invalid URL, `ServerError` if no server answers."""
         parts = urlsplit(url)
         try:
@@ -117,9 +127,13 @@ class ServerModel:
                 return
             event = self._json(data)
             if error := event.get("error"):
-                raise ServerError(f"{self._url}: {error.get('message') if isinstance(error, dict) else error}")
+                raise ServerError(
+                    f"{self._url}: {error.get('message') if isinstance(error, dict) else error}"
+                )
             for choice in event.get("choices", ())[:1]:
-                yield Piece((choice.get("delta") or {}).get("content") or "", choice.get("finish_reason"))
+                yield Piece(
+                    (choice.get("delta") or {}).get("content") or "", choice.get("finish_reason")
+                )
         raise ServerError(f"{self._url} broke off during the answer")
 
     def _first_model(self) -> str:
@@ -136,15 +150,21 @@ class ServerModel:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{self._url} {what}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}") from None
+            raise ServerError(
+                f"{self._url} {what}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+            ) from None
 
     def _connection(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         return kind(*self._address, timeout=TIMEOUT_S)
 
-    def _asked(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+    def _asked(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
+    ) -> http.client.HTTPResponse:
         """Send a request, and return the response if it is successful. Raises `ServerError` with the server's message."""
-        connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+        connection.request(
+            method, self._path + path, None if body is None else json.dumps(body), self._headers
+        )
         response = connection.getresponse()
         if response.status == 200:
             return response
@@ -162,5 +182,7 @@ class ServerModel:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ServerError(f"{self._url} doesn't have OpenAI's API: it answered {shown(data.decode('utf-8', 'replace'))}")
+            raise ServerError(
+                f"{self._url} doesn't have OpenAI's API: it answered {shown(data.decode('utf-8', 'replace'))}"
+            )
         return value

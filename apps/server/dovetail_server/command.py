@@ -42,13 +42,17 @@ MODULES = {  # modules that the server's processes import, and their packages
 def serve(source: str, settings: list[str], in_process: bool, **options: Any) -> None:
     """Serve a model over HTTP with OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C."""
     flags = {name: options.pop(name) for name in ENGINE_FLAGS if name in options}
-    settings = with_flags(settings, {name: value for name, value in flags.items() if value is not None})
+    settings = with_flags(
+        settings, {name: value for name, value in flags.items() if value is not None}
+    )
     server = _read(options)
     _check_packages()
     if server.batch_directory is not None:
         from dovetail_server.batches.store import BatchStore
 
-        BatchStore(Path(server.batch_directory), server.max_stored_bytes)  # report an unusable folder early
+        BatchStore(
+            Path(server.batch_directory), server.max_stored_bytes
+        )  # report an unusable folder early
     if server.otlp_traces_endpoint is not None:
         check_installed()  # report it early
     _check_plugins(server, source, settings)
@@ -68,7 +72,9 @@ def _check_plugins(server: ServerSettings, source: str, settings: Sequence[str])
     config is left to the engine."""
     if not (server.routes or named_parsers(server)):
         return
-    config, _ = EngineConfig.load_what_is_right(source, EngineConfig.read_settings(settings), origin="--set")
+    config, _ = EngineConfig.load_what_is_right(
+        source, EngineConfig.read_settings(settings), origin="--set"
+    )
     if config is not None:
         registry = Registry.discover(config.plugins, enforce_require=False)
         check_names(server, registry)
@@ -91,7 +97,11 @@ def _is_there(module: str) -> bool:
 
 def _read(options: dict[str, Any]) -> ServerSettings:
     """Return the settings with the given options. Raises `ConfigError` naming all invalid ones."""
-    given = {name: None if value == NULL and _is_nullable(name) else value for name, value in options.items() if value not in (None, [])}
+    given = {
+        name: None if value == NULL and _is_nullable(name) else value
+        for name, value in options.items()
+        if value not in (None, [])
+    }
     try:
         return ServerSettings.model_validate(given)
     except ValidationError as error:
@@ -117,23 +127,52 @@ def _is_nullable(name: str) -> bool:
 
 def _parameters() -> list[inspect.Parameter]:
     """Return the command's parameters for Typer."""
-    in_process = Annotated[bool, typer.Option("--in-process", help="Run the engine in a thread of the server's process, for debugging.")]
-    listed: list[tuple[str, Any, Any]] = [("source", RequiredSource, inspect.Parameter.empty), ("settings", Settings, [])]
+    in_process = Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="Run the engine in a thread of the server's process, for debugging.",
+        ),
+    ]
+    listed: list[tuple[str, Any, Any]] = [
+        ("source", RequiredSource, inspect.Parameter.empty),
+        ("settings", Settings, []),
+    ]
     listed += [_parameter(name, field) for name, field in ServerSettings.model_fields.items()]
     listed.append(("in_process", in_process, False))
     listed += flag_parameters()
-    return [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=default) for name, kind, default in listed]
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=default
+        )
+        for name, kind, default in listed
+    ]
 
 
 def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
     """Return name, annotation and default of a field's option. The field's own default is only shown in the help: options that aren't given are left
     to the model, which may read the environment."""
-    kind, text = _plain(field.annotation), " ".join((field.description or "").replace("`", "").split())
+    kind, text = (
+        _plain(field.annotation),
+        " ".join((field.description or "").replace("`", "").split()),
+    )
     if kind is list:
-        spellings = [option_name(name), *(["--lora-modules"] if name == "lora_modules" else [])]  # vLLM's, too
-        return name, Annotated[list[str], typer.Option(*spellings, help=f"{text} May be repeated.", show_default=False)], []
+        spellings = [
+            option_name(name),
+            *(["--lora-modules"] if name == "lora_modules" else []),
+        ]  # vLLM's, too
+        return (
+            name,
+            Annotated[
+                list[str],
+                typer.Option(*spellings, help=f"{text} May be repeated.", show_default=False),
+            ],
+            [],
+        )
     text += f"  [default: {NULL if field.default is None else field.default}]"
-    names = f"{option_name(name)}/--no-{option_name(name)[2:]}" if kind is bool else option_name(name)
+    names = (
+        f"{option_name(name)}/--no-{option_name(name)[2:]}" if kind is bool else option_name(name)
+    )
     return name, Annotated[kind | None, typer.Option(names, help=text, show_default=False)], None
 
 

@@ -28,8 +28,12 @@ class EngineInfo:
     intake: IntakeFacts  # limits, lengths and capabilities, against which requests are validated
     block_size: int  # tokens of the smallest block
     num_blocks: int  # pages of the KV pool
-    parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use
-    details: Mapping[str, Any] = field(default_factory=dict)  # the executor's choices: device, dtype, attention …
+    parts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # kind -> "distribution:name" of the component in use
+    details: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the executor's choices: device, dtype, attention …
     cache_groups: tuple[str, ...] = ()  # names: "full", "window 1024"
     allowed_plugins: tuple[str, ...] | None = None  # as in the config's `plugins`
     denied_plugins: tuple[str, ...] = ()
@@ -45,7 +49,9 @@ class Load:
     free_blocks: int = 0  # without reusable K and V
     cached_blocks: int = 0  # in no table, with reusable K and V
     held_by_group: tuple[int, ...] = ()  # `held_blocks` by cache group; empty: not told apart
-    draft_rows: int = 0  # since the engine's start, as all that follows: rows of steps that checked drafts
+    draft_rows: int = (
+        0  # since the engine's start, as all that follows: rows of steps that checked drafts
+    )
     draft_tokens: int = 0  # drafts that they checked
     accepted_drafts: tuple[int, ...] = ()  # accepted ones by position
     drafting_s: float = 0.0  # time that steps waited for the drafter
@@ -120,7 +126,14 @@ class ServedEngine(Protocol):
     def pooling(self) -> PoolingIntake:
         """Return the object that prepares prompts of pooling requests. Raises `RequestError` if the engine can't pool."""
 
-    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: Listener, **fields: Any) -> None:
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        listener: Listener,
+        **fields: Any,
+    ) -> None:
         """Submit a request. Outputs are deltas, whatever `params.output_kind`. `fields`: those of `RequestFields`, and `extra`. Text is tokenized in
         the calling thread: make long texts by `source` first.
 

@@ -78,7 +78,9 @@ def _parted(arg: str) -> tuple[str, str, str]:
     flag, dot, key = dashed.partition(".")
     if name.startswith("-") and dot and (_name_of(flag) in ENGINE_FLAGS or flag in RENAMED):
         whole = RENAMED.get(flag, flag)
-        raise ConfigError(f"{dashed}: give the mapping in one flag: {whole} '{{{key.replace('-', '_')}: …}}'")
+        raise ConfigError(
+            f"{dashed}: give the mapping in one flag: {whole} '{{{key.replace('-', '_')}: …}}'"
+        )
     known = _name_of(dashed) in ENGINE_FLAGS or dashed in RENAMED or is_known(dashed)
     return dashed if known else name, equals, value
 
@@ -88,7 +90,9 @@ def _name_of(flag: str) -> str:
 
 
 _OTHERS = {"model", *ServerSettings.model_fields, *map(_name_of, RENAMED)}
-ENGINE_FLAGS = {name: is_switch for name, is_switch in ARGUMENTS.items() if name not in _OTHERS}  # True: a switch, without a value
+ENGINE_FLAGS = {
+    name: is_switch for name, is_switch in ARGUMENTS.items() if name not in _OTHERS
+}  # True: a switch, without a value
 
 
 def flag_parameters() -> list[tuple[str, Any, Any]]:
@@ -97,23 +101,39 @@ def flag_parameters() -> list[tuple[str, Any, Any]]:
     for name, is_switch in ENGINE_FLAGS.items():
         flag = flag_of(name)
         names = f"{flag}/--no-{flag[2:]}" if is_switch else flag
-        listed.append((name, Annotated[(bool if is_switch else str) | None, typer.Option(names, hidden=True)], None))
+        listed.append(
+            (
+                name,
+                Annotated[(bool if is_switch else str) | None, typer.Option(names, hidden=True)],
+                None,
+            )
+        )
     return listed
 
 
 def with_flags(settings: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
     """Return `--set`s that include the flags given on the command line, a text or a bool each. Raises `ConfigError` for a value that is refused, and
     for a key that is set twice."""
-    given = {name: value if isinstance(value, bool) else flag_value(name, value) for name, value in flags.items()}
+    given = {
+        name: value if isinstance(value, bool) else flag_value(name, value)
+        for name, value in flags.items()
+    }
     sets = EngineConfig.read_settings(settings)
     for name, value in given.items():
         keys = translated({name: value})
         for key in keys:
             if is_given(key, sets):
-                raise ConfigError(f"{flag_of(name)} sets {key}, which --set gives as well: leave one of them out")
-        EngineConfig.load_with({}, keys, origin=flag_of(name))  # an early check, with the flag's name
+                raise ConfigError(
+                    f"{flag_of(name)} sets {key}, which --set gives as well: leave one of them out"
+                )
+        EngineConfig.load_with(
+            {}, keys, origin=flag_of(name)
+        )  # an early check, with the flag's name
     texts = {
-        key: f"{key}={yaml.safe_dump([value], default_flow_style=True, width=float('inf')).strip()[1:-1]}" for key, value in translated(given).items()
+        key: f"{key}={yaml.safe_dump([value], default_flow_style=True, width=float('inf')).strip()[1:-1]}"
+        for key, value in translated(given).items()
     }
-    components = [text for key, text in texts.items() if "." not in key]  # first, or they would replace options of `settings`
+    components = [
+        text for key, text in texts.items() if "." not in key
+    ]  # first, or they would replace options of `settings`
     return [*components, *settings, *(text for key, text in texts.items() if "." in key)]

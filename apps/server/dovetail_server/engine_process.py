@@ -35,7 +35,9 @@ def main() -> int:
     from dovetail_server.links import ZmqPost
 
     try:
-        config = EngineConfig.load_with(start["source"], EngineConfig.read_settings(start["set"]), origin="command line")
+        config = EngineConfig.load_with(
+            start["source"], EngineConfig.read_settings(start["set"]), origin="command line"
+        )
         assembly = assemble(config, {})
     except DovetailError as error:
         channel.send(refused=str(error))
@@ -44,7 +46,11 @@ def main() -> int:
     assembly.prepare_grammars()
     host = EngineHost(assembly, post)
 
-    channel.send(ready=True, ranks=ranks_in_words(assembly.capacity), groups=groups_in_words(assembly.capacity))
+    channel.send(
+        ready=True,
+        ranks=ranks_in_words(assembly.capacity),
+        groups=groups_in_words(assembly.capacity),
+    )
     for target in (partial(_beat, channel, StepWatch(host)), partial(_obey, orders, host, post)):
         threading.Thread(target=target, daemon=True).start()
     try:

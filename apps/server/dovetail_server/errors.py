@@ -11,7 +11,15 @@ from typing import Any
 
 from starlette.responses import Response
 
-from dovetail.errors import DovetailError, EngineDeadError, MissingExtraError, ModelLoadError, RequestError, UnsupportedError, describe
+from dovetail.errors import (
+    DovetailError,
+    EngineDeadError,
+    MissingExtraError,
+    ModelLoadError,
+    RequestError,
+    UnsupportedError,
+    describe,
+)
 
 logger = logging.getLogger("dovetail.server")
 
@@ -28,16 +36,30 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     503: ("service_unavailable_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})  # out of files, processes or memory, perhaps temporarily
-RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # at the beginning of a message: the engine's name of structured-output parameters
-_PATH = re.compile(r"(?<![\w#/.$…-])(?!//|/v\d/)/(?:[^\s/'\"`,;:()\[\]{}<>|]+/)+(?=([^\s/'\"`,;:()\[\]{}<>|]*))")  # but its last name
+_EXHAUSTED = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
+)  # out of files, processes or memory, perhaps temporarily
+RULE = re.compile(
+    r"structured\b(\.[a-z_]+)?(?=:)"
+)  # at the beginning of a message: the engine's name of structured-output parameters
+_PATH = re.compile(
+    r"(?<![\w#/.$…-])(?!//|/v\d/)/(?:[^\s/'\"`,;:()\[\]{}<>|]+/)+(?=([^\s/'\"`,;:()\[\]{}<>|]*))"
+)  # but its last name
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-zA-Z0-9_-]+)*")
 
 
 class HttpError(DovetailError):
     """An error with an HTTP status. `param`: the invalid parameter; `code`: machine-readable."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
@@ -67,7 +89,9 @@ ErrorShape = Callable[[HttpError], dict[str, Any]]
 def openai_shape(error: HttpError) -> dict[str, Any]:
     """Return the error in OpenAI's format."""
     kind = _TYPES.get(error.status, ("server_error", ""))[0]
-    return {"error": {"message": error.told, "type": kind, "param": error.param, "code": error.code}}
+    return {
+        "error": {"message": error.told, "type": kind, "param": error.param, "code": error.code}
+    }
 
 
 def anthropic_shape(error: HttpError) -> dict[str, Any]:
@@ -86,7 +110,9 @@ def speaks_anthropic(path: str) -> bool:
     return "/v1/messages" in path
 
 
-def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mapping[str, str] | None = None) -> HttpError:
+def http_error(
+    error: BaseException, fields: Sequence[str] = (), renamed: Mapping[str, str] | None = None
+) -> HttpError:
     """Convert any error to an `HttpError`. Unexpected ones are logged, and their text isn't disclosed.
 
     `fields`: names of the request's parameters, which a `RequestError` may mention. `renamed`: engine name -> API name of parameters that differ.
@@ -94,21 +120,30 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
     if isinstance(error, HttpError):
         return error
     if (lack := lack_of(error)) is not None:
-        return HttpError(503, f"the server is out of resources ({lack}): try again in a moment", code="overloaded", headers={"Retry-After": "1"})
+        return HttpError(
+            503,
+            f"the server is out of resources ({lack}): try again in a moment",
+            code="overloaded",
+            headers={"Retry-After": "1"},
+        )
     if isinstance(error, RequestError | UnsupportedError | MissingExtraError):
         message = str(error).partition("; install with: ")[0]  # clients can't
         param = _param_of(message, fields, renamed or {})
         if RULE.match(message) and param is not None:  # the APIs have several names for it
             message = RULE.sub(lambda _: param, message, count=1)
         refused = isinstance(error, RequestError)
-        return HttpError(400 if refused else 501, message, param=param, code=None if refused else "unsupported")
+        return HttpError(
+            400 if refused else 501, message, param=param, code=None if refused else "unsupported"
+        )
     if isinstance(error, EngineDeadError):
         return HttpError(503, str(error), code="engine_dead")
     if isinstance(error, ModelLoadError):
         return HttpError(400, str(error), code="unsupported")
     if not isinstance(error, DovetailError):
         logger.error("unexpected error in a request: %s", describe(error), exc_info=error)
-        return HttpError(500, "the server failed to answer this request; its log says why", code="internal_error")
+        return HttpError(
+            500, "the server failed to answer this request; its log says why", code="internal_error"
+        )
     return HttpError(500, str(error))
 
 

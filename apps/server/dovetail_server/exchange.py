@@ -9,7 +9,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +50,13 @@ from dovetail_server.protocol.advisory import HEADER, Advisory, ignored_fields
 from dovetail_server.protocol.decoding import decode, unsupported
 from dovetail_server.protocol.openai_common import GenerationFields, TokenCounts
 from dovetail_server.settings import ServerSettings
-from dovetail_server.streams import ClientGone, EventStream, Outbox, SlowReaderError, until_disconnected
+from dovetail_server.streams import (
+    ClientGone,
+    EventStream,
+    Outbox,
+    SlowReaderError,
+    until_disconnected,
+)
 from dovetail_server.tracing import RequestRecord, Tracing
 
 logger = logging.getLogger("dovetail")
@@ -52,7 +66,9 @@ G = TypeVar("G", bound=GenerationFields)
 
 _FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # estimate for text that isn't tokenized yet
-_SHORT = 2000  # characters that are tokenized in the event loop, where it is faster than in a thread
+_SHORT = (
+    2000  # characters that are tokenized in the event loop, where it is faster than in a thread
+)
 _TOKENS_A_TURN = 2**12  # of prompts that are submitted before the event loop serves others
 SLICE = SIZES[0]  # characters that are tokenized at a time
 
@@ -71,7 +87,9 @@ class Server:
     tracing: Tracing | None = None
     batches: BatchStore | None = None  # None: batches are disabled
     outbox: Outbox = field(default_factory=Outbox)
-    ignored: set[tuple[str, str]] = field(default_factory=set)  # paths and advisory fields that the log has named
+    ignored: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # paths and advisory fields that the log has named
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def check_health(self) -> None:
@@ -85,7 +103,9 @@ class Server:
         if name is None or name in self.models or (adapters and name in self.engine.adapters):
             return name or self.models[0]
         known = (*self.models, *self.engine.adapters) if adapters else self.models
-        message = f"the model {name[:200]!r} isn't served here; available: {', '.join(known)[:2_000]}"
+        message = (
+            f"the model {name[:200]!r} isn't served here; available: {', '.join(known)[:2_000]}"
+        )
         raise HttpError(404, message, param="model", code="model_not_found")
 
 
@@ -110,7 +130,9 @@ class OutputListener:
 
     @property
     def counts(self) -> TokenCounts:
-        return TokenCounts(self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens)
+        return TokenCounts(
+            self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens
+        )
 
     def take(self, output: RequestOutput) -> None:
         """Process new output. An error fails the exchange and aborts its requests."""
@@ -159,7 +181,10 @@ class OutputListener:
     def _begin(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
         self.begun = True
         self.times = output.metrics
-        self.prompt_tokens, self.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+        self.prompt_tokens, self.cached_tokens = (
+            len(output.prompt_token_ids),
+            output.num_cached_tokens,
+        )
         if self.exchange.record.first_output is None:
             self.exchange.record.first_output = time.monotonic()
         if self.ticket is not None:
@@ -185,12 +210,18 @@ class PooledListener(OutputListener):
 
 
 def _failure(sample: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailError:
-    if sample.finish_reason != "abort" and str(sample.stop_reason).startswith("structured"):  # see `front.grammars` and `engine.constraint`
+    if sample.finish_reason != "abort" and str(sample.stop_reason).startswith(
+        "structured"
+    ):  # see `front.grammars` and `engine.constraint`
         return RequestError(str(sample.stop_reason))
-    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("lora_request"):  # it can't be read any more: see `front.adapters`
+    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith(
+        "lora_request"
+    ):  # it can't be read any more: see `front.adapters`
         return HttpError(400, f"model: {sample.stop_reason}", param="model", code="adapter_failed")
     if sample.finish_reason == "rejected":
-        return HttpError(503, f"the scheduler rejected the request: {sample.stop_reason}", code="rejected")
+        return HttpError(
+            503, f"the scheduler rejected the request: {sample.stop_reason}", code="rejected"
+        )
     if sample.finish_reason == "abort":
         return HttpError(503, "the request was aborted by the server", code="aborted")
     return HttpError(500, f"the request failed: {sample.stop_reason}", code="request_failed")
@@ -199,7 +230,9 @@ def _failure(sample: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailEr
 class Exchange:
     """One HTTP request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, shape: ErrorShape = openai_shape) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, shape: ErrorShape = openai_shape
+    ) -> None:
         self.scope, self.receive, self.send, self.shape = scope, receive, send, shape
         self.server: Server = scope["app"].state.server
         self.record: RequestRecord = scope.setdefault("dovetail.record", RequestRecord())
@@ -213,7 +246,9 @@ class Exchange:
         self._body_bytes = 0
         self._client: str | None = None  # from the body
         self._listeners: dict[str, OutputListener] = {}  # by the engine's request id
-        self.on_finished: Callable[[], None] = lambda: None  # called after the last output, to write final events
+        self.on_finished: Callable[[], None] = lambda: (
+            None
+        )  # called after the last output, to write final events
         self.prompt_copies = 1  # in the answer, if it repeats the prompt
         self._left = 0  # listeners that haven't ended
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -225,12 +260,16 @@ class Exchange:
     async def body(self, kind: type[T]) -> T:
         """Decode the body as a msgspec struct. Raises `HttpError` 400 and what `received` raises, and `RequestError` for lists that are too long."""
         most = self.server.settings.max_body_bytes
-        too_large = HttpError(413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large")
+        too_large = HttpError(
+            413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large"
+        )
         data = b"".join([part async for part in self.received(most, too_large)])
         self.fields = getattr(kind, "__struct_encode_fields__", ())
         limits = self.engine.info.intake.limits
         self._body_bytes = len(data)
-        body = await self.beside(partial(decode, data, kind, JsonBounds(limits.max_json_parts, limits.max_json_depth)))
+        body = await self.beside(
+            partial(decode, data, kind, JsonBounds(limits.max_json_parts, limits.max_json_depth))
+        )
         check_counts(body, limits)
         self._client = getattr(body, "client", None)
         return body
@@ -246,7 +285,11 @@ class Exchange:
         """Decode the body of a generating endpoint; return it and the model name for the answer. Raises what `body`, `ignore` and `model_named`
         do."""
         body = await self.body(kind)
-        self.renamed = body.renamed() if body.vllm_xargs is None else {**body.renamed(), "extra_args": "vllm_xargs"}
+        self.renamed = (
+            body.renamed()
+            if body.vllm_xargs is None
+            else {**body.renamed(), "extra_args": "vllm_xargs"}
+        )
         for one in ignored_fields(body, body.ADVISORY):
             self.ignore(one)
         model = self.record.model = self.server.model_named(body.model, adapters=True)
@@ -255,13 +298,18 @@ class Exchange:
     def ignore(self, one: Advisory) -> None:
         """Note an advisory field that has no effect. Raises `HttpError` 400 if the server's settings refuse it."""
         if one.hint and self.server.settings.advisory_fields == "refuse":
-            raise unsupported(one.path, f"{one.reason}, so it has no effect, which this server refuses (advisory_fields: refuse)")
+            raise unsupported(
+                one.path,
+                f"{one.reason}, so it has no effect, which this server refuses (advisory_fields: refuse)",
+            )
         self.ignored.append(one.path)
         if (named := (self.scope["path"], one.path)) not in self.server.ignored:
             self.server.ignored.add(named)
             logger.warning("%s: %s has no effect: %s (said once)", *named, one.reason)
 
-    def received(self, most: int, too_large: HttpError, most_held: int | None = None) -> AsyncGenerator[bytes, None]:
+    def received(
+        self, most: int, too_large: HttpError, most_held: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the body in chunks. `most_held`: the most bytes of it kept in memory, if not all. Raises `HttpError` 408 on timeout, 429 if the
         bodies of all requests exceed the limit, `too_large` if this one does, and `ClientGone`."""
 
@@ -270,7 +318,9 @@ class Exchange:
             self.server.admission.bodies.take(held - self._held_bytes, self._held_bytes)
             self._held_bytes = held
 
-        return receive_body(self.scope, self.receive, most, too_large, self.server.settings.body_timeout_s, hold)
+        return receive_body(
+            self.scope, self.receive, most, too_large, self.server.settings.body_timeout_s, hold
+        )
 
     @property
     def client(self) -> Hashable:
@@ -282,19 +332,28 @@ class Exchange:
         """Admit the request, and return the result of `work`, run in a thread in its client's turn. `given_template`: it renders a chat template
         from the request. Raises `HttpError` 429, and 503 while draining, what `attended` raises, and what `work` raises."""
         async with self._admitted(self._body_bytes):
-            return await self.server.preparing.run(self.client, self._body_bytes, work, given_template=given_template)
+            return await self.server.preparing.run(
+                self.client, self._body_bytes, work, given_template=given_template
+            )
 
     async def made(self, source: PromptSource) -> list[Prompt]:
         """Make prompts in slices, each in a thread in its client's turn; short ones are made here. The request is charged by the characters that
         are tokenized, however few its body has. Raises `RequestError` for more than one request may have, and what `prepared` raises."""
         limits = self.engine.info.intake.limits
-        at_most("the prompts: the characters of all together", source.total_chars, limits, "max_request_chars")
+        at_most(
+            "the prompts: the characters of all together",
+            source.total_chars,
+            limits,
+            "max_request_chars",
+        )
         if source.cost <= _SHORT:
             return source.all()
         prompts: list[Prompt] = []
         async with self._admitted(source.cost):
             for part, cost in source.slices(SLICE):
-                prompts += await self.server.preparing.run(self.client, cost, partial(source.make, part))
+                prompts += await self.server.preparing.run(
+                    self.client, cost, partial(source.make, part)
+                )
         return prompts
 
     @asynccontextmanager
@@ -311,7 +370,11 @@ class Exchange:
     def check_open(self) -> None:
         """Raise `HttpError` 503 while the server drains."""
         if self.scope["app"].state.draining:
-            raise HttpError(503, "the server is shutting down: it finishes running requests, and takes no new ones", code="draining")
+            raise HttpError(
+                503,
+                "the server is shutting down: it finishes running requests, and takes no new ones",
+                code="draining",
+            )
 
     def _leave(self) -> None:
         self.server.admission.bodies.release(self._held_bytes)
@@ -326,7 +389,12 @@ class Exchange:
 
     def check_samples(self, prompts: int, n: int) -> None:
         """Validate the number of samples before anything is allocated for each. Raises `RequestError`."""
-        at_most("n: the samples of all prompts together", prompts * n, self.engine.info.intake.limits, "max_samples")
+        at_most(
+            "n: the samples of all prompts together",
+            prompts * n,
+            self.engine.info.intake.limits,
+            "max_samples",
+        )
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
@@ -340,14 +408,22 @@ class Exchange:
         except TimeoutError:
             if watch.done():
                 raise ClientGone from None
-            raise HttpError(504, f"the request took longer than {timeout_s:g} s (request_timeout_s)", code="timeout") from None
+            raise HttpError(
+                504,
+                f"the request took longer than {timeout_s:g} s (request_timeout_s)",
+                code="timeout",
+            ) from None
         finally:
             watch.cancel()
 
-    def begin_stream(self, error_event: str | None = None, shape: ErrorShape | None = None) -> EventStream:
+    def begin_stream(
+        self, error_event: str | None = None, shape: ErrorShape | None = None
+    ) -> EventStream:
         """Answer with server-sent events, which may be written before `run` and during it."""
         bound = self.server.settings.max_backlog_bytes
-        self.stream = EventStream(self.scope, self._send, shape or self.shape, bound, self.server.outbox, error_event)
+        self.stream = EventStream(
+            self.scope, self._send, shape or self.shape, bound, self.server.outbox, error_event
+        )
         return self.stream
 
     async def run(
@@ -363,7 +439,9 @@ class Exchange:
             tokens = [_tokens_of(prompt) for prompt, _ in requests]
             if isinstance(params, SamplingParams):
                 facts, streamed = self.engine.info.intake, self.stream is not None
-                params = with_bounded_answer(params, tokens, facts, copies=self.prompt_copies, streamed=streamed)
+                params = with_bounded_answer(
+                    params, tokens, facts, copies=self.prompt_copies, streamed=streamed
+                )
             if self._ticket is None:  # otherwise it has been admitted already
                 self.check_open()
             self._leave()
@@ -373,9 +451,14 @@ class Exchange:
             for index, ((_, listener), count) in enumerate(zip(requests, tokens, strict=True)):
                 listener.ticket = self.server.admission.enter(count)
                 listener.meter = self.server.metrics.meter(
-                    fields.get("client"), getattr(params, "n", 1), self.record.began, fields.get("lora_request")
+                    fields.get("client"),
+                    getattr(params, "n", 1),
+                    self.record.began,
+                    fields.get("lora_request"),
                 )
-                self._listeners[answer_id if len(requests) == 1 else f"{answer_id}-{index}"] = listener
+                self._listeners[answer_id if len(requests) == 1 else f"{answer_id}-{index}"] = (
+                    listener
+                )
             submitting = asyncio.create_task(self._submit_all(requests, params, fields))
             try:
                 if self.stream is not None:
@@ -402,7 +485,12 @@ class Exchange:
                     await asyncio.sleep(0)
 
     async def _submit(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: OutputListener, fields: Mapping[str, Any]
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        listener: OutputListener,
+        fields: Mapping[str, Any],
     ) -> None:
         try:
             await self.engine.submit(request_id, prompt, params, listener, **fields)
@@ -447,7 +535,9 @@ class Exchange:
         if self._done.done() and not self._done.cancelled():
             self._done.exception()  # marks it as retrieved
 
-    async def reply(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def reply(
+        self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
         """Answer with JSON. Bytes are sent unchanged."""
         data = value if isinstance(value, bytes) else orjson.dumps(value)
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
@@ -465,7 +555,13 @@ class Exchange:
             await self.reply(first)
             return
         async with self.attended():
-            await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", b"application/json")],
+                }
+            )
             for part in chain((first, second), parts):
                 await self._send({"type": "http.response.body", "body": part, "more_body": True})
                 await asyncio.sleep(0)
@@ -512,7 +608,9 @@ def new_id(prefix: str) -> str:
 class Endpoint:
     """ASGI app around a function that answers an `Exchange`. `shape`: the API's error format."""
 
-    def __init__(self, handler: Callable[[Exchange], Awaitable[None]], shape: ErrorShape = openai_shape) -> None:
+    def __init__(
+        self, handler: Callable[[Exchange], Awaitable[None]], shape: ErrorShape = openai_shape
+    ) -> None:
         self._handler, self._shape = handler, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -521,11 +619,16 @@ class Endpoint:
             await self._handler(exchange)
         except (ClientGone, SlowReaderError) as error:
             exchange.record.gone = True
-            exchange.record.error = "the reader was too slow" if isinstance(error, SlowReaderError) else None
+            exchange.record.error = (
+                "the reader was too slow" if isinstance(error, SlowReaderError) else None
+            )
         except Exception as error:
             exchange.close()
             await exchange.refuse(error)
         finally:
             exchange.close()
-            if exchange.record.params is not None and (tracing := exchange.server.tracing) is not None:
+            if (
+                exchange.record.params is not None
+                and (tracing := exchange.server.tracing) is not None
+            ):
                 tracing.export(exchange.scope, exchange.record, exchange.engine.now())

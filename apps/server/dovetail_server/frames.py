@@ -83,7 +83,9 @@ class Welcome(msgspec.Struct, array_like=True, tag=10):
     tokenizer_dir: str
     tokenizer: ComponentRef | None  # a component; None: that of `tokenizer_dir`
     seed: int  # from the config
-    wall_clock: bool  # the engine uses this host's clock; otherwise its time is that of the last frame
+    wall_clock: (
+        bool  # the engine uses this host's clock; otherwise its time is that of the last frame
+    )
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=11):
@@ -148,16 +150,29 @@ class PackedLogprobs(msgspec.Struct, array_like=True, gc=False):
     ranks: bytes  # int32 [rows]
 
     @classmethod
-    def of(cls, hosts: HostLogprobs, numbers: bytes = b"", rows: Sequence[int] | None = None) -> PackedLogprobs:
+    def of(
+        cls, hosts: HostLogprobs, numbers: bytes = b"", rows: Sequence[int] | None = None
+    ) -> PackedLogprobs:
         """Pack the given rows; None: all."""
         kept = slice(None) if rows is None else np.asarray(rows)
-        token_ids, ranks = hosts.token_ids[kept].astype(np.int32), hosts.ranks[kept].astype(np.int32)
-        return cls(numbers, token_ids.shape[1], token_ids.tobytes(), hosts.logprobs[kept].astype(np.float32).tobytes(), ranks.tobytes())
+        token_ids, ranks = (
+            hosts.token_ids[kept].astype(np.int32),
+            hosts.ranks[kept].astype(np.int32),
+        )
+        return cls(
+            numbers,
+            token_ids.shape[1],
+            token_ids.tobytes(),
+            hosts.logprobs[kept].astype(np.float32).tobytes(),
+            ranks.tobytes(),
+        )
 
     def hosts(self) -> HostLogprobs:
         token_ids = np.frombuffer(self.token_ids, np.int32).reshape(-1, self.width).astype(np.int64)
         logprobs = np.frombuffer(self.logprobs, np.float32).reshape(-1, self.width)
-        return HostLogprobs(token_ids, logprobs, np.frombuffer(self.ranks, np.int32).astype(np.int64))
+        return HostLogprobs(
+            token_ids, logprobs, np.frombuffer(self.ranks, np.int32).astype(np.int64)
+        )
 
 
 class PackedResult(msgspec.Struct, array_like=True, gc=False):
@@ -170,7 +185,9 @@ class PackedResult(msgspec.Struct, array_like=True, gc=False):
 
     @classmethod
     def of(cls, number: int, data: NDArray[np.float32]) -> PackedResult:
-        return cls(number, data.shape[-1], data.astype(np.float32, copy=False).tobytes(), data.ndim > 1)
+        return cls(
+            number, data.shape[-1], data.astype(np.float32, copy=False).tobytes(), data.ndim > 1
+        )
 
     def array(self) -> NDArray[np.float32]:
         data = np.frombuffer(self.data, np.float32)
@@ -210,7 +227,9 @@ def _encode_limits(value: Any) -> Any:
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_limits).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd, dec_hook=lambda kind, value: kind.model_validate(value)).decode
+decode_to_front_end = msgspec.msgpack.Decoder(
+    ToFrontEnd, dec_hook=lambda kind, value: kind.model_validate(value)
+).decode
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
@@ -231,7 +250,13 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return array("i", packed).tolist()
 
 
-def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[Sequence[int]], extra: Mapping[str, Any] | None) -> Add:
+def add_of(
+    number: int,
+    request: CheckedRequest,
+    seed: int,
+    bad_words: Sequence[Sequence[int]],
+    extra: Mapping[str, Any] | None,
+) -> Add:
     """Return the message for a checked request. `extra` is checked by the engine, so the sender must wait for its confirmation."""
     params = request.params
     return Add(
@@ -239,7 +264,9 @@ def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[
         request_id=request.request_id,
         token_ids=request.prompt_array.astype(np.int32).tobytes(),
         params={
-            name: value for name in params.__match_args__ if (value := getattr(params, name)) != getattr(_NEUTRAL, name) and name != "output_kind"
+            name: value
+            for name in params.__match_args__
+            if (value := getattr(params, name)) != getattr(_NEUTRAL, name) and name != "output_kind"
         },
         max_tokens=request.max_tokens,
         seed=seed,
@@ -257,4 +284,14 @@ def request_of(add: Add) -> CheckedRequest:
     prompt_array = np.frombuffer(add.token_ids, np.int32).astype(np.int64)
     prompt_array.flags.writeable = False
     params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)
-    return CheckedRequest(add.request_id, None, (), prompt_array, params, add.max_tokens, add.fields, add.pooling, add.indivisible)
+    return CheckedRequest(
+        add.request_id,
+        None,
+        (),
+        prompt_array,
+        params,
+        add.max_tokens,
+        add.fields,
+        add.pooling,
+        add.indivisible,
+    )

@@ -68,9 +68,25 @@ class LoopWatch:
 class FrontEnd:
     """One front end. All methods are called in its event loop."""
 
-    def __init__(self, line: Line, name: str, settings: ServerSettings, sock: socket.socket, ready: Callable[[], None], *, place: int = 0) -> None:
+    def __init__(
+        self,
+        line: Line,
+        name: str,
+        settings: ServerSettings,
+        sock: socket.socket,
+        ready: Callable[[], None],
+        *,
+        place: int = 0,
+    ) -> None:
         """`name`: unique among all front ends, past ones included. `place`: its index among running front ends. `ready`: called once it listens."""
-        self._line, self._name, self._settings, self._socket, self._ready, self._place = line, name, settings, sock, ready, place
+        self._line, self._name, self._settings, self._socket, self._ready, self._place = (
+            line,
+            name,
+            settings,
+            sock,
+            ready,
+            place,
+        )
         self._engine: RemoteEngine | None = None
         self._app: Any = None
         self._server: _Server | None = None
@@ -83,13 +99,20 @@ class FrontEnd:
         try:
             for one in self._settings.lora_modules:
                 await engine.load_adapter(*one.split("=", 1))
-            self._app = create_app(engine, self._settings, front_end=self._place, on_loopback=is_on_loopback(self._socket))
+            self._app = create_app(
+                engine,
+                self._settings,
+                front_end=self._place,
+                on_loopback=is_on_loopback(self._socket),
+            )
             self._app.state.draining, self._app.state.failure = False, None
             config = self._config()
             try:
                 config.load()
             except OSError as error:  # of TLS files
-                raise ConfigError(f"tls_cert, tls_key: {self._settings.tls_cert}, {self._settings.tls_key}: {error}") from None
+                raise ConfigError(
+                    f"tls_cert, tls_key: {self._settings.tls_cert}, {self._settings.tls_key}: {error}"
+                ) from None
             self._server = _Server(config, self._ready)
             if self.failure is not None:
                 raise DovetailError(self.failure)
@@ -220,7 +243,9 @@ def main() -> int:
             _obey(front_end, message)
         loop.add_reader(channel.socket, obey)
         turn()
-        threading.Thread(target=_beat, args=(channel, turns), name="dovetail-heartbeat", daemon=True).start()
+        threading.Thread(
+            target=_beat, args=(channel, turns), name="dovetail-heartbeat", daemon=True
+        ).start()
         await front_end.run()
 
     try:

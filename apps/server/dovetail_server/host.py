@@ -61,7 +61,9 @@ from dovetail_server.links import ZmqPost
 NOTED_STEPS = 12  # recorded after a request, and returned
 REST_S = 0.5  # between two requests that start recording
 LOADING_S = 0.01  # interval at which an idle engine looks whether an adapter is loaded
-IDLE_CHECK_S = 1.0  # interval at which an idle engine checks its executor, of which a rank may have died
+IDLE_CHECK_S = (
+    1.0  # interval at which an idle engine checks its executor, of which a rank may have died
+)
 
 
 class DecisionLog(Observer):
@@ -156,17 +158,27 @@ class EngineHost:
         self._core = assembly.core
         self._post = post
         self._front_ends: dict[bytes, _FrontEnd] = {}
-        self._gone: set[bytes] = set()  # front ends that have ended; late messages of theirs are ignored
+        self._gone: set[bytes] = (
+            set()
+        )  # front ends that have ended; late messages of theirs are ignored
         self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of unfinished samples
         self._new: set[LiveRequest] = set()  # without a token yet
         self._unfinished = 0  # requests
-        self._later: list[tuple[bytes, ToEngine]] = []  # messages received during a step, to be processed after it
+        self._later: list[
+            tuple[bytes, ToEngine]
+        ] = []  # messages received during a step, to be processed after it
         self._changed = False  # the load has changed without a step
-        self._adapters: dict[str, tuple[LoRARequest, Path | None]] = {}  # served ones by name, and the folder in which their files must be
-        self._loading: list[tuple[_FrontEnd, LoadAdapter, RequestedAdapter]] = []  # to be served once they are loaded
+        self._adapters: dict[
+            str, tuple[LoRARequest, Path | None]
+        ] = {}  # served ones by name, and the folder in which their files must be
+        self._loading: list[
+            tuple[_FrontEnd, LoadAdapter, RequestedAdapter]
+        ] = []  # to be served once they are loaded
         self._stopping = False
         self._watch = DecisionWatch(self._core)
-        self.busy_since: float | None = None  # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
+        self.busy_since: float | None = (
+            None  # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
+        )
         self._core.plan_timing.expects_arrivals = True
         if type(self._core.clock) is WallClock:
             self._core.plan_timing.wait_until = self._wait_until
@@ -185,7 +197,9 @@ class EngineHost:
                 if not core.has_unfinished():
                     if self._changed:
                         self._tell_load()
-                    self._rest(LOADING_S if self._loading else IDLE_CHECK_S if not self._lost() else 0.1)
+                    self._rest(
+                        LOADING_S if self._loading else IDLE_CHECK_S if not self._lost() else 0.1
+                    )
                     core.check_executor()
         finally:
             self.busy_since = None
@@ -258,7 +272,9 @@ class EngineHost:
         try:
             self._admit(front_end, add)
         except DovetailError as error:
-            self._send(front_end, Refused(add.number, str(error), isinstance(error, UnsupportedError)))
+            self._send(
+                front_end, Refused(add.number, str(error), isinstance(error, UnsupportedError))
+            )
         except Exception as error:  # must not affect other requests
             logger.exception("failed to add a request")
             self._send(front_end, Refused(add.number, f"{type(error).__name__}: {error}"))
@@ -269,13 +285,27 @@ class EngineHost:
     def _admit(self, front_end: _FrontEnd, add: Add) -> None:
         """Add a request to the core. Raises `RequestError`, and `UnsupportedError` without a working grammar backend."""
         core = self._core
-        request_checks.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
+        request_checks.at_most(
+            "unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting"
+        )  # of all front ends
         extra = self._assembly.check_extra(add.extra)
         request = request_of(add)
-        sampling = self._assembly.sampling(request.params, add.seed, tuple(tuple(words) for words in add.bad_words))
-        arrival = core.earliest_arrival(core.clock.now() if add.fields.arrival_time is None else add.fields.arrival_time)
+        sampling = self._assembly.sampling(
+            request.params, add.seed, tuple(tuple(words) for words in add.bad_words)
+        )
+        arrival = core.earliest_arrival(
+            core.clock.now() if add.fields.arrival_time is None else add.fields.arrival_time
+        )
         adapter = self._adapter_of(add)
-        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._constraints(request.params), adapter)
+        samples = make_samples(
+            request,
+            sampling,
+            arrival,
+            [None] * request.params.n,
+            extra,
+            self._constraints(request.params),
+            adapter,
+        )
         for index, sample in enumerate(samples):
             try:
                 core.add(sample)
@@ -300,13 +330,18 @@ class EngineHost:
     def _load_adapter(self, front_end: _FrontEnd, message: LoadAdapter) -> None:
         store = self._assembly.adapters
         if store is None:
-            self._send(front_end, Refused(message.number, f"this server takes no adapters: {ENABLE}"))
+            self._send(
+                front_end, Refused(message.number, f"this server takes no adapters: {ENABLE}")
+            )
         elif message.path is None:
             self._adapters.pop(message.name, None)
             self._tell_adapters(front_end, message)
         else:
             try:
-                adapter = store.get(LoRARequest(message.name, 1, message.path), None if message.within is None else Path(message.within))
+                adapter = store.get(
+                    LoRARequest(message.name, 1, message.path),
+                    None if message.within is None else Path(message.within),
+                )
             except RequestError as error:
                 self._send(front_end, Refused(message.number, str(error)))
             else:
@@ -321,7 +356,10 @@ class EngineHost:
                 self._send(front_end, Refused(message.number, why))
             else:
                 within = None if message.within is None else Path(message.within)
-                self._adapters[message.name] = LoRARequest(message.name, 1, str(message.path)), within
+                self._adapters[message.name] = (
+                    LoRARequest(message.name, 1, str(message.path)),
+                    within,
+                )
                 self._tell_adapters(front_end, message)
 
     def _tell_adapters(self, asked: _FrontEnd, message: LoadAdapter) -> None:
@@ -368,7 +406,9 @@ class EngineHost:
         """Wait on behalf of the core. New requests are added meanwhile, so that the next step includes them; if the core is idle they end the wait.
         Other messages are processed after the step."""
         core = self._core
-        while (remaining := instant - core.clock.now()) > 0 and not self._stopping and not self._later:
+        while (
+            (remaining := instant - core.clock.now()) > 0 and not self._stopping and not self._later
+        ):
             self._rest(remaining)
             messages = self._post.take()
             for place, (sender, message) in enumerate(messages):
@@ -384,19 +424,50 @@ class EngineHost:
     def welcome(self) -> Welcome:
         """Return what front ends must know of the engine."""
         assembly, capacity, config = self._assembly, self._assembly.capacity, self._assembly.config
-        details = {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()}
+        details = {
+            key: value if isinstance(value, str | int | float | None) else str(value)
+            for key, value in capacity.details.items()
+        }
         layout, parts = capacity.layout, dict(assembly.parts)
         groups = tuple(group.name for group in layout.groups)
         admitted = config.plugins.allow, config.plugins.deny
-        info = EngineInfo(config.model.path, assembly.intake_facts, layout.block_size, capacity.num_pages, parts, details, groups, *admitted)
+        info = EngineInfo(
+            config.model.path,
+            assembly.intake_facts,
+            layout.block_size,
+            capacity.num_pages,
+            parts,
+            details,
+            groups,
+            *admitted,
+        )
         own = None if assembly.own_tokenizer is None else assembly.own_tokenizer.ref
-        return Welcome(info, str(assembly.tokenizer_dir), own, config.seed, not isinstance(self._core.clock, VirtualClock))
+        return Welcome(
+            info,
+            str(assembly.tokenizer_dir),
+            own,
+            config.seed,
+            not isinstance(self._core.clock, VirtualClock),
+        )
 
     def _load(self) -> Load:
         stats = self._core.update_stats()
         blocks = stats.blocks
-        drafts = stats.draft_rows, stats.draft_tokens, tuple(stats.accepted_drafts), stats.drafting_s
-        return Load(stats.running, stats.waiting, blocks.held, blocks.free, blocks.cached, blocks.held_by_group, *drafts)
+        drafts = (
+            stats.draft_rows,
+            stats.draft_tokens,
+            tuple(stats.accepted_drafts),
+            stats.drafting_s,
+        )
+        return Load(
+            stats.running,
+            stats.waiting,
+            blocks.held,
+            blocks.free,
+            blocks.cached,
+            blocks.held_by_group,
+            *drafts,
+        )
 
     def _tell_load(self) -> None:
         """Send all front ends a frame with the load only."""
@@ -411,7 +482,11 @@ class EngineHost:
             return
         self._changed = False
         failed = self._core.dead is not None  # front ends report that as an error
-        finished = {request: finish for request, finish in delivery.finished.items() if not (failed and finish.reason == "error")}
+        finished = {
+            request: finish
+            for request, finish in delivery.finished.items()
+            if not (failed and finish.reason == "error")
+        }
         parts = self._parts(delivery, finished)
         for request in delivery.finished:
             if request in self._places:
@@ -419,10 +494,21 @@ class EngineHost:
         load, step, now = self._load(), self._core.stats.steps, self._core.clock.now()
         for front_end, part in parts.items():
             numbers, token_ids = pack_numbers(part.numbers), pack_tokens(part.tokens)
-            frame = StepFrame(step, now, numbers, token_ids, load, tuple(part.first), tuple(part.finished), part.extra)
+            frame = StepFrame(
+                step,
+                now,
+                numbers,
+                token_ids,
+                load,
+                tuple(part.first),
+                tuple(part.finished),
+                part.extra,
+            )
             self._send(front_end, frame)
 
-    def _parts(self, delivery: Delivery, finished: dict[LiveRequest, Finish]) -> dict[_FrontEnd, _Columns]:
+    def _parts(
+        self, delivery: Delivery, finished: dict[LiveRequest, Finish]
+    ) -> dict[_FrontEnd, _Columns]:
         places = self._places
         parts: dict[_FrontEnd, _Columns] = {}
 
@@ -435,7 +521,10 @@ class EngineHost:
         if len(self._front_ends) == 1:  # fast path
             [front_end] = self._front_ends.values()
             part = part_of(front_end)
-            part.numbers, part.tokens = [places[request][1] for request in delivery.requests], delivery.token_ids
+            part.numbers, part.tokens = (
+                [places[request][1] for request in delivery.requests],
+                delivery.token_ids,
+            )
         else:
             for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
                 front_end, number = places[request]
@@ -443,14 +532,23 @@ class EngineHost:
                 part.numbers.append(number)
                 part.tokens.append(token)
         if self._new:
-            for request in self._new.intersection([*delivery.requests, *(request for request, _ in delivery.pooled)]):
+            for request in self._new.intersection(
+                [*delivery.requests, *(request for request, _ in delivery.pooled)]
+            ):
                 front_end, number = places[request]
                 times = request.first_scheduled_time, request.first_token_time
                 part_of(front_end).first.append(First(number, request.cached_tokens, *times))
                 self._new.discard(request)
         for request, finish in finished.items():
             front_end, number = places[request]
-            ended = Finished(number, finish.reason, finish.stop_reason, request.preemptions, finish.keeps_token, tuple(request.pauses))
+            ended = Finished(
+                number,
+                finish.reason,
+                finish.stop_reason,
+                request.preemptions,
+                finish.keeps_token,
+                tuple(request.pauses),
+            )
             part_of(front_end).finished.append(ended)
         if delivery.logprobs or delivery.prompt_logprobs or delivery.pooled:
             self._put_extra(delivery, part_of)
@@ -475,7 +573,9 @@ class EngineHost:
                 numbers, kept = zip(*rows[front_end], strict=True)
                 hosts = delivery.logprobs[0][1]  # all of one step
                 packed = PackedLogprobs.of(hosts, pack_numbers(numbers), kept)
-            part_of(front_end).extra = Extra(packed, tuple(prompts.get(front_end, ())), tuple(pooled.get(front_end, ())))
+            part_of(front_end).extra = Extra(
+                packed, tuple(prompts.get(front_end, ())), tuple(pooled.get(front_end, ()))
+            )
 
     def _send(self, front_end: _FrontEnd, message: ToFrontEnd) -> None:
         """Send a message. If the front end doesn't read, abort its samples, and tell it once it reads again."""
@@ -493,7 +593,9 @@ class StepWatch:
 
     def __init__(self, host: EngineHost) -> None:
         self._host, self._clock = host, ProcessWatch()
-        self._step: float | None = None  # its start, as reported by the host, or its latest progress
+        self._step: float | None = (
+            None  # its start, as reported by the host, or its latest progress
+        )
         self._since = 0.0  # the same, on the watch's clock
 
     def busy_s(self) -> float:

@@ -57,7 +57,9 @@ def parts_of(value: Any) -> Iterator[bytes]:
 def _pieces(value: Any) -> Iterator[bytes]:
     match value:
         case Fields(values):
-            yield from _joined(b"{", ((orjson.dumps(name) + b":", one) for name, one in values.items()), b"}")
+            yield from _joined(
+                b"{", ((orjson.dumps(name) + b":", one) for name, one in values.items()), b"}"
+            )
         case Items(values):
             yield from _joined(b"[", ((b"", one) for one in values), b"]")
         case Numbers(data, as_base64=True):
@@ -69,7 +71,14 @@ def _pieces(value: Any) -> Iterator[bytes]:
         case Numbers(data) if data.ndim > 1:
             yield from _joined(b"[", ((b"", Numbers(row)) for row in data), b"]")
         case Numbers(data):
-            yield from _joined(b"[", ((b"", _Run(data[start : start + _NUMBERS])) for start in range(0, len(data), _NUMBERS)), b"]")
+            yield from _joined(
+                b"[",
+                (
+                    (b"", _Run(data[start : start + _NUMBERS]))
+                    for start in range(0, len(data), _NUMBERS)
+                ),
+                b"]",
+            )
         case _Run(data):
             yield orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         case _:

@@ -19,7 +19,13 @@ import msgspec
 import zmq
 
 from dovetail.errors import RequestError
-from dovetail_server.frames import ToEngine, ToFrontEnd, decode_to_engine, decode_to_front_end, encode
+from dovetail_server.frames import (
+    ToEngine,
+    ToFrontEnd,
+    decode_to_engine,
+    decode_to_front_end,
+    encode,
+)
 
 logger = logging.getLogger("dovetail")
 
@@ -48,7 +54,9 @@ def encoded(message: ToEngine) -> bytes:
     try:
         return encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise RequestError(f"extra, extra_args and logits_processors must hold plain values, as JSON has them: {error}") from None
+        raise RequestError(
+            f"extra, extra_args and logits_processors must hold plain values, as JSON has them: {error}"
+        ) from None
 
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:
@@ -56,7 +64,12 @@ def _has_input(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def _ending(end: object, socket: zmq.Socket[bytes], own_context: zmq.Context[zmq.Socket[bytes]] | None, *fds: int) -> Callable[[], object]:
+def _ending(
+    end: object,
+    socket: zmq.Socket[bytes],
+    own_context: zmq.Context[zmq.Socket[bytes]] | None,
+    *fds: int,
+) -> Callable[[], object]:
     """Return what closes an end of a line, once; it is called when the end is freed without. Otherwise Python's garbage collector might free the
     context before the socket, and wait forever for the socket to be closed, in whichever thread it runs."""
 
@@ -79,7 +92,9 @@ class ZmqPost:
         """`context`: one that is shared with the lines, for addresses within a process."""
         own_context = zmq.Context() if context is None else None
         self._socket = (context or own_context).socket(zmq.ROUTER)  # type: ignore[union-attr]  # one of them is there
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # report undeliverable messages instead of dropping them
+        self._socket.set(
+            zmq.ROUTER_MANDATORY, 1
+        )  # report undeliverable messages instead of dropping them
         self._socket.set(zmq.SNDHWM, MAX_UNREAD)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
@@ -109,7 +124,9 @@ class ZmqPost:
         """Wait for a message or `wake`, up to a timeout."""
         if self._gone or _has_input(self._socket):
             return
-        ready, _, _ = select.select([self._fd, self._wake_read], [], [], min(seconds, LONGEST_WAIT_S))
+        ready, _, _ = select.select(
+            [self._fd, self._wake_read], [], [], min(seconds, LONGEST_WAIT_S)
+        )
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
 
@@ -145,7 +162,9 @@ class ZmqPost:
 class ZmqLine:
     """A line to the engine's host."""
 
-    def __init__(self, address: str, name: bytes, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+    def __init__(
+        self, address: str, name: bytes, context: zmq.Context[zmq.Socket[bytes]] | None = None
+    ) -> None:
         """`name`: unique among all front ends, past ones included. `context`: see `ZmqPost`."""
         own_context = zmq.Context() if context is None else None
         self._socket = (context or own_context).socket(zmq.DEALER)  # type: ignore[union-attr]  # one of them is there

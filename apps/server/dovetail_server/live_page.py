@@ -33,7 +33,9 @@ def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str)
     routes = [Route(path, _file(*file), include_in_schema=False) for path, file in FILES.items()]
     page = {"model": served_model, "chat": engine.tokenizer.has_chats}
 
-    async def live(request: Request) -> Response:  # a coroutine, since the engine's load belongs to the event loop
+    async def live(
+        request: Request,
+    ) -> Response:  # a coroutine, since the engine's load belongs to the event loop
         return _json(metrics.live() | page | {"decisions": engine.decisions()})
 
     return [*routes, Route("/page/live", live, include_in_schema=False)]
@@ -45,4 +47,7 @@ def _file(name: str, content_type: str) -> Callable[[Request], Response]:
 
 
 def _json(value: object) -> Response:
-    return Response(orjson.dumps(value), headers={"content-type": "application/json", "cache-control": "no-store"})
+    return Response(
+        orjson.dumps(value),
+        headers={"content-type": "application/json", "cache-control": "no-store"},
+    )

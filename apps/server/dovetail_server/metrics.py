@@ -13,7 +13,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -30,14 +36,87 @@ MAX_CLIENT_CHARS = 64  # clients with longer names are counted together, too
 OTHER = "other"
 
 # vLLM's bounds; those of inter-token latency begin below its 10 ms, since small models on fast devices are faster.
-FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+FIRST_TOKEN_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+TOKEN_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+REQUEST_S = (
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 
 
 def token_bounds(largest: int) -> tuple[float, ...]:
     """Return 1, 2, 5, 10, 20, 50 … up to `largest`."""
-    return tuple(digit * 10**power for power in range(len(str(largest))) for digit in (1, 2, 5) if digit * 10**power <= largest)
+    return tuple(
+        digit * 10**power
+        for power in range(len(str(largest)))
+        for digit in (1, 2, 5)
+        if digit * 10**power <= largest
+    )
 
 
 class Histogram:
@@ -78,32 +157,70 @@ class Finish(NamedTuple):
     generated_tokens: int
     latency_s: float  # from arrival at the server to the end
     per_token_s: float | None  # mean inter-token latency; None with fewer than two tokens
-    engine: RequestMetrics | None  # on the engine's clock; without an end if the engine didn't finish it
+    engine: (
+        RequestMetrics | None
+    )  # on the engine's clock; without an end if the engine didn't finish it
     adapter: str | None = None
 
 
 class ServerMetrics(Collector):
     """Figures of one front end since its start, and the engine's load. Called by the event loop's thread; `collect` by any."""
 
-    def __init__(self, engine: ServedEngine, *, front_end: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        front_end: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine, self._clock, self.front_end = engine, clock, front_end
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
-        self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0, "rejected": 0}
+        self.finished: dict[FinishReason, int] = {
+            "stop": 0,
+            "length": 0,
+            "abort": 0,
+            "error": 0,
+            "rejected": 0,
+        }
         self.refused: dict[int, int] = {}  # by HTTP status
         self.clients: dict[str, ClientCounts] = {}
         self.adapters: dict[str, list[int]] = {}  # name -> finished requests, generated tokens
-        self.first_token, self.gap, self.per_token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S), Histogram(TOKEN_S)
-        self.latency, self.queue, self.prefill, self.decode, self.inference = (Histogram(REQUEST_S) for _ in range(5))
+        self.first_token, self.gap, self.per_token = (
+            Histogram(FIRST_TOKEN_S),
+            Histogram(TOKEN_S),
+            Histogram(TOKEN_S),
+        )
+        self.latency, self.queue, self.prefill, self.decode, self.inference = (
+            Histogram(REQUEST_S) for _ in range(5)
+        )
         largest = engine.info.intake.max_model_len
-        self.request_prompt, self.request_generated = Histogram(token_bounds(largest)), Histogram(token_bounds(largest))
+        self.request_prompt, self.request_generated = (
+            Histogram(token_bounds(largest)),
+            Histogram(token_bounds(largest)),
+        )
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def meter(self, client: str | None = None, samples: int = 1, arrived: float | None = None, adapter: LoRARequest | None = None) -> RequestMeter:
+    def meter(
+        self,
+        client: str | None = None,
+        samples: int = 1,
+        arrived: float | None = None,
+        adapter: LoRARequest | None = None,
+    ) -> RequestMeter:
         """Return the meter of a request for `samples` samples. `arrived`: on the metrics' clock; None: now."""
-        return RequestMeter(self, client, samples, self._clock, self._clock() if arrived is None else arrived, adapter)
+        return RequestMeter(
+            self,
+            client,
+            samples,
+            self._clock,
+            self._clock() if arrived is None else arrived,
+            adapter,
+        )
 
-    def request_began(self, first_token_s: float, prompt_tokens: int, cached_tokens: int, client: str | None) -> None:
+    def request_began(
+        self, first_token_s: float, prompt_tokens: int, cached_tokens: int, client: str | None
+    ) -> None:
         """Count a request whose first token came `first_token_s` after its arrival."""
         self.first_token.add(first_token_s)
         self.prompt_tokens += prompt_tokens
@@ -122,7 +239,11 @@ class ServerMetrics(Collector):
         if finish.engine is not None:
             self._engine_times(finish.engine)
         if finish.adapter is not None:
-            name = finish.adapter if finish.adapter in self.adapters or len(self.adapters) < MAX_ADAPTERS else OTHER
+            name = (
+                finish.adapter
+                if finish.adapter in self.adapters or len(self.adapters) < MAX_ADAPTERS
+                else OTHER
+            )
             ended = self.adapters.setdefault(name, [0, 0])
             ended[0] += 1
             ended[1] += finish.generated_tokens
@@ -142,7 +263,11 @@ class ServerMetrics(Collector):
             "time_s": self._clock(),
             "running": load.running,
             "waiting": load.waiting,
-            "blocks": {"held": load.held_blocks, "cached": load.cached_blocks, "free": load.free_blocks},
+            "blocks": {
+                "held": load.held_blocks,
+                "cached": load.cached_blocks,
+                "free": load.free_blocks,
+            },
             "held_by_group": self._held_by_group(),
             "generated_tokens": self.generated_tokens,
             "prompt_tokens": self.prompt_tokens,
@@ -166,7 +291,9 @@ class ServerMetrics(Collector):
 
     def _held_by_group(self) -> dict[str, int]:
         """Return the blocks that requests hold by the cache group's name; empty if the manager doesn't tell them apart."""
-        return dict(zip(self._engine.info.cache_groups, self._engine.load.held_by_group, strict=False))
+        return dict(
+            zip(self._engine.info.cache_groups, self._engine.load.held_by_group, strict=False)
+        )
 
     def _engine_times(self, times: RequestMetrics) -> None:
         self.preemptions += times.preemptions
@@ -182,7 +309,9 @@ class ServerMetrics(Collector):
 
     def _client(self, client: str | None) -> ClientCounts:
         name = client or ""
-        if name not in self.clients and (len(self.clients) >= MAX_CLIENTS or len(name) > MAX_CLIENT_CHARS):
+        if name not in self.clients and (
+            len(self.clients) >= MAX_CLIENTS or len(name) > MAX_CLIENT_CHARS
+        ):
             name = OTHER
         return self.clients.setdefault(name, ClientCounts())
 
@@ -192,12 +321,32 @@ class ServerMetrics(Collector):
 
     def _load(self) -> Iterator[Metric]:
         load, info, labels = self._engine.load, self._engine.info, self._labels
-        yield family(GaugeMetricFamily, "vllm:num_requests_running", "Requests that hold blocks", labels, load.running)
-        yield family(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests that have arrived and hold no blocks", labels, load.waiting)
+        yield family(
+            GaugeMetricFamily,
+            "vllm:num_requests_running",
+            "Requests that hold blocks",
+            labels,
+            load.running,
+        )
+        yield family(
+            GaugeMetricFamily,
+            "vllm:num_requests_waiting",
+            "Requests that have arrived and hold no blocks",
+            labels,
+            load.waiting,
+        )
         used = load.held_blocks / max(1, info.num_blocks)
-        yield family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1", labels, used)
+        yield family(
+            GaugeMetricFamily,
+            "vllm:kv_cache_usage_perc",
+            "Share of the KV blocks that requests hold, 0 to 1",
+            labels,
+            used,
+        )
         blocks = {"held": load.held_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
-        yield family(GaugeMetricFamily, "dovetail_kv_blocks", "KV blocks by state", labels, blocks, "state")
+        yield family(
+            GaugeMetricFamily, "dovetail_kv_blocks", "KV blocks by state", labels, blocks, "state"
+        )
         yield family(
             GaugeMetricFamily,
             "dovetail_kv_group_blocks",
@@ -207,23 +356,63 @@ class ServerMetrics(Collector):
             "group",
         )
         cache = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
-        yield family(GaugeMetricFamily, "vllm:cache_config_info", "Size of the KV cache, as labels", labels | cache, 1)
+        yield family(
+            GaugeMetricFamily,
+            "vllm:cache_config_info",
+            "Size of the KV cache, as labels",
+            labels | cache,
+            1,
+        )
         parts = {f"part_{kind}": name for kind, name in sorted(info.parts.items())}
-        yield family(GaugeMetricFamily, "dovetail_engine_info", "Components in use, as labels", labels | parts, 1)
+        yield family(
+            GaugeMetricFamily,
+            "dovetail_engine_info",
+            "Components in use, as labels",
+            labels | parts,
+            1,
+        )
 
     def _counts(self) -> Iterator[Metric]:
         for name, documentation, value in (
-            ("vllm:prompt_tokens", "Prompt tokens of requests with a first token", self.prompt_tokens),
+            (
+                "vllm:prompt_tokens",
+                "Prompt tokens of requests with a first token",
+                self.prompt_tokens,
+            ),
             ("vllm:generation_tokens", "Generated tokens", self.generated_tokens),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", self.prompt_tokens),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", self.cached_tokens),
-            ("vllm:num_preemptions", "Preemptions, counted when their request ends", self.preemptions),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache",
+                self.prompt_tokens,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens found in the prefix cache",
+                self.cached_tokens,
+            ),
+            (
+                "vllm:num_preemptions",
+                "Preemptions, counted when their request ends",
+                self.preemptions,
+            ),
         ):
             yield family(CounterMetricFamily, name, documentation, self._labels, value)
-        yield family(CounterMetricFamily, "vllm:request_success", "Finished requests, by reason", self._labels, self.finished, "finished_reason")
+        yield family(
+            CounterMetricFamily,
+            "vllm:request_success",
+            "Finished requests, by reason",
+            self._labels,
+            self.finished,
+            "finished_reason",
+        )
         refused = {str(status): number for status, number in list(self.refused.items())}
         yield family(
-            CounterMetricFamily, "dovetail_requests_refused", "Requests answered with an error, by HTTP status", self._labels, refused, "status"
+            CounterMetricFamily,
+            "dovetail_requests_refused",
+            "Requests answered with an error, by HTTP status",
+            self._labels,
+            refused,
+            "status",
         )
 
     def _drafts(self) -> Iterator[Metric]:
@@ -233,24 +422,74 @@ class ServerMetrics(Collector):
             ("vllm:spec_decode_num_drafts", "Rows of steps that checked drafts", load.draft_rows),
             ("vllm:spec_decode_num_draft_tokens", "Drafts checked", load.draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts accepted", sum(load.accepted_drafts)),
-            ("dovetail_drafting_seconds", "Seconds that steps waited for the drafter", load.drafting_s),
+            (
+                "dovetail_drafting_seconds",
+                "Seconds that steps waited for the drafter",
+                load.drafting_s,
+            ),
         ):
             yield family(CounterMetricFamily, name, documentation, self._labels, value)
-        name, positions = "vllm:spec_decode_num_accepted_tokens_per_pos", {str(p): count for p, count in enumerate(load.accepted_drafts)}
-        yield family(CounterMetricFamily, name, "Drafts accepted, by position", self._labels, positions, "position")
+        name, positions = (
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            {str(p): count for p, count in enumerate(load.accepted_drafts)},
+        )
+        yield family(
+            CounterMetricFamily,
+            name,
+            "Drafts accepted, by position",
+            self._labels,
+            positions,
+            "position",
+        )
 
     def _histograms(self) -> Iterator[Metric]:
         for name, documentation, histogram in (
-            ("vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token", self.first_token),
-            ("vllm:inter_token_latency_seconds", "Seconds between two outputs of a sample", self.gap),
-            ("vllm:request_time_per_output_token_seconds", "A request's mean seconds from one token to the next", self.per_token),
-            ("vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its end", self.latency),
-            ("vllm:request_queue_time_seconds", "Seconds from a request's arrival to its first step", self.queue),
-            ("vllm:request_prefill_time_seconds", "Seconds from a request's first step to its first token", self.prefill),
-            ("vllm:request_decode_time_seconds", "Seconds from a request's first token to its end", self.decode),
-            ("vllm:request_inference_time_seconds", "Seconds from a request's first step to its end", self.inference),
+            (
+                "vllm:time_to_first_token_seconds",
+                "Seconds from a request's arrival to its first token",
+                self.first_token,
+            ),
+            (
+                "vllm:inter_token_latency_seconds",
+                "Seconds between two outputs of a sample",
+                self.gap,
+            ),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "A request's mean seconds from one token to the next",
+                self.per_token,
+            ),
+            (
+                "vllm:e2e_request_latency_seconds",
+                "Seconds from a request's arrival to its end",
+                self.latency,
+            ),
+            (
+                "vllm:request_queue_time_seconds",
+                "Seconds from a request's arrival to its first step",
+                self.queue,
+            ),
+            (
+                "vllm:request_prefill_time_seconds",
+                "Seconds from a request's first step to its first token",
+                self.prefill,
+            ),
+            (
+                "vllm:request_decode_time_seconds",
+                "Seconds from a request's first token to its end",
+                self.decode,
+            ),
+            (
+                "vllm:request_inference_time_seconds",
+                "Seconds from a request's first step to its end",
+                self.inference,
+            ),
             ("vllm:request_prompt_tokens", "A request's prompt tokens", self.request_prompt),
-            ("vllm:request_generation_tokens", "A request's generated tokens", self.request_generated),
+            (
+                "vllm:request_generation_tokens",
+                "A request's generated tokens",
+                self.request_generated,
+            ),
         ):
             family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), histogram.cumulated(), histogram.total)
@@ -261,8 +500,16 @@ class ServerMetrics(Collector):
         for name, documentation, count in (
             ("dovetail_client_requests", "Finished requests, by client", "requests"),
             ("dovetail_client_prompt_tokens", "Prompt tokens, by client", "prompt_tokens"),
-            ("dovetail_client_cached_tokens", "Prompt tokens found in the prefix cache, by client", "cached_tokens"),
-            ("dovetail_client_generation_tokens", "Generated tokens of finished requests, by client", "generated_tokens"),
+            (
+                "dovetail_client_cached_tokens",
+                "Prompt tokens found in the prefix cache, by client",
+                "cached_tokens",
+            ),
+            (
+                "dovetail_client_generation_tokens",
+                "Generated tokens of finished requests, by client",
+                "generated_tokens",
+            ),
         ):
             values = {client: getattr(counts, count) for client, counts in clients}
             yield family(CounterMetricFamily, name, documentation, self._labels, values, "client")
@@ -270,7 +517,10 @@ class ServerMetrics(Collector):
         for place, (name, documentation) in enumerate(
             (
                 ("dovetail_adapter_requests", "Finished requests, by adapter"),
-                ("dovetail_adapter_generation_tokens", "Generated tokens of finished requests, by adapter"),
+                (
+                    "dovetail_adapter_generation_tokens",
+                    "Generated tokens of finished requests, by adapter",
+                ),
             )
         ):
             by_name = {adapter: counts[place] for adapter, counts in adapters}
@@ -296,7 +546,13 @@ class RequestMeter:
     )
 
     def __init__(
-        self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float], arrived: float, adapter: LoRARequest | None = None
+        self,
+        metrics: ServerMetrics,
+        client: str | None,
+        samples: int,
+        clock: Callable[[], float],
+        arrived: float,
+        adapter: LoRARequest | None = None,
     ) -> None:
         self._metrics, self._client, self._samples, self._clock = metrics, client, samples, clock
         self._arrived, self._adapter = arrived, None if adapter is None else adapter.lora_name
@@ -319,20 +575,32 @@ class RequestMeter:
             else:
                 self._first = now
                 self._prompt_tokens = len(output.prompt_token_ids)
-                self._metrics.request_began(now - self._arrived, self._prompt_tokens, output.num_cached_tokens, self._client)
+                self._metrics.request_began(
+                    now - self._arrived, self._prompt_tokens, output.num_cached_tokens, self._client
+                )
             self._last = now
             self._tokens += tokens
             self._metrics.generated_tokens += tokens
         self._times = output.metrics
         if output.finished:
             self._prompt_tokens = len(output.prompt_token_ids)
-            self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"))
+            self.ended(
+                next(
+                    (sample.finish_reason for sample in output.outputs if sample.finish_reason),
+                    "stop",
+                )
+            )
 
     def saw_pooled(self, output: PoolingRequestOutput[Any]) -> None:
         """Count the one output of a request that pools: it ends with its prompt, and has no tokens."""
         self._prompt_tokens, self._times = len(output.prompt_token_ids), output.metrics
         if output.outputs is not None:
-            self._metrics.request_began(self._clock() - self._arrived, self._prompt_tokens, output.num_cached_tokens, self._client)
+            self._metrics.request_began(
+                self._clock() - self._arrived,
+                self._prompt_tokens,
+                output.num_cached_tokens,
+                self._client,
+            )
         self.ended(output.finish_reason or "stop")
 
     def saw_tokens(self, tokens: int) -> None:
@@ -358,7 +626,16 @@ class RequestMeter:
         per_token = (self._last - self._first) / gaps if gaps > 0 else None
         latency = self._clock() - self._arrived
         self._metrics.request_finished(
-            Finish(reason, self._client, self._prompt_tokens, self._tokens, latency, per_token, self._times, self._adapter)
+            Finish(
+                reason,
+                self._client,
+                self._prompt_tokens,
+                self._tokens,
+                latency,
+                per_token,
+                self._times,
+                self._adapter,
+            )
         )
 
 
@@ -395,7 +672,9 @@ class Scrapes:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._turn = asyncio.Lock()
-        self._next: dict[str, asyncio.Task[bytes]] = {}  # encodings that haven't begun, by content type
+        self._next: dict[
+            str, asyncio.Task[bytes]
+        ] = {}  # encodings that haven't begun, by content type
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics as a client accepts them, and their content type."""
@@ -407,7 +686,9 @@ class Scrapes:
             self._next[content_type] = task
         return await asyncio.shield(task), content_type
 
-    async def _encoded(self, encode: Callable[[CollectorRegistry], bytes], content_type: str) -> bytes:
+    async def _encoded(
+        self, encode: Callable[[CollectorRegistry], bytes], content_type: str
+    ) -> bytes:
         async with self._turn:
             del self._next[content_type]
             return await asyncio.to_thread(encode, self._registry)

@@ -24,7 +24,9 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})  # need no API key
 QUIET_PATHS = frozenset({"/page/live"})  # not logged: every open page requests it each second
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
-_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
+_TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?"
+)
 
 
 class RequestLog:
@@ -43,14 +45,21 @@ class RequestLog:
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["dovetail.request_id"] = request_id.decode()
         record: RequestRecord = scope.setdefault("dovetail.record", RequestRecord())
-        names = (b"x-request-id", b"request-id") if speaks_anthropic(scope["path"]) else (b"x-request-id",)
+        names = (
+            (b"x-request-id", b"request-id")
+            if speaks_anthropic(scope["path"])
+            else (b"x-request-id",)
+        )
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *((name, request_id) for name in names)]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    *((name, request_id) for name in names),
+                ]
             await send(message)
 
         try:
@@ -73,7 +82,11 @@ def _line(scope: Scope, record: RequestRecord, status: int, traceparent: bytes) 
         "duration_s": round(now - record.began, 6),
     }
     if record.model is not None:
-        line |= {"model": record.model, "prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens}
+        line |= {
+            "model": record.model,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+        }
         line["completion_tokens"] = record.completion_tokens
     if record.first_output is not None:
         line["first_output_s"] = round(record.first_output - record.began, 6)
@@ -99,18 +112,29 @@ class ApiKeys:
         key = self._key(dict(scope["headers"])) if scope["type"] == "http" else None
         if key is not None:
             scope["dovetail.key"] = key
-        if scope["type"] != "http" or scope["path"].removeprefix(self._root) in self._open or key is not None:
+        if (
+            scope["type"] != "http"
+            or scope["path"].removeprefix(self._root) in self._open
+            or key is not None
+        ):
             await self._app(scope, receive, send)
             return
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
-        error = HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        error = HttpError(
+            401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+        )
         await error.response(scope["path"])(scope, receive, send)
 
     def _key(self, headers: dict[bytes, bytes]) -> int | None:
         """Return the index of a request's key; None if it has no valid one."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        offered = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
-        found = [[hmac.compare_digest(key, one) for one in offered] for key in self._keys]  # all of them, in constant time
+        offered = [
+            headers.get(b"x-api-key", b""),
+            bearer.strip() if scheme.lower() == b"bearer" else b"",
+        ]
+        found = [
+            [hmac.compare_digest(key, one) for one in offered] for key in self._keys
+        ]  # all of them, in constant time
         return next((number for number, same in enumerate(found) if any(same)), None)
 
 
@@ -139,7 +163,9 @@ class BrowserGuard:
         if self._checks_host and host and not self._is_known(host):
             message = f"host {host[:200]!r} isn't known here: call this server by its address, or start it with --allowed-host"
             return HttpError(403, message, code="unknown_host")
-        if scope["method"] not in _SAFE_METHODS and not self._may_send(headers.get(b"sec-fetch-site"), origin, host):
+        if scope["method"] not in _SAFE_METHODS and not self._may_send(
+            headers.get(b"sec-fetch-site"), origin, host
+        ):
             message = f"pages of {origin[:200] or 'other sites'} may not call this server: start it with --cors-origin to let them"
             return HttpError(403, message, code="foreign_origin")
         return None
@@ -149,7 +175,12 @@ class BrowserGuard:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        return name in self._hosts or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+        return (
+            name in self._hosts
+            or name == "localhost"
+            or name.endswith(".localhost")
+            or _is_address(name)
+        )
 
     def _may_send(self, site: str | None, origin: str, host: str) -> bool:
         """`site`: the header `sec-fetch-site`, which browsers send to trustworthy servers only."""

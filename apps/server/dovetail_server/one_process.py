@@ -61,7 +61,9 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
     log_to_stderr()
     allow_open_files()
     sockets, url = bind(settings)
-    config = EngineConfig.load_with(source, EngineConfig.read_settings(overrides), origin="command line")
+    config = EngineConfig.load_with(
+        source, EngineConfig.read_settings(overrides), origin="command line"
+    )
     assembly = assemble(config, {})
     assembly.prepare_grammars()
 
@@ -94,7 +96,9 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
 
         thread = HostThread(assembly, fail_soon)
         begun = f"{groups_in_words(assembly.capacity)}dovetail serves {source}{ranks_in_words(assembly.capacity)} at {url}"
-        front_end = FrontEnd(thread.line, "", settings, sockets[0], lambda: print(begun, flush=True))
+        front_end = FrontEnd(
+            thread.line, "", settings, sockets[0], lambda: print(begun, flush=True)
+        )
         watching = asyncio.create_task(watch())
         running = asyncio.create_task(front_end.run())
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -54,7 +54,9 @@ class Context:
     def tokenizer(self) -> Tokenizer:
         return self._served.engine.tokenizer
 
-    async def generate(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, **fields: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         server, listener = self._served, _Reader()
         [prompt] = await run_in_threadpool(server.engine.source([prompt], cut=cuts(params)).all)
         tokens = len(prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt))
@@ -63,7 +65,13 @@ class Context:
         ticket = server.admission.enter(tokens)
         try:
             async with asyncio.timeout(server.settings.request_timeout_s):
-                await server.engine.submit(request_id, prompt, changed_unchecked(params, output_kind=OutputKind.DELTA), listener, **fields)
+                await server.engine.submit(
+                    request_id,
+                    prompt,
+                    changed_unchecked(params, output_kind=OutputKind.DELTA),
+                    listener,
+                    **fields,
+                )
                 while not done:
                     output = await listener.next()
                     ticket.leave(begun=True)
@@ -81,8 +89,12 @@ class Context:
                 whole.put(output)
         return cast(RequestOutput, whole.take()[0])
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> Prompt:
-        return await run_in_threadpool(self._served.engine.chat.prompt, messages, options or ChatOptions())
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> Prompt:
+        return await run_in_threadpool(
+            self._served.engine.chat.prompt, messages, options or ChatOptions()
+        )
 
     def check_health(self) -> None:
         self._served.check_health()
@@ -136,12 +148,16 @@ class PluginRoutes:
             try:
                 made = list(make(added.context))
             except Exception as error:
-                raise PluginError(f"{offer}: {offer.spec.target} raised {describe(error)}") from error
+                raise PluginError(
+                    f"{offer}: {offer.spec.target} raised {describe(error)}"
+                ) from error
             for one in made:
                 if isinstance(one, Middleware):
                     added.middleware.append(Middleware(GuardedMiddleware, one, str(offer)))
                 elif not isinstance(one, BaseRoute):
-                    raise PluginError(f"{offer}: {offer.spec.target} returned {one!r:.200}, expected Starlette's routes and Middleware")
+                    raise PluginError(
+                        f"{offer}: {offer.spec.target} returned {one!r:.200}, expected Starlette's routes and Middleware"
+                    )
                 elif isinstance(one, Route) and one.path in taken:
                     raise ConfigError(f"{offer}: the server answers {one.path} itself")
                 else:
@@ -162,10 +178,22 @@ class _Answer:
     async def fail(self, error: Exception, owner: str, scope: Scope, receive: Receive) -> None:
         """Answer an error that a plugin has raised. Raises it if the response has begun."""
         if not (known := isinstance(error, DovetailError)):
-            logger.error("%s raised %s while it answered %s", owner, describe(error), scope.get("path"), exc_info=error)
+            logger.error(
+                "%s raised %s while it answered %s",
+                owner,
+                describe(error),
+                scope.get("path"),
+                exc_info=error,
+            )
         if self.has_begun or scope["type"] != "http":
             raise error
-        told = http_error(error) if known else HttpError(500, f"{owner} failed to answer; the server's log says why", code="internal_error")
+        told = (
+            http_error(error)
+            if known
+            else HttpError(
+                500, f"{owner} failed to answer; the server's log says why", code="internal_error"
+            )
+        )
         await told.response(scope["path"])(scope, receive, self)
 
 
@@ -179,7 +207,9 @@ class GuardedRoute(BaseRoute):
         try:
             return self._route.matches(scope)
         except Exception as error:
-            logger.error("%s raised %s while it was matched", self._owner, describe(error), exc_info=error)
+            logger.error(
+                "%s raised %s while it was matched", self._owner, describe(error), exc_info=error
+            )
             return Match.NONE, {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,8 +20,13 @@ from dovetail_server.admission import busy
 T = TypeVar("T")
 
 SIZES = (2**14, 2**17, 2**20, inf)  # largest task of each thread, in bytes
-DECODED_SIZES = (inf,)  # one thread decodes: a parser holds the interpreter's lock, and the event loop gets it in between
-GIVEN_SIZES = (inf, inf)  # the same for threads that render chat templates of requests, which may take seconds
+DECODED_SIZES = (
+    inf,
+)  # one thread decodes: a parser holds the interpreter's lock, and the event loop gets it in between
+GIVEN_SIZES = (
+    inf,
+    inf,
+)  # the same for threads that render chat templates of requests, which may take seconds
 
 
 class Preparing:
@@ -30,7 +35,11 @@ class Preparing:
     def __init__(self, max_client_bytes: int) -> None:
         self._max_client_bytes = max_client_bytes
         self._bytes: Counter[Hashable] = Counter()  # pending, by client
-        self._decoding, self._own, self._given = FairThreads(DECODED_SIZES), FairThreads(SIZES), FairThreads(GIVEN_SIZES)
+        self._decoding, self._own, self._given = (
+            FairThreads(DECODED_SIZES),
+            FairThreads(SIZES),
+            FairThreads(GIVEN_SIZES),
+        )
 
     @contextmanager
     def admitted(self, client: Hashable, size: int) -> Iterator[None]:
@@ -40,7 +49,9 @@ class Preparing:
             yield
             return
         if (others := self._bytes[client]) and others + size > self._max_client_bytes:
-            raise busy(f"{others} bytes of this client's requests are pending, and the limit is {self._max_client_bytes} (max_body_bytes)")
+            raise busy(
+                f"{others} bytes of this client's requests are pending, and the limit is {self._max_client_bytes} (max_body_bytes)"
+            )
         self._bytes[client] += size
         try:
             yield
@@ -53,7 +64,9 @@ class Preparing:
         """Run `work`, which decodes a body of `size` bytes, in a thread, and return its result. One body is decoded at a time."""
         return await self._decoding.run(client, size, work)
 
-    async def run(self, client: Hashable, size: int, work: Callable[[], T], *, given_template: bool = False) -> T:
+    async def run(
+        self, client: Hashable, size: int, work: Callable[[], T], *, given_template: bool = False
+    ) -> T:
         """Run `work` in a thread, and return its result. `given_template`: it renders a chat template from the request."""
         return await (self._given if given_template else self._own).run(client, size, work)
 
@@ -94,7 +107,9 @@ class FairThreads:
         account = self._accounts.setdefault(client, _Account())
         start = max(self._virtual_time, account.charged)
         account.charged, account.tasks = start + size, account.tasks + 1
-        task = _Task(start, next(self._numbers), client, work, asyncio.get_running_loop().create_future())
+        task = _Task(
+            start, next(self._numbers), client, work, asyncio.get_running_loop().create_future()
+        )
         queue = self._waiting[bisect_left(self._sizes, size)]
         heappush(queue, task)
         self._begin()

@@ -116,7 +116,9 @@ class _Open:
 
     group: RequestGroup[Sample]
     listener: Listener
-    confirmed: asyncio.Future[None] | None  # set once the engine has accepted it; None if nobody waits for that
+    confirmed: (
+        asyncio.Future[None] | None
+    )  # set once the engine has accepted it; None if nobody waits for that
 
     def confirm(self) -> None:
         if self.confirmed is not None and not self.confirmed.done():
@@ -126,7 +128,14 @@ class _Open:
 class RemoteEngine:
     """`ServedEngine` at the other end of a line."""
 
-    def __init__(self, line: Line, welcome: Welcome, tokenizer: Tokenizer, name: str, failed: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        line: Line,
+        welcome: Welcome,
+        tokenizer: Tokenizer,
+        name: str,
+        failed: Callable[[str], None] | None,
+    ) -> None:
         """Use `connect`."""
         self._line = line
         self._failed = failed or self.fail
@@ -134,7 +143,9 @@ class RemoteEngine:
         self.tokenizer = tokenizer
         self.info = info = welcome.info
         can = info.intake.pooling
-        facts = replace(info.intake, pooling=None if can is None else replace(can, call_of=HTTP_CALLS))
+        facts = replace(
+            info.intake, pooling=None if can is None else replace(can, call_of=HTTP_CALLS)
+        )
         self._intake = Intake(facts, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
         self.chat = ChatFrontEnd(tokenizer, info.intake.limits, info.intake.max_model_len)
         self.load = Load(free_blocks=info.num_blocks)
@@ -152,7 +163,9 @@ class RemoteEngine:
         self._idle.set()
 
     @classmethod
-    async def connect(cls, line: Line, name: str, failed: Callable[[str], None] | None = None) -> RemoteEngine:
+    async def connect(
+        cls, line: Line, name: str, failed: Callable[[str], None] | None = None
+    ) -> RemoteEngine:
         """Wait for the engine, load the tokenizer, and warm up. `name`: the front end's, which makes default seeds differ between front ends.
         `failed`: called instead of `fail` if a message of the engine can't be decoded. Raises `ModelLoadError` if the model has no tokenizer."""
         answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
@@ -187,7 +200,9 @@ class RemoteEngine:
         await self._idle.wait()
 
     def now(self) -> float:
-        return time.perf_counter() if self._wall_clock else self._time  # the engine's clock on the same host
+        return (
+            time.perf_counter() if self._wall_clock else self._time
+        )  # the engine's clock on the same host
 
     async def reset_prefix_cache(self) -> None:
         await self._ask(Reset)
@@ -245,15 +260,26 @@ class RemoteEngine:
     def pooling(self) -> PoolingIntake:
         return self._intake.pooling
 
-    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: Listener, **fields: Any) -> None:
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        listener: Listener,
+        **fields: Any,
+    ) -> None:
         self.check_health()
         extra = fields.pop("extra", None)
         if unknown := sorted(set(fields) - set(_FIELDS)):
-            raise RequestError(f"{unknown[0]}: unknown field of a request; valid fields are {', '.join((*_FIELDS, 'extra'))}")
+            raise RequestError(
+                f"{unknown[0]}: unknown field of a request; valid fields are {', '.join((*_FIELDS, 'extra'))}"
+            )
         if fields.get("arrival_time") is None and self._wall_clock:
             fields["arrival_time"] = self.now()
         given = RequestFields(**fields)
-        request_checks.at_most("unfinished requests", self.num_unfinished + 1, self.info.intake.limits, "max_waiting")
+        request_checks.at_most(
+            "unfinished requests", self.num_unfinished + 1, self.info.intake.limits, "max_waiting"
+        )
         self._check_free(request_id)
         if isinstance(params, SamplingParams):
             params = changed_unchecked(params, output_kind=OutputKind.DELTA)
@@ -290,7 +316,9 @@ class RemoteEngine:
         if isinstance(request_id, str) and request_id in self._open:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
 
-    def _give(self, checked: CheckedRequest, listener: Listener, extra: Mapping[str, Any] | None) -> _Open:
+    def _give(
+        self, checked: CheckedRequest, listener: Listener, extra: Mapping[str, Any] | None
+    ) -> _Open:
         """Send the engine a request. If it raises `RequestError`, nothing has changed."""
         params = checked.params
         texts = self._intake.texts(params, checked.token_ids)
@@ -298,8 +326,20 @@ class RemoteEngine:
         number, came = self._next_number, checked.fields.arrival_time
         self._line.send(add_of(number, checked, self._intake.seed_of(params), bad_words, extra))
         self._next_number += params.n
-        samples = [Sample(number + index, self._time if came is None else came, text if params.stop else None) for index, text in enumerate(texts)]
-        group = RequestGroup(checked.request_id, checked.text, checked.token_ids, params, samples, pools=checked.pooling is not None)
+        samples = [
+            Sample(
+                number + index, self._time if came is None else came, text if params.stop else None
+            )
+            for index, text in enumerate(texts)
+        ]
+        group = RequestGroup(
+            checked.request_id,
+            checked.text,
+            checked.token_ids,
+            params,
+            samples,
+            pools=checked.pooling is not None,
+        )
         self._builder.expect(group, texts)
         confirmed = asyncio.get_running_loop().create_future() if extra else None
         entry = self._open[checked.request_id] = _Open(group, listener, confirmed)
@@ -333,7 +373,10 @@ class RemoteEngine:
                     done.set_exception(RequestError(message.reason))
             case Refused():
                 if (entry := self._entry_of(message.number)) is not None:
-                    self._end(entry, (UnsupportedError if message.unsupported else RequestError)(message.reason))
+                    self._end(
+                        entry,
+                        (UnsupportedError if message.unsupported else RequestError)(message.reason),
+                    )
             case Accepted() if (done := self._asks.pop(message.number, None)) is not None:
                 if not done.done():  # its caller is gone
                     done.set_result(None)
@@ -341,8 +384,17 @@ class RemoteEngine:
                 if (entry := self._entry_of(message.number)) is not None:
                     entry.confirm()
             case Dropped():
-                for entry in [entry for entry in self._open.values() if entry.group.samples[0].number < message.below]:
-                    self._end(entry, DovetailError("the server couldn't keep up with the engine, which aborted the request"))
+                for entry in [
+                    entry
+                    for entry in self._open.values()
+                    if entry.group.samples[0].number < message.below
+                ]:
+                    self._end(
+                        entry,
+                        DovetailError(
+                            "the server couldn't keep up with the engine, which aborted the request"
+                        ),
+                    )
 
     def _take_frame(self, frame: StepFrame) -> None:
         self.load, self._time = frame.load, frame.time
@@ -350,14 +402,18 @@ class RemoteEngine:
             return
         news = self._read(frame)
         builder = self._builder
-        outputs = [(self._open[output.request_id], output) for output in builder.build(news, frame.time)]
+        outputs = [
+            (self._open[output.request_id], output) for output in builder.build(news, frame.time)
+        ]
         if news.finished:
             for sample in news.finished:
                 self._samples.pop(sample.number, None)
             for group in builder.ended_by(news):
                 self._forget(self._open[group.request_id])
         for entry, output in outputs:
-            if output.finished or self._open.get(output.request_id) is entry:  # otherwise a listener has just aborted it
+            if (
+                output.finished or self._open.get(output.request_id) is entry
+            ):  # otherwise a listener has just aborted it
                 self._hand_out(entry, output)
 
     def _hand_out(self, entry: _Open, output: EngineOutput) -> None:
@@ -366,7 +422,10 @@ class RemoteEngine:
             listener.on_output(output)
             if listener.is_plain and not output.finished:
                 sample = entry.group.samples[0]
-                if sample.number in self._samples and (text := self._builder.text_of(sample)) is not None:
+                if (
+                    sample.number in self._samples
+                    and (text := self._builder.text_of(sample)) is not None
+                ):
                     sample.text, sample.listener = text, listener
         except Exception:  # must not affect other requests
             self._break_off(entry)
@@ -375,20 +434,33 @@ class RemoteEngine:
         """Abort a request whose listener has just failed, and tell it: whoever waits for its outputs would wait forever."""
         logger.exception("a listener failed")
         self.abort(entry.group.request_id)
-        self._tell(entry, DovetailError("the server failed to process an output of this request; its log says why"))
+        self._tell(
+            entry,
+            DovetailError(
+                "the server failed to process an output of this request; its log says why"
+            ),
+        )
 
     def _read(self, frame: StepFrame) -> FrameNews:
         """Return a frame's results for unfinished samples, except plain tokens, which are passed on at once."""
         news, samples = FrameNews(), self._samples
         for first in frame.first:
             if (sample := samples.get(first.number)) is not None:
-                sample.cached_tokens, sample.first_scheduled_time, sample.first_token_time = first.cached_tokens, first.scheduled, first.token
+                sample.cached_tokens, sample.first_scheduled_time, sample.first_token_time = (
+                    first.cached_tokens,
+                    first.scheduled,
+                    first.token,
+                )
         ends = {finish.number: finish for finish in frame.finished}
         requests, token_ids = news.requests, news.token_ids
-        stopped: list[int] = []  # numbers of samples that a stop string ended, and that the engine goes on with
+        stopped: list[
+            int
+        ] = []  # numbers of samples that a stop string ended, and that the engine goes on with
         found = [samples.get(number) for number in unpack_numbers(frame.numbers)]
         for sample, tokens in by_sample(found, unpack_tokens(frame.token_ids)):
-            if sample is None or (number := sample.number) not in samples:  # aborted, perhaps by a listener just now, or ended by a stop string
+            if (
+                sample is None or (number := sample.number) not in samples
+            ):  # aborted, perhaps by a listener just now, or ended by a stop string
                 continue
             if sample.text is not None and number not in ends:  # fast path without an output
                 self._tell_text(sample, sample.text, tokens)
@@ -398,7 +470,10 @@ class RemoteEngine:
                 requests.append(sample)
                 token_ids.append(token)
                 finish = ends.get(number) if place == len(tokens) else None
-                if sample.watcher is not None and (end := self._watched(sample.watcher, token, finish)) is not None:
+                if (
+                    sample.watcher is not None
+                    and (end := self._watched(sample.watcher, token, finish)) is not None
+                ):
                     news.finished[sample] = end
                     if ends.pop(number, None) is None:
                         stopped.append(number)
@@ -406,7 +481,9 @@ class RemoteEngine:
         for finish in ends.values():
             if (sample := samples.get(finish.number)) is not None:
                 sample.preemptions, sample.pauses = finish.preemptions, finish.pauses
-                news.finished[sample] = Finish(finish.reason, finish.stop_reason, finish.keeps_token)
+                news.finished[sample] = Finish(
+                    finish.reason, finish.stop_reason, finish.keeps_token
+                )
         if stopped:
             self._line.send(Abort(stopped))
         if frame.extra is not None:
@@ -428,7 +505,10 @@ class RemoteEngine:
 
     def _read_extra(self, extra: Extra, news: FrameNews) -> None:
         if extra.logprobs is not None:
-            hosts, left = extra.logprobs.hosts(), Counter(news.requests)  # not of tokens after a stop string
+            hosts, left = (
+                extra.logprobs.hosts(),
+                Counter(news.requests),
+            )  # not of tokens after a stop string
             for row, number in enumerate(unpack_numbers(extra.logprobs.numbers)):
                 if (sample := self._samples.get(number)) is not None and left[sample]:
                     left[sample] -= 1
@@ -474,5 +554,7 @@ class RemoteEngine:
 def _load_tokenizer(welcome: Welcome) -> Tokenizer:
     own, directory = welcome.tokenizer, welcome.tokenizer_dir
     tokenizer = Tokenizer.load(directory) if own is None else ComponentTokenizer(own, directory)
-    byte_pieces(tokenizer, True)  # for the default of skipping special tokens: computed now, since it holds the vocabulary
+    byte_pieces(
+        tokenizer, True
+    )  # for the default of skipping special tokens: computed now, since it holds the vocabulary
     return tokenizer

@@ -15,7 +15,9 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 def _keys_of_environment() -> tuple[str, ...]:
-    return tuple(key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key.strip())
+    return tuple(
+        key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key.strip()
+    )
 
 
 def _is_template(text: str) -> bool:
@@ -153,7 +155,9 @@ class ServerSettings(BaseModel):
         try:
             text = Path(given).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ValueError(f"it must be a Jinja template, or a file that has one: {error}") from None
+            raise ValueError(
+                f"it must be a Jinja template, or a file that has one: {error}"
+            ) from None
         if not _is_template(text):
             raise ValueError("the file has no Jinja template: nothing in it reads a message")
         return text

@@ -19,19 +19,27 @@ def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
     if settings.uds is not None:
         return [_bind_unix(settings.uds)] * settings.front_ends, f"unix:{settings.uds}"
     try:
-        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
-        raise ConfigError(f"--host: {settings.host!r} isn't an address of this machine: {error.strerror or error}") from None
+        raise ConfigError(
+            f"--host: {settings.host!r} isn't an address of this machine: {error.strerror or error}"
+        ) from None
     shared = settings.front_ends > 1
     try:
-        if shared and settings.port:  # exclusively first, since another server's port could be shared, too
+        if (
+            shared and settings.port
+        ):  # exclusively first, since another server's port could be shared, too
             _bind(family, address, shared=False).close()
         first = _bind(family, address, shared)
         port = first.getsockname()[1]
         address = (address[0], port, *address[2:])
         sockets = [first, *(_bind(family, address, shared) for _ in range(settings.front_ends - 1))]
     except OSError as error:
-        raise ConfigError(f"{settings.host}:{settings.port}: {error.strerror}: give another --port or --host") from None
+        raise ConfigError(
+            f"{settings.host}:{settings.port}: {error.strerror}: give another --port or --host"
+        ) from None
     host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
     return sockets, f"{'http' if settings.tls_cert is None else 'https'}://{host}:{port}"
 
@@ -41,13 +49,20 @@ def listen(sock: socket.socket) -> None:
     try:
         sock.listen(BACKLOG)
     except OSError as error:
-        host, port = sock.getsockname()[:2] if sock.family != socket.AF_UNIX else (sock.getsockname(), "")
-        raise ConfigError(f"{host}:{port}: {error.strerror}: give another --port or --host") from None
+        host, port = (
+            sock.getsockname()[:2] if sock.family != socket.AF_UNIX else (sock.getsockname(), "")
+        )
+        raise ConfigError(
+            f"{host}:{port}: {error.strerror}: give another --port or --host"
+        ) from None
 
 
 def is_on_loopback(sock: socket.socket) -> bool:
     """Return True if only programs on this machine, including browsers, can reach the socket. False for Unix sockets, which browsers can't reach."""
-    return sock.family != socket.AF_UNIX and ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
+    return (
+        sock.family != socket.AF_UNIX
+        and ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
+    )
 
 
 def allow_open_files() -> None:
@@ -61,11 +76,15 @@ def allow_open_files() -> None:
 
 
 def _bind(family: int, address: tuple[object, ...], shared: bool) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY if the protocol is given
+    sock = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # asyncio sets TCP_NODELAY if the protocol is given
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # one queue of connections per front end
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
+            )  # one queue of connections per front end
         sock.bind(address)
     except OSError:
         sock.close()

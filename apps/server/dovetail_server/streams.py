@@ -24,7 +24,11 @@ logger = logging.getLogger("dovetail")
 
 STALLED_S = 5.0  # a turn overdue for longer than this counts as stalled
 _WRITES_A_TURN = 32  # about 0.2 ms, during which the event loop handles nothing else
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 DONE = b"data: [DONE]\n\n"
 PING_S = 15.0  # idle time after which a stream sends its ping, if it has one
 _LOOKS = 3  # checks within that time
@@ -37,7 +41,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._streams: deque[EventStream] = deque()
-        self._due: float | None = None  # time for which the next turn is scheduled (`time.monotonic`)
+        self._due: float | None = (
+            None  # time for which the next turn is scheduled (`time.monotonic`)
+        )
 
     def put(self, stream: EventStream) -> None:
         """Schedule a flush. An error of it ends only that stream."""
@@ -72,7 +78,11 @@ class Outbox:
 def event(value: Any, name: str | None = None) -> bytes:
     """Encode a value as one event. `name`: the event's type."""
     data = orjson.dumps(value)
-    return b"data: %b\n\n" % data if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+    return (
+        b"data: %b\n\n" % data
+        if name is None
+        else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+    )
 
 
 class EventStream:
@@ -81,7 +91,15 @@ class EventStream:
     The response head is sent with the first event: earlier failures are ordinary errors with their own status.
     """
 
-    def __init__(self, scope: Scope, send: Send, shape: ErrorShape, max_backlog_bytes: int, outbox: Outbox, error_event: str | None = None) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        shape: ErrorShape,
+        max_backlog_bytes: int,
+        outbox: Outbox,
+        error_event: str | None = None,
+    ) -> None:
         """`error_event`: the type of error events, if they have one."""
         self._send, self._shape, self._error_event = send, shape, error_event
         self._bound, self._outbox = max_backlog_bytes, outbox
@@ -205,7 +223,12 @@ class EventStream:
         if self.dropped:
             return
         self.dropped = True
-        data = self._error_bytes(HttpError(400, f"more than {self._bound} bytes (max_backlog_bytes) are unread: the reader is too slow"))
+        data = self._error_bytes(
+            HttpError(
+                400,
+                f"more than {self._bound} bytes (max_backlog_bytes) are unread: the reader is too slow",
+            )
+        )
         if self._direct is not None:
             self._direct.drop(b"".join([*self._waiting, data]))
             self._waiting = []
@@ -216,7 +239,11 @@ class EventStream:
 
     def _error_bytes(self, error: HttpError) -> bytes:
         body = error.body(self._shape)
-        return b"data: %b\n\n" % body if self._error_event is None else b"event: %b\ndata: %b\n\n" % (self._error_event.encode(), body)
+        return (
+            b"data: %b\n\n" % body
+            if self._error_event is None
+            else b"event: %b\ndata: %b\n\n" % (self._error_event.encode(), body)
+        )
 
 
 class ClientGone(DovetailError):

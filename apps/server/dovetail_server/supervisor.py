@@ -29,10 +29,14 @@ from dovetail_server.sockets import bind
 TICK_S = 0.25
 LAST_LINES = 5  # of the engine's stderr, reported when it dies
 ENGINE_STOPS_S = 10.0  # timeout for the engine to stop
-FRONT_ENDS_END_S = 6.0  # timeout for front ends to end after a drain, or after reporting the engine's death
+FRONT_ENDS_END_S = (
+    6.0  # timeout for front ends to end after a drain, or after reporting the engine's death
+)
 QUICK_DEATH_S = 30.0  # a front end that lives shorter than this is restarted after a pause, which doubles each time
 PAUSE_S, MOST_PAUSE_S = 1.0, 30.0  # the first and the longest such pause
-FAILED_STARTS = 3  # consecutive front ends that end by themselves before they are ready end the server
+FAILED_STARTS = (
+    3  # consecutive front ends that end by themselves before they are ready end the server
+)
 FRONT_END_HANGS_S = 30.0  # without a heartbeat, or a turn of its event loop, for this long a front end counts as hung
 
 
@@ -106,10 +110,17 @@ class Supervisor:
         wake_read.setblocking(False)
         wake_write.setblocking(False)
         before = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+        handlers = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        }
         self._selector.register(wake_read, selectors.EVENT_READ, None)
         try:
-            self._engine = self._start("engine", "dovetail_server.engine_process", {"source": self._source, "set": self._overrides})
+            self._engine = self._start(
+                "engine",
+                "dovetail_server.engine_process",
+                {"source": self._source, "set": self._overrides},
+            )
             for place in range(self._settings.front_ends):
                 self._start_front_end(place)
             return self._watch()
@@ -127,7 +138,9 @@ class Supervisor:
     def _address(self) -> str:
         return f"ipc://{self._directory}/engine"
 
-    def _start(self, name: str, module: str, start: Message, sock: socket.socket | None = None) -> Child:
+    def _start(
+        self, name: str, module: str, start: Message, sock: socket.socket | None = None
+    ) -> Child:
         ours, theirs = socket.socketpair()
         fds = [theirs.fileno()] + ([] if sock is None else [sock.fileno()])
         process = subprocess.Popen(
@@ -151,7 +164,12 @@ class Supervisor:
         name = f"front-end-{place}.{self._generation}"
         self._generation += 1
         sock = self._sockets[place]
-        start = {"name": name, "place": place, "settings": self._settings.model_dump(mode="json"), "socket": sock.fileno()}
+        start = {
+            "name": name,
+            "place": place,
+            "settings": self._settings.model_dump(mode="json"),
+            "socket": sock.fileno(),
+        }
         self._front_ends[place] = self._start(name, "dovetail_server.front_end", start, sock)
 
     # Watching
@@ -206,7 +224,11 @@ class Supervisor:
     def _note(self, child: Child, message: Message) -> None:
         child.heard = self._clock.now
         if "ready" in message:
-            child.ready, child.ranks, child.groups = True, message.get("ranks", ""), message.get("groups", "")
+            child.ready, child.ranks, child.groups = (
+                True,
+                message.get("ranks", ""),
+                message.get("groups", ""),
+            )
             self._failed_starts = self._failed_starts if child is self._engine else 0
         elif "refused" in message:
             child.refused = message["refused"]
@@ -295,9 +317,17 @@ class Supervisor:
             return
         quick = time.monotonic() - child.started < QUICK_DEATH_S
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
-        pause_s = 0.0 if self._quick_deaths < 2 else min(PAUSE_S * 2 ** (self._quick_deaths - 2), MOST_PAUSE_S)
+        pause_s = (
+            0.0
+            if self._quick_deaths < 2
+            else min(PAUSE_S * 2 ** (self._quick_deaths - 2), MOST_PAUSE_S)
+        )
         when = f" in {pause_s:g} s" if pause_s else ""
-        print(f"dovetail serve: a front end {child.how_it_ended()}; restarting it{when}", file=sys.stderr, flush=True)
+        print(
+            f"dovetail serve: a front end {child.how_it_ended()}; restarting it{when}",
+            file=sys.stderr,
+            flush=True,
+        )
         self._restarts[place] = self._clock.now + pause_s
 
     def _start_due_front_ends(self) -> None:
@@ -310,9 +340,16 @@ class Supervisor:
         """Advance the state if its condition is met; return the exit code at the end. Raises `ServeFailed`."""
         late = self._deadline is not None and self._clock.now > self._deadline
         engine = self._the_engine()
-        if self._state is State.STARTING and engine.ready and all(child.ready for child in self._front_ends.values()):
+        if (
+            self._state is State.STARTING
+            and engine.ready
+            and all(child.ready for child in self._front_ends.values())
+        ):
             self._state = State.SERVING
-            print(f"{engine.groups}dovetail serves {self._source}{engine.ranks} at {self._url}", flush=True)
+            print(
+                f"{engine.groups}dovetail serves {self._source}{engine.ranks} at {self._url}",
+                flush=True,
+            )
         elif self._state is State.DRAINING and (late or not self._front_ends):
             self._state, self._deadline = State.STOPPING, self._clock.now + ENGINE_STOPS_S
             engine.channel.send(stop=True)

@@ -34,13 +34,17 @@ class RequestRecord:
     model: str | None = None
     error: str | None = None
     gone: bool = False  # the client disconnected before the end
-    params: SamplingParams | PoolingParams | None = None  # None: nothing was submitted to the engine
+    params: SamplingParams | PoolingParams | None = (
+        None  # None: nothing was submitted to the engine
+    )
     answer_id: str = ""
     prompts: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     times: RequestMetrics | None = None  # of the first prompt, on the engine's clock
 
-    def add(self, counts: TokenCounts, finish_reasons: Sequence[str], times: RequestMetrics | None) -> None:
+    def add(
+        self, counts: TokenCounts, finish_reasons: Sequence[str], times: RequestMetrics | None
+    ) -> None:
         """Add the figures of one prompt."""
         self.prompt_tokens += counts.prompt
         self.cached_tokens += counts.cached
@@ -57,11 +61,22 @@ class Tracing(Spans):
         """Export the spans of a request that has ended. `now`: the time on the engine's clock."""
         took_s = time.monotonic() - record.began
         phases = () if record.times is None else phases_of(record.times, now)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self.add(headers, took_s, attributes_of(scope, record, took_s), phases, now=now, error=record.error)
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.add(
+            headers,
+            took_s,
+            attributes_of(scope, record, took_s),
+            phases,
+            now=now,
+            error=record.error,
+        )
 
 
-def attributes_of(scope: Scope, record: RequestRecord, took_s: float) -> dict[str, str | int | float | list[str]]:
+def attributes_of(
+    scope: Scope, record: RequestRecord, took_s: float
+) -> dict[str, str | int | float | list[str]]:
     """Return the attributes of a request's span. Times are in seconds; unknown ones are omitted."""
     params, times = record.params, record.times
     if not isinstance(params, SamplingParams):

@@ -61,19 +61,50 @@ GROUPS = (  # flags that are accepted with vLLM's default only; those whose defa
         "--cors-origin names the origins; they may use all methods and headers, but no credentials",
         {"--allowed-methods": ["*"], "--allowed-headers": ["*"], "--allow-credentials": False},
     ),
-    Group("the chat template selects the parser of tool calls", {"--enable-auto-tool-choice": False}, advisory=True),
+    Group(
+        "the chat template selects the parser of tool calls",
+        {"--enable-auto-tool-choice": False},
+        advisory=True,
+    ),
     Group("/load is always served", {"--enable-server-load-tracking": False}, advisory=True),
-    Group("/tokenizer_info is always served", {"--enable-tokenizer-info-endpoint": False}, advisory=True),
-    Group("usage always counts cached tokens", {"--enable-prompt-tokens-details": False}, advisory=True),
-    Group("requests may bring a chat template", {"--trust-request-chat-template": False}, advisory=True),
-    Group("answers always have the header x-request-id", {"--enable-request-id-headers": False}, advisory=True),
-    Group("tool_choice none always leaves tools out", {"--exclude-tools-when-tool-choice-none": False}, advisory=True),
+    Group(
+        "/tokenizer_info is always served",
+        {"--enable-tokenizer-info-endpoint": False},
+        advisory=True,
+    ),
+    Group(
+        "usage always counts cached tokens",
+        {"--enable-prompt-tokens-details": False},
+        advisory=True,
+    ),
+    Group(
+        "requests may bring a chat template",
+        {"--trust-request-chat-template": False},
+        advisory=True,
+    ),
+    Group(
+        "answers always have the header x-request-id",
+        {"--enable-request-id-headers": False},
+        advisory=True,
+    ),
+    Group(
+        "tool_choice none always leaves tools out",
+        {"--exclude-tools-when-tool-choice-none": False},
+        advisory=True,
+    ),
     Group("errors are logged with their stack", {"--log-error-stack": False}, advisory=True),
     Group("no pages of documentation are served", {"--disable-fastapi-docs": False}, advisory=True),
-    Group("each front end computes late interaction as asked", {"--enable-flash-late-interaction": True}, advisory=True),
+    Group(
+        "each front end computes late interaction as asked",
+        {"--enable-flash-late-interaction": True},
+        advisory=True,
+    ),
     Group(_TEXTS, {"--max-log-len": None, "--enable-log-deltas": True}, advisory=True),
     Group(_TEXTS, {"--enable-log-outputs": False}),
-    Group("it is found out from the template: leave it out", {"--chat-template-content-format": "auto"}),
+    Group(
+        "it is found out from the template: leave it out",
+        {"--chat-template-content-format": "auto"},
+    ),
     Group(
         "requests say it: chat_template_kwargs, reasoning_effort or thinking",
         {
@@ -83,20 +114,44 @@ GROUPS = (  # flags that are accepted with vLLM's default only; those whose defa
         },
     ),
     Group("answers have the role assistant", {"--response-role": "assistant"}),
-    Group("Cohere's chat API isn't served", {"--cohere-format": "cmd4", "--cohere-is-reasoning-model": True}),
-    Group("requests ask for it: stream_options.include_usage", {"--enable-force-include-usage": False}),
-    Group("/metrics and spans (--otlp-traces-endpoint) tell it", {"--enable-per-request-metrics": False}),
+    Group(
+        "Cohere's chat API isn't served",
+        {"--cohere-format": "cmd4", "--cohere-is-reasoning-model": True},
+    ),
+    Group(
+        "requests ask for it: stream_options.include_usage", {"--enable-force-include-usage": False}
+    ),
+    Group(
+        "/metrics and spans (--otlp-traces-endpoint) tell it",
+        {"--enable-per-request-metrics": False},
+    ),
     Group("requests ask for it: return_token_ids", {"--return-tokens-as-token-ids": False}),
-    Group("a stream is silent while nothing is generated: leave it out", {"--sse-keep-alive-interval": 0}),
-    Group("answers have no fingerprint", {"--fingerprint-mode": "full", "--fingerprint-value": None}),
-    Group("--no-log-requests leaves out the lines of all endpoints", {"--disable-access-log-for-endpoints": None}),
+    Group(
+        "a stream is silent while nothing is generated: leave it out",
+        {"--sse-keep-alive-interval": 0},
+    ),
+    Group(
+        "answers have no fingerprint", {"--fingerprint-mode": "full", "--fingerprint-value": None}
+    ),
+    Group(
+        "--no-log-requests leaves out the lines of all endpoints",
+        {"--disable-access-log-for-endpoints": None},
+    ),
     Group("set the environment variable DOVETAIL_LOG", {"--uvicorn-log-level": "info"}),
     Group(_PLUGIN, {"--middleware": [], "--tool-parser-plugin": ""}),
     Group("a client runs the tools that it sends", {"--tool-server": None}),
     Group("strict tools are: each tool says it", {"--tool-strict-level": None}),
     Group(TEXT_ONLY, {"--trust-request-mm-kwargs": False}),
     Group("no pages of documentation are served", {"--enable-offline-docs": False}),
-    Group(_PROXY, {"--ssl-ca-certs": None, "--ssl-cert-reqs": 0, "--ssl-ciphers": None, "--enable-ssl-refresh": False}),
+    Group(
+        _PROXY,
+        {
+            "--ssl-ca-certs": None,
+            "--ssl-cert-reqs": 0,
+            "--ssl-ciphers": None,
+            "--enable-ssl-refresh": False,
+        },
+    ),
     Group(
         "--max-received-bytes and --max-body-bytes bound what is read",
         {"--h11-max-incomplete-event-size": 4194304, "--h11-max-header-count": 256},

@@ -9,7 +9,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXTENSION = "dovetail.stream"
-MAX_HEAD_BYTES = 65_536  # of request line and headers, trailers, and chunk overhead; one read may exceed it
+MAX_HEAD_BYTES = (
+    65_536  # of request line and headers, trailers, and chunk overhead; one read may exceed it
+)
 HEAD_S = 30.0  # timeout of a request head since the connection was opened or its first byte, and of a body that nobody reads any more
 MAX_AHEAD, MAX_AHEAD_BYTES = 16, 65_536  # pipelined requests, and their bodies
 _TOLD_S = 5.0  # time for a slow reader to read its backlog before the connection is cut
@@ -52,8 +54,12 @@ class DirectProtocol(HttpToolsProtocol):
     Trailers are discarded. Reading is never paused for pipelined requests, since a lost connection is only noticed while reading.
     """
 
-    _timer: asyncio.TimerHandle | None = None  # during a request head, or the rest of an unread body
-    _running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the newest
+    _timer: asyncio.TimerHandle | None = (
+        None  # during a request head, or the rest of an unread body
+    )
+    _running: RequestResponseCycle | None = (
+        None  # the request being answered; `cycle` is the newest
+    )
     _in_message = False  # between its first and last byte
     _in_head = False
     _overhead_bytes = 0  # bytes read since the last byte of a body
@@ -74,10 +80,14 @@ class DirectProtocol(HttpToolsProtocol):
         self._overhead_bytes += len(data)
         super().data_received(data)
         if self._overhead_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
             self.transport.close()
             self.loop.call_later(_TOLD_S, self.transport.abort)
-        if self._timer is None and not self._in_message and self._is_idle():  # blank lines stop uvicorn's own timer
+        if (
+            self._timer is None and not self._in_message and self._is_idle()
+        ):  # blank lines stop uvicorn's own timer
             self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -103,7 +113,10 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes = 0
-        if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) + len(body) > MAX_AHEAD_BYTES:
+        if (
+            self.pipeline
+            and sum(len(cycle.body) for cycle, _ in self.pipeline) + len(body) > MAX_AHEAD_BYTES
+        ):
             self.transport.abort()
         if not self.transport.is_closing():
             super().on_body(body)
@@ -117,7 +130,12 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._timer is None and self._in_message and self._is_idle() and not self.transport.is_closing():
+        if (
+            self._timer is None
+            and self._in_message
+            and self._is_idle()
+            and not self.transport.is_closing()
+        ):
             self._start_timer()
 
     def _is_idle(self) -> bool:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dovetail.api.attention import AttentionBackend
-    from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec, hookimpl
+    from dovetail.api.component import (
+        BundledModel,
+        CommandSpec,
+        ComponentSpec,
+        QuantizationSpec,
+        RoutesSpec,
+        hookimpl,
+    )
     from dovetail.api.drafter import Drafter
     from dovetail.api.executor import Executor
     from dovetail.api.grammar import GrammarBackend

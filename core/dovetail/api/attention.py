@@ -43,7 +43,9 @@ class AttentionCapabilities:
     window: bool = True  # sliding window
     cuda_graph: Literal["none", "decode", "mixed"] = "none"
     shared_prefix: bool = False
-    cache_dtypes: tuple[str, ...] = ()  # supported for the cache besides the dtype of q, k and v: "float8_e4m3fn"
+    cache_dtypes: tuple[
+        str, ...
+    ] = ()  # supported for the cache besides the dtype of q, k and v: "float8_e4m3fn"
     sinks: bool = False  # `LayerSpec.sinks`
     softcap: bool = False  # `LayerSpec.softcap`
     v_in_k: bool = False  # `LayerSpec.v_in_k`; `head_sizes` doesn't apply to such layers
@@ -59,7 +61,9 @@ class AttentionCapabilities:
     def default_block_size(self) -> int:
         """Return the smallest supported block size of at least 16, otherwise the largest."""
         if self.block_sizes is not None:
-            return min((size for size in self.block_sizes if size >= 16), default=max(self.block_sizes))
+            return min(
+                (size for size in self.block_sizes if size >= 16), default=max(self.block_sizes)
+            )
         return -(-16 // self.block_size_multiple) * self.block_size_multiple
 
 
@@ -74,10 +78,18 @@ class LayerSpec:
     scale: float  # multiplies the scores before the softmax
     window: int | None = None  # tokens a query attends to, itself included; None: all up to itself
     sinks: bool = False  # each head has a sink, a logit that takes part in the softmax's denominator and in nothing else: see `bind_sinks`
-    softcap: float | None = None  # a scaled score s becomes softcap * tanh(s / softcap) before the softmax; a sink stays as it is
-    v_in_k: bool = False  # V is the first `v_head_size` numbers of K, and K alone is stored (latent attention)
-    v_head_size: int | None = None  # of V and of what `attend` returns, with `v_in_k`; None: head_size
-    shares: int | None = None  # `index` of an earlier layer whose cache it reads: it has none of its own, and `write` isn't called
+    softcap: float | None = (
+        None  # a scaled score s becomes softcap * tanh(s / softcap) before the softmax; a sink stays as it is
+    )
+    v_in_k: bool = (
+        False  # V is the first `v_head_size` numbers of K, and K alone is stored (latent attention)
+    )
+    v_head_size: int | None = (
+        None  # of V and of what `attend` returns, with `v_in_k`; None: head_size
+    )
+    shares: int | None = (
+        None  # `index` of an earlier layer whose cache it reads: it has none of its own, and `write` isn't called
+    )
     # False: each token attends to all tokens of its row, or of a `window` to those less than that many tokens away on both sides. Every row then
     # computes its whole prompt in one step, and nothing is read later: such a backend may store nothing (`tensor_bytes` is empty)
     causal: bool = True
@@ -137,8 +149,12 @@ class AttentionBatch:
     num_tokens: int
     query_starts: torch.Tensor  # [rows + 1] int32
     kv_lens: torch.Tensor  # [rows] int32: tokens in a row's cache, including this step's
-    block_tables: tuple[torch.Tensor, ...]  # per group: [pages_per_block, rows, max_blocks] int32; entries that no query sees are any pages
-    slots: tuple[torch.Tensor, ...]  # per group: [pages_per_block, tokens] int64: page * block_size + offset; where each token's K and V are stored
+    block_tables: tuple[
+        torch.Tensor, ...
+    ]  # per group: [pages_per_block, rows, max_blocks] int32; entries that no query sees are any pages
+    slots: tuple[
+        torch.Tensor, ...
+    ]  # per group: [pages_per_block, tokens] int64: page * block_size + offset; where each token's K and V are stored
     host_query_lens: np.ndarray  # [num_rows] int32
     host_kv_lens: np.ndarray  # [num_rows] int32
     shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group; it concerns layers without a window
@@ -154,7 +170,9 @@ class FusedCache:
     `scales` the kernel divides, rounds and saturates as `write` does.
     """
 
-    k: torch.Tensor  # [num_pages + 1, block_size, kv_heads, head_size], any strides, but the last one is 1
+    k: (
+        torch.Tensor
+    )  # [num_pages + 1, block_size, kv_heads, head_size], any strides, but the last one is 1
     v: torch.Tensor  # like k
     slots: torch.Tensor  # [tokens or more] int64
     scales: KVScales | None = None  # if the cache has a smaller dtype
@@ -168,15 +186,23 @@ class AttentionLayer(ABC):
 
     spec: LayerSpec
     cache: LayerCache | None = None  # set by `bind`
-    kv_scales: KVScales | None = None  # set by the executor right after `make_layer`, if the cache has a smaller dtype
+    kv_scales: KVScales | None = (
+        None  # set by the executor right after `make_layer`, if the cache has a smaller dtype
+    )
     sinks: torch.Tensor | None = None  # set by `bind_sinks`
 
     def bind_sinks(self, sinks: torch.Tensor) -> None:
         """Keep the sinks of this rank's heads [heads], of any floating dtype: a layer with `LayerSpec.sinks` is given them once, before its first
         `attend`. They are the model's parameter: kernels read it whenever they run. Raises `DovetailError` if they don't fit the layer."""
         if not self.spec.sinks or tuple(sinks.shape) != (self.spec.heads,):
-            expected = f"{self.spec.heads} sinks, one a head" if self.spec.sinks else "none: its LayerSpec has no sinks"
-            raise DovetailError(f"attention layer {self.spec.index}: bind_sinks() got a tensor of shape {list(sinks.shape)}, expected {expected}")
+            expected = (
+                f"{self.spec.heads} sinks, one a head"
+                if self.spec.sinks
+                else "none: its LayerSpec has no sinks"
+            )
+            raise DovetailError(
+                f"attention layer {self.spec.index}: bind_sinks() got a tensor of shape {list(sinks.shape)}, expected {expected}"
+            )
         self.sinks = sinks
 
     @abstractmethod
@@ -223,12 +249,21 @@ class AttentionBackend(ABC):
             reasons.append(f"dtype {context.dtype} is not among {', '.join(caps.dtypes)}")
         if context.cache_dtype is not None and context.cache_dtype not in caps.cache_dtypes:
             served = ", ".join(caps.cache_dtypes)
-            reasons.append(f"the KV cache can't be {context.cache_dtype}" + (f", only in {served}" if served else ""))
+            reasons.append(
+                f"the KV cache can't be {context.cache_dtype}"
+                + (f", only in {served}" if served else "")
+            )
         for size in sorted({layer.head_size for layer in layers if not layer.v_in_k}):
             if caps.head_sizes is not None and size not in caps.head_sizes:
-                reasons.append(f"head size {size} is not among {', '.join(map(str, caps.head_sizes))}")
+                reasons.append(
+                    f"head size {size} is not among {', '.join(map(str, caps.head_sizes))}"
+                )
         if not caps.supports_block_size(context.block_size):
-            sizes = ", ".join(map(str, caps.block_sizes)) if caps.block_sizes else f"multiples of {caps.block_size_multiple}"
+            sizes = (
+                ", ".join(map(str, caps.block_sizes))
+                if caps.block_sizes
+                else f"multiples of {caps.block_size_multiple}"
+            )
             reasons.append(f"block size {context.block_size} is not among {sizes}")
         if not caps.window and any(layer.window is not None for layer in layers):
             reasons.append("sliding windows aren't supported")
@@ -244,8 +279,13 @@ class AttentionBackend(ABC):
             reasons.append("layers with different windows (several cache groups) aren't supported")
         if not caps.v_in_k and any(layer.v_in_k for layer in layers):
             reasons.append("latent attention (v_in_k) isn't supported")
-        if any(layer.v_head_size not in (None, layer.head_size) and not layer.v_in_k for layer in layers):
-            reasons.append("V with a head size of its own (v_head_size) isn't supported without v_in_k")
+        if any(
+            layer.v_head_size not in (None, layer.head_size) and not layer.v_in_k
+            for layer in layers
+        ):
+            reasons.append(
+                "V with a head size of its own (v_head_size) isn't supported without v_in_k"
+            )
         return reasons
 
     @abstractmethod

@@ -19,7 +19,18 @@ from dovetail.errors import PluginError
 ENTRY_POINT_GROUP = "dovetail.plugins"
 
 Kind = Literal[
-    "scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter", "tokenizer", "logits_processor", "parser"
+    "scheduler",
+    "kv_cache",
+    "attention",
+    "model",
+    "sampler",
+    "grammar",
+    "executor",
+    "observer",
+    "drafter",
+    "tokenizer",
+    "logits_processor",
+    "parser",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -65,19 +76,31 @@ class ComponentSpec:
     options: str | None = None  # "package.module:Model", a pydantic model; None: no options
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()  # kind model: Hugging Face `architectures`; "*": any that no other component names
-    request_extra: str | None = None  # "package.module:Model", a pydantic model that validates this distribution's part of a request's `extra`
+    architectures: tuple[
+        str, ...
+    ] = ()  # kind model: Hugging Face `architectures`; "*": any that no other component names
+    request_extra: str | None = (
+        None  # "package.module:Model", a pydantic model that validates this distribution's part of a request's `extra`
+    )
 
     def __post_init__(self) -> None:
         def wrong(what: str, value: object, right: str) -> PluginError:
-            return PluginError(f"ComponentSpec {self.name!r}: {what} is {value!r}, expected {right}")
+            return PluginError(
+                f"ComponentSpec {self.name!r}: {what} is {value!r}, expected {right}"
+            )
 
         if self.kind not in KINDS:
             raise wrong("kind", self.kind, f"one of {', '.join(KINDS)}")
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise wrong("name", self.name, "lower case letters and digits, joined by '-' or '_'")
-        for what, value in (("target", self.target), ("options", self.options), ("request_extra", self.request_extra)):
-            if not (what != "target" and value is None) and not (isinstance(value, str) and TARGET.fullmatch(value)):
+        for what, value in (
+            ("target", self.target),
+            ("options", self.options),
+            ("request_extra", self.request_extra),
+        ):
+            if not (what != "target" and value is None) and not (
+                isinstance(value, str) and TARGET.fullmatch(value)
+            ):
                 raise wrong(what, value, '"package.module:Class"')
         if not isinstance(self.api, str) or not re.fullmatch(r"\d+\.\d+", self.api):
             raise wrong("api", self.api, '"major.minor", like "0.1"')
@@ -87,7 +110,9 @@ class ComponentSpec:
             if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
                 raise wrong(what, names, "a tuple of strings")
         if self.architectures and self.kind != "model":
-            raise wrong("architectures", self.architectures, "(): only kind 'model' has architectures")
+            raise wrong(
+                "architectures", self.architectures, "(): only kind 'model' has architectures"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +124,17 @@ class _Offer:
     def __post_init__(self) -> None:
         spec = type(self).__name__
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise PluginError(f"{spec}: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+            raise PluginError(
+                f"{spec}: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'"
+            )
         if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
-            raise PluginError(f'{spec} {self.name!r}: target is {self.target!r}, expected "package.module:app"')
+            raise PluginError(
+                f'{spec} {self.name!r}: target is {self.target!r}, expected "package.module:app"'
+            )
         if not isinstance(self.summary, str) or "\n" in self.summary:
-            raise PluginError(f"{spec} {self.name!r}: summary is {self.summary!r}, expected one line of text")
+            raise PluginError(
+                f"{spec} {self.name!r}: summary is {self.summary!r}, expected one line of text"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +162,21 @@ class BundledModel:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise PluginError(f"BundledModel: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+            raise PluginError(
+                f"BundledModel: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'"
+            )
         if not isinstance(self.package, str) or not TARGET.fullmatch(f"{self.package}:x"):
-            raise PluginError(f'BundledModel {self.name!r}: package is {self.package!r}, expected "package.module"')
-        if not isinstance(self.path, str) or self.path.startswith("/") or ".." in self.path.split("/"):
-            raise PluginError(f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the package")
+            raise PluginError(
+                f'BundledModel {self.name!r}: package is {self.package!r}, expected "package.module"'
+            )
+        if (
+            not isinstance(self.path, str)
+            or self.path.startswith("/")
+            or ".." in self.path.split("/")
+        ):
+            raise PluginError(
+                f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the package"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +188,20 @@ class QuantizationSpec:
     name: str  # the checkpoint's `quant_method`
     target: str  # "package.module:Class", a subclass of `dovetail.nn.format.Quantization`, instantiated as Class(quantization_config)
     summary: str = ""  # one line for `dovetail plugins info`
-    quantizes: bool = False  # can quantize a plain checkpoint while loading; instantiated as Class(None) for that
+    quantizes: bool = (
+        False  # can quantize a plain checkpoint while loading; instantiated as Class(None) for that
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise PluginError(f"QuantizationSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+            raise PluginError(
+                f"QuantizationSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'"
+            )
         if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
-            raise PluginError(f'QuantizationSpec {self.name!r}: target is {self.target!r}, expected "package.module:Class"')
+            raise PluginError(
+                f'QuantizationSpec {self.name!r}: target is {self.target!r}, expected "package.module:Class"'
+            )
         if not isinstance(self.summary, str) or "\n" in self.summary:
-            raise PluginError(f"QuantizationSpec {self.name!r}: summary is {self.summary!r}, expected one line of text")
+            raise PluginError(
+                f"QuantizationSpec {self.name!r}: summary is {self.summary!r}, expected one line of text"
+            )

@@ -39,7 +39,9 @@ class DraftHead(Protocol):
     def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
         """Store K and V of `states` [tokens, hidden_size], and of the tokens after them."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
         """As `store`; also attend, and return the states [tokens, hidden_size] that stand for those of the next positions."""
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,9 @@ class ModelDrafter(Drafter):
     """Drafts come from a smaller model of the same vocabulary, or a head, which the executor runs. It draws with the target's noise, temperature and
     filters."""
 
-    head: ClassVar[str | None] = None  # "package.module:Class" of a `dovetail.api.draft_head.HeadArch`: `model` is a head. None: a whole model
+    head: ClassVar[str | None] = (
+        None  # "package.module:Class" of a `dovetail.api.draft_head.HeadArch`: `model` is a head. None: a whole model
+    )
 
     @property
     @abstractmethod

@@ -38,7 +38,9 @@ class ComponentRef:
     options: Mapping[str, Any] = field(default_factory=dict)  # validated; plain values
     options_model: str | None = None  # "package.module:Model"
     architectures: tuple[str, ...] = ()
-    bridges: tuple[str, ...] = ()  # "package.module:function": what `load` applies to a class written for an older version of its interface
+    bridges: tuple[
+        str, ...
+    ] = ()  # "package.module:function": what `load` applies to a class written for an older version of its interface
 
     def load(self) -> Any:
         """Import and return the class. Raises `PluginError` that names the component if the import fails."""
@@ -64,7 +66,9 @@ class QuantizationRef:
 
     def load(self) -> Any:
         """Import and return the subclass of `dovetail.nn.format.Quantization`. Raises `PluginError` that names it if the import fails."""
-        return import_target(self.path, lambda what: PluginError(f"quantization {self.name}: {what}"))
+        return import_target(
+            self.path, lambda what: PluginError(f"quantization {self.name}: {what}")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,15 @@ class ExecutorConfig:
     quantization: str | None = None  # None: the checkpoint's; otherwise a `QuantizationRef.method`
     state_dtype: str = "float32"  # of recurrent states
     max_drafts: int = 0  # most drafts that a row checks in a step; 0: no speculation
-    draft_model: str | None = None  # directory of a model or head that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
-    draft_head: str | None = None  # "package.module:Class" of the head's `dovetail.api.draft_head.HeadArch`; None: `draft_model` is a whole model
-    pooling: Mapping[str, Any] = field(default_factory=dict)  # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
+    draft_model: str | None = (
+        None  # directory of a model or head that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
+    )
+    draft_head: str | None = (
+        None  # "package.module:Class" of the head's `dovetail.api.draft_head.HeadArch`; None: `draft_model` is a whole model
+    )
+    pooling: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
     max_adapters: int = 0  # slots for LoRA adapters on the device; 0: none
     max_adapter_rank: int = 16
 
@@ -105,7 +115,9 @@ class ExecutorContext:
     models: tuple[ComponentRef, ...] = ()
     attention: tuple[ComponentRef, ...] = ()
     sampler: ComponentRef | None = None
-    progress: Callable[[str, int, int], None] | None = None  # (what, done, total): loading, capturing
+    progress: Callable[[str, int, int], None] | None = (
+        None  # (what, done, total): loading, capturing
+    )
     quantizations: tuple[QuantizationRef, ...] = ()  # all installed
     logits_processors: tuple[ComponentRef, ...] = ()  # in the order in which they are applied
 
@@ -138,7 +150,9 @@ class RowPooling:
     task: PoolingTask
     dimensions: int | None = None  # keep that many leading numbers of an embedding; None: all
     activate: bool = True  # normalize an embedding to length 1, turn scores into probabilities; False: as the last layer returns them
-    second: int | None = None  # of a pair of texts, the index of the second one's first token: from there on, token types are 1; None: all are 0
+    second: int | None = (
+        None  # of a pair of texts, the index of the second one's first token: from there on, token types are 1; None: all are 0
+    )
     of_pair: bool = False  # scores of a pair of texts: a cross-encoder may use another activation for them than a classifier for labels
 
 
@@ -152,8 +166,12 @@ class PoolingCapacity:
     labels: tuple[str, ...] = ()  # of a classifier, in the order of its scores; one label: a score
     generates: bool = True  # it can generate, too
     indivisible: bool = False  # a prompt is computed in one step, without cached tokens: tokens attend to later ones
-    dimensions: tuple[int, ...] | None = None  # sizes to which an embedding may be cut; None: any up to `size`
-    padding: int | None = None  # "classify" skips tokens of this id at a prompt's end, which the core leaves out; None: none
+    dimensions: tuple[int, ...] | None = (
+        None  # sizes to which an embedding may be cut; None: any up to `size`
+    )
+    padding: int | None = (
+        None  # "classify" skips tokens of this id at a prompt's end, which the core leaves out; None: none
+    )
 
     def needs_all_states(self, task: PoolingTask) -> bool:
         """Return True if tokens found in the prefix cache would be missing from the result."""
@@ -166,7 +184,9 @@ class AdapterCapacity:
 
     slots: int  # besides slot 0
     max_rank: int
-    modules: Mapping[str, tuple[int, int]]  # module's full name in checkpoints, "model.layers.0.self_attn.q_proj" -> (in, out) features, of all ranks
+    modules: Mapping[
+        str, tuple[int, int]
+    ]  # module's full name in checkpoints, "model.layers.0.self_attn.q_proj" -> (in, out) features, of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +198,23 @@ class Capacity:
     layout: KVLayout
     vocab_size: int
     max_model_len: int  # tokens of the longest sequence, prompt plus output
-    details: Mapping[str, str] = field(default_factory=dict)  # choices for humans to read: device, dtype, attention, reasons
-    shared_prefix: bool = False  # it can use `Batch.shared_prefix_blocks`; otherwise the core leaves that 0
-    max_lines: int = 0  # in a step with drafts: lines (see `Batch`) that it can sample; 0: it can't check drafts
+    details: Mapping[str, str] = field(
+        default_factory=dict
+    )  # choices for humans to read: device, dtype, attention, reasons
+    shared_prefix: bool = (
+        False  # it can use `Batch.shared_prefix_blocks`; otherwise the core leaves that 0
+    )
+    max_lines: int = (
+        0  # in a step with drafts: lines (see `Batch`) that it can sample; 0: it can't check drafts
+    )
     # (lines, seconds on the device) of steps that compute that many tokens, each with a line; ascending. Empty: not measured
     line_costs: tuple[tuple[int, float], ...] = ()
     # (rows, seconds) that a draft model takes for one draft of each of that many rows; ascending. Empty: there is none, or it isn't measured
     draft_costs: tuple[tuple[int, float], ...] = ()
     pooling: PoolingCapacity | None = None  # None: it only generates
-    adapters: AdapterCapacity | None = None  # None: it can't use adapters, or `ExecutorConfig.max_adapters` is 0
+    adapters: AdapterCapacity | None = (
+        None  # None: it can't use adapters, or `ExecutorConfig.max_adapters` is 0
+    )
     # prompt tokens per second, a cautious guess: the core cuts prompts so that a step takes some seconds, by this and then by what it measures.
     # None: steps may be as large as `max_num_batched_tokens`
     prompt_rate: float | None = None
@@ -207,7 +235,9 @@ class NewRow:
     # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and never read. Of a recurrent group, one block
     pages: tuple[Int32, ...]
     sampling: RowSampling
-    pooling: RowPooling | None = None  # not None: it yields no token, but once its prompt is computed what it pools (`Batch.pooled`)
+    pooling: RowPooling | None = (
+        None  # not None: it yields no token, but once its prompt is computed what it pools (`Batch.pooled`)
+    )
     adapter: int = 0  # slot of its LoRA adapter; 0: none
 
 
@@ -262,16 +292,24 @@ class Batch:
     num_tokens: Int32  # [b] >= 1
     yields_token: NDArray[np.bool_]  # [b]
     shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group, whose attention is full
-    checkpoints: tuple[RowCheckpoint, ...] = ()  # at most one per row of `rows`, and none of a row with drafts
+    checkpoints: tuple[
+        RowCheckpoint, ...
+    ] = ()  # at most one per row of `rows`, and none of a row with drafts
     late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
     drafts: Drafts | None = None  # None: no row has any
-    pooled: Int32 | None = None  # [any] ascending indices of `rows` whose results are due: they end their prompts, and yield no token
+    pooled: Int32 | None = (
+        None  # [any] ascending indices of `rows` whose results are due: they end their prompts, and yield no token
+    )
     adapters: tuple[AdapterLoad, ...] = ()  # written before anything is computed
 
     @property
     def num_lines(self) -> Int32:
         """[b] lines of each row: 0 for a row that yields no token."""
-        return self.yields_token.astype(np.int32) if self.drafts is None else self.yields_token * (1 + self.drafts.counts)
+        return (
+            self.yields_token.astype(np.int32)
+            if self.drafts is None
+            else self.yields_token * (1 + self.drafts.counts)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,18 +336,26 @@ class Result:
     ended the step."""
 
     step: int
-    token_ids: NDArray[np.int64]  # [b] the sampled token of each row of the batch, -1: none; with `counts`: [sum of counts], row by row
+    token_ids: NDArray[
+        np.int64
+    ]  # [b] the sampled token of each row of the batch, -1: none; with `counts`: [sum of counts], row by row
     started: float
     ended: float
     # one row per yielded token, in order; columns beyond those that a row requests are undefined, all if it requests none
     logprobs: HostLogprobs | None = None
     # index in the batch -> logprobs of the token *after* each computed one (n = num_tokens, one less at the end of the known tokens)
     prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)  # index in the batch -> why this row failed; the others are valid
+    failed: Mapping[int, str] = field(
+        default_factory=dict
+    )  # index in the batch -> why this row failed; the others are valid
     # index in the batch -> the result of a row in `Batch.pooled`: [size], or [prompt tokens, size] of tasks that begin with "token_"
     pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
-    counts: Int32 | None = None  # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has `drafts`
-    graphs: tuple[str, ...] = ()  # kinds of the recorded graphs that the step replayed, in order; the rest was launched kernel by kernel
+    counts: Int32 | None = (
+        None  # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has `drafts`
+    )
+    graphs: tuple[
+        str, ...
+    ] = ()  # kinds of the recorded graphs that the step replayed, in order; the rest was launched kernel by kernel
 
 
 class Executor(ABC):

@@ -47,8 +47,12 @@ class GrammarSpec:
 class GrammarContext:
     """Constants passed to a backend's constructor."""
 
-    token_bytes: Sequence[bytes | None]  # [vocab_size] by id. None or b"": never text, allowed only if it is a stop id
-    stop_ids: frozenset[int]  # ids that end an answer, not text whatever their bytes are; may be empty
+    token_bytes: Sequence[
+        bytes | None
+    ]  # [vocab_size] by id. None or b"": never text, allowed only if it is a stop id
+    stop_ids: frozenset[
+        int
+    ]  # ids that end an answer, not text whatever their bytes are; may be empty
     vocab_size: int  # of the model's logits
 
 

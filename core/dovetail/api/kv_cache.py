@@ -96,12 +96,20 @@ class KVLayout:
 
     def next_release(self, computed: int) -> int:
         """Return the number of computed tokens, more than `computed`, at which the next block leaves its group's window. The layout has windows."""
-        windows = [(group.window, group.block_tokens, group.first_visible_block(computed)) for group in self.groups if group.window is not None]
+        windows = [
+            (group.window, group.block_tokens, group.first_visible_block(computed))
+            for group in self.groups
+            if group.window is not None
+        ]
         return min((first + 1) * tokens + window - 1 for window, tokens, first in windows)
 
     def capacity(self, num_tokens: int) -> int:
         """Return how many tokens fit into the blocks that `allocate(request, num_tokens)` has provided."""
-        paged = [group.blocks(num_tokens) * group.block_tokens for group in self.groups if not group.recurrent]
+        paged = [
+            group.blocks(num_tokens) * group.block_tokens
+            for group in self.groups
+            if not group.recurrent
+        ]
         return min(paged, default=num_tokens)
 
     def pages(self, num_tokens: int) -> int:
@@ -112,7 +120,10 @@ class KVLayout:
         """Return the number of pages of a request with `num_tokens` tokens, the last of them about to be computed, that has released all blocks
         which no query sees any more."""
         computed = max(0, num_tokens - 1)
-        return sum((group.blocks(num_tokens) - group.first_visible_block(computed)) * group.pages_per_block for group in self.groups)
+        return sum(
+            (group.blocks(num_tokens) - group.first_visible_block(computed)) * group.pages_per_block
+            for group in self.groups
+        )
 
     def most_pages(self, num_tokens: int, chunk: int) -> int:
         """Return the most pages that a request of `num_tokens` tokens holds at a time if it computes at most `chunk` of them in a step."""
@@ -156,7 +167,9 @@ class Allocation:
     tokens come first. For a block that the request doesn't hold, since no query will see it, the entry holds `HOLE` for each page."""
 
     pages: tuple[Pages, ...]
-    cached: int = 0  # leading tokens whose K and V exist already; 0 except in the first call for a request
+    cached: int = (
+        0  # leading tokens whose K and V exist already; 0 except in the first call for a request
+    )
 
 
 HOLE = -1  # in place of a page that isn't held, since it lies before every query's window
@@ -212,7 +225,9 @@ class KVCacheManager(ABC):
         `request.cache_keys`. Changes nothing."""
 
     @abstractmethod
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         """Return the net number of available pages that freeing the requests `without` and then `allocate(request, num_tokens)` would take: negative
         if freeing gives back more than allocating takes. It fits if this is at most `available_pages`. Available are free pages and cached ones
         that no request holds; a prefix hit on the latter counts. Changes nothing."""

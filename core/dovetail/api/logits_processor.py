@@ -45,7 +45,9 @@ class ProcessedRow(NamedTuple):
 
     row: int
     arguments: BaseModel  # of the processor's class `Arguments`
-    sampling: RowSampling  # the request's other parameters: a processor that draws noise takes its `seed`
+    sampling: (
+        RowSampling  # the request's other parameters: a processor that draws noise takes its `seed`
+    )
 
 
 class LogitsProcessor(ABC):

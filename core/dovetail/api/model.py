@@ -71,7 +71,9 @@ class ModelContext:
 
 def no_states(spec: StateSpec) -> StateLayer:
     """Raise `DovetailError`: the default of `BuildContext.make_state`, for callers that keep no states."""
-    raise DovetailError(f"state layer {spec.index} was made where there are none: state_specs() must name it")
+    raise DovetailError(
+        f"state layer {spec.index} was made where there are none: state_specs() must name it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,23 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     make_attention: Callable[[LayerSpec], AttentionLayer]
-    max_len: int | None = None  # tokens of the longest sequence that will run; None: the model's maximum
+    max_len: int | None = (
+        None  # tokens of the longest sequence that will run; None: the model's maximum
+    )
     weights_later: bool = False  # weights of linear layers of `dovetail.nn` are allocated after `build`, in the checkpoint's format
     environment: str = ""  # names what else changes the numbers: device, attention backend, dtype of the KV cache, quantization, graphs
     make_state: Callable[[StateSpec], StateLayer] = no_states
-    adapters: bool = False  # LoRA adapters may be added to linear layers of `dovetail.nn` after `build`
+    adapters: bool = (
+        False  # LoRA adapters may be added to linear layers of `dovetail.nn` after `build`
+    )
 
 
 class CausalLM(Protocol):
     """Module that `build` returns: a `torch.nn.Module` with parameters that have `load(source, shard_id, transform)`; see `dovetail.nn.parameter`."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the hidden states [tokens, hidden_size], after the last norm, for token_ids and positions [tokens] int64 of a ragged batch.
 
         `wanted` [n] int64, n at least 1: distinct indices of the tokens to return states of; the result is then [n, hidden_size], in this order.
@@ -120,7 +128,11 @@ class Tapped(CausalLM, Protocol):
         """Return the embeddings [tokens, hidden_size] that the first layer reads, of token_ids [tokens] int64."""
 
     def forward_tapped(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, taps: Sequence[int]
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        taps: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of `forward`, and the states of *all* tokens at `taps`, which aren't empty, one after the other: [tokens,
         taps * hidden_size]. A tap t from 0 to the number of layers - 1 is the residual stream after the first t layers; the number of layers is the
@@ -140,7 +152,9 @@ class TrialRun(Protocol):
 
     rounds_kv: bool  # K and V are stored in a smaller dtype than the model's
 
-    def __call__(self, sequences: Sequence[Sequence[int]], first: int, *, recorded: bool = True) -> list[list[tuple[int, float]]]:
+    def __call__(
+        self, sequences: Sequence[Sequence[int]], first: int, *, recorded: bool = True
+    ) -> list[list[tuple[int, float]]]:
         """Compute the first `first` tokens of `sequences`, which are of equal length, in one step or a few, and the rest token by token. Return for
         each sequence, and each of its tokens from number `first` on, the most likely next token and its log-probability. `recorded`: use recorded
         graphs where there are any."""
@@ -187,7 +201,9 @@ class ModelPooling:
     """How a model pools unless its checkpoint says otherwise."""
 
     method: PoolingMethod = "last"
-    head: tuple[HeadLayer, ...] = ()  # of a classifier, from the pooled state to the scores of its labels; empty: it is none
+    head: tuple[
+        HeadLayer, ...
+    ] = ()  # of a classifier, from the pooled state to the scores of its labels; empty: it is none
     generates: bool = True  # it has `logits`
 
 

@@ -26,7 +26,9 @@ class EngineStarted:
     block_size: int  # tokens of the smallest block
     max_in_flight: int
     details: Mapping[str, str]
-    cache_groups: tuple[CacheGroup, ...] = ()  # of the KV pool, in the order of `PageCounts.held_by_group`
+    cache_groups: tuple[
+        CacheGroup, ...
+    ] = ()  # of the KV pool, in the order of `PageCounts.held_by_group`
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,15 @@ class StepFinished:
     recomputed_tokens: int  # prefill tokens that had been computed before a preemption
     blocks: PageCounts
     core_s: float  # wall time spent by the core: planning, batch, results
-    decisions: tuple[Decision, ...] = ()  # empty unless an observer had requested them when the step was planned
+    decisions: tuple[
+        Decision, ...
+    ] = ()  # empty unless an observer had requested them when the step was planned
     draft_rows: int = 0  # rows that checked drafts: see `dovetail.api.drafter`
     draft_tokens: int = 0  # drafts that they checked
     accepted_drafts: tuple[int, ...] = ()  # of each of these rows
-    graphs: tuple[str, ...] = ()  # kinds of the recorded graphs that the device replayed, in order, such as "decode": see `Result.graphs`
+    graphs: tuple[
+        str, ...
+    ] = ()  # kinds of the recorded graphs that the device replayed, in order, such as "decode": see `Result.graphs`
     page_copies: int = 0  # pages copied within the KV pool before the step: forks of samples, states of prefix hits
     checkpoints: int = 0  # states of recurrent layers copied to checkpoints
     adapter_loads: int = 0  # LoRA adapters copied from the host to a slot

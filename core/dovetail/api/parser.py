@@ -65,7 +65,9 @@ class ParserCapabilities:
     """Features of a parser: the kinds of text it finds, and how its format is detected."""
 
     calls: bool = False  # it finds tool calls: `--tool-parser` may name it
-    reasoning: tuple[str, str] | None = None  # the marks around reasoning, if it finds any: `--reasoning-parser` may name it
+    reasoning: tuple[str, str] | None = (
+        None  # the marks around reasoning, if it finds any: `--reasoning-parser` may name it
+    )
     special_tokens: bool = False  # its marks may be special tokens, so these are kept in the text
     # Alternative groups: a chat template matches if it has all texts of one. `auto` selects the parser by them; empty: it must be named.
     templates: tuple[tuple[str, ...], ...] = ()
@@ -73,8 +75,15 @@ class ParserCapabilities:
     def __post_init__(self) -> None:
         """Raise `TypeError` for a text where a tuple of texts belongs, such as `(("<call>"),)`: each of its letters would be a text."""
         groups = self.templates if self.reasoning is None else (self.reasoning, *self.templates)
-        if not all(isinstance(texts, list | tuple) and texts and all(isinstance(text, str) and text for text in texts) for texts in groups):
-            raise TypeError(f"templates must be tuples of texts, and reasoning two texts, got {self.templates!r:.200} and {self.reasoning!r:.200}")
+        if not all(
+            isinstance(texts, list | tuple)
+            and texts
+            and all(isinstance(text, str) and text for text in texts)
+            for texts in groups
+        ):
+            raise TypeError(
+                f"templates must be tuples of texts, and reasoning two texts, got {self.templates!r:.200} and {self.reasoning!r:.200}"
+            )
         if self.reasoning is not None and len(self.reasoning) != 2:
             raise TypeError(f"reasoning must be two texts, got {self.reasoning!r:.200}")
 
@@ -83,7 +92,9 @@ class ParserCapabilities:
 class CallForm:
     """How a format writes calls whose arguments are JSON, so that a model can be constrained to valid ones."""
 
-    around: Callable[[str], tuple[str, str]]  # by the function's name, the texts before and after the arguments
+    around: Callable[
+        [str], tuple[str, str]
+    ]  # by the function's name, the texts before and after the arguments
     trigger: str  # that every call begins with
     separator: str = ""  # between two calls
     marked: bool = True  # no other text begins like a call

@@ -46,7 +46,9 @@ class RouteContext(Protocol):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
 
-    def generate(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, **fields: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Generate, and yield what is new (`outputs[0].text`, `token_ids`) until an output has `finished`. `fields`: those of
         `LLMEngine.add_request`, such as `priority` and `client`.
 
@@ -57,7 +59,9 @@ class RouteContext(Protocol):
     async def answer(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> RequestOutput:
         """Generate, and return all of it at the end. Raises as `generate` does."""
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> Prompt:
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> Prompt:
         """Return a conversation as a prompt, by the model's chat template. Raises `RequestError`."""
 
     def check_health(self) -> None:

@@ -40,9 +40,13 @@ class RowSampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences; the last token is never sampled after the others
+    bad_words: tuple[
+        tuple[int, ...], ...
+    ] = ()  # token sequences; the last token is never sampled after the others
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, including EOS unless ignored; never sampled before min_tokens
+    stop_token_ids: tuple[
+        int, ...
+    ] = ()  # tokens that end the output, including EOS unless ignored; never sampled before min_tokens
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # keys that the request sets, all in `SamplerCapabilities.extra_args`, with values parsed by `extra_args_model`; lists become tuples
@@ -63,8 +67,12 @@ class Lines(NamedTuple):
 class RowHistory:
     """Tokens of all rows, on the device. A sampler only reads them; the executor updates them in place. Row indices are the core's."""
 
-    token_ids: torch.Tensor  # [max_rows + 1, max_len] int32: prompt, then generated tokens, then drafts
-    num_tokens: torch.Tensor  # [max_rows + 1] int32: tokens known to the executor; the last row is padding
+    token_ids: (
+        torch.Tensor
+    )  # [max_rows + 1, max_len] int32: prompt, then generated tokens, then drafts
+    num_tokens: (
+        torch.Tensor
+    )  # [max_rows + 1] int32: tokens known to the executor; the last row is padding
     prompt_lens: torch.Tensor  # [max_rows + 1] int32
 
     def lengths(self, lines: Lines) -> torch.Tensor:
@@ -92,15 +100,21 @@ class SamplerCapabilities:
 
     cuda_graph: bool = False
     logprobs: bool = True
-    extra_args: tuple[str, ...] = ()  # supported keys of `SamplingParams.extra_args`; default: the fields of `extra_args_model`
+    extra_args: tuple[
+        str, ...
+    ] = ()  # supported keys of `SamplingParams.extra_args`; default: the fields of `extra_args_model`
     cuda_graph_full: bool = False
     drafts: bool = False
-    extra_args_model: type[BaseModel] | None = None  # None: any plain value of a declared key reaches the sampler
+    extra_args_model: type[BaseModel] | None = (
+        None  # None: any plain value of a declared key reaches the sampler
+    )
     processors: bool = False
 
     def __post_init__(self) -> None:
         if self.extra_args_model is not None and not self.extra_args:
-            keys = tuple(field.alias or name for name, field in self.extra_args_model.model_fields.items())
+            keys = tuple(
+                field.alias or name for name, field in self.extra_args_model.model_fields.items()
+            )
             object.__setattr__(self, "extra_args", keys)
 
 
@@ -116,7 +130,9 @@ class TopLogprobs:
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     token_ids: torch.Tensor  # [n] int64, on the device
-    logprobs: TopLogprobs | None = None  # if any row requests them; k is the largest number requested
+    logprobs: TopLogprobs | None = (
+        None  # if any row requests them; k is the largest number requested
+    )
 
 
 class Capture(Enum):
@@ -162,18 +178,24 @@ class Sampler(ABC):
         The output position, which noise depends on, is length - prompt_lens. A line's result is a function of its logits, its row's parameters and
         this history: no other line, of its row or another, changes it."""
 
-    def sample_processed(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray, process: Process) -> SampledTokens:
+    def sample_processed(
+        self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray, process: Process
+    ) -> SampledTokens:
         """Do as `sample`, and call `process` exactly once for each line, with its logits after rules and penalties and before temperature.
         Log-probabilities remain those of the given logits. Called only if `SamplerCapabilities.processors` is declared, in steps in which a row asks
         for a logits processor."""
-        raise UnsupportedError(f"sampler {type(self).__name__} can't be used with logits processors")
+        raise UnsupportedError(
+            f"sampler {type(self).__name__} can't be used with logits processors"
+        )
 
     def capture_for(self, host_rows: np.ndarray) -> Capture | None:
         """Return the cheapest capture in which `sample_captured` returns all that `sample` would for each of these rows [n], which may differ in what
         they need. None, the default: no capture does."""
         return None
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         """Sample one token for each of `lines` [n], using only operations that a CUDA graph can record and replay for other lines, with no
         synchronization with the host. Each replay reads the parameters where `update` stored them, and the history as it is then.
 
@@ -181,9 +203,15 @@ class Sampler(ABC):
         its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` for a capture that `capabilities` doesn't declare, and for `FULL` if
         the device lacks a required feature: then `sample` samples such rows.
         """
-        raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph: {capture.name}")
+        raise UnsupportedError(
+            f"sampler {type(self).__name__} can't be captured in a CUDA graph: {capture.name}"
+        )
 
-    def sample_processed_captured(self, logits: torch.Tensor, lines: Lines, process: Process) -> SampledTokens:
+    def sample_processed_captured(
+        self, logits: torch.Tensor, lines: Lines, process: Process
+    ) -> SampledTokens:
         """Do as `sample_captured` with `Capture.FULL`, and call `process` as `sample_processed` does. The executor replays the graph for rows for
         which `capture_for` returns a capture. Called only if `cuda_graph_full` and `processors` are declared; raises as `sample_captured`."""
-        raise UnsupportedError(f"sampler {type(self).__name__} can't be used with logits processors in a CUDA graph")
+        raise UnsupportedError(
+            f"sampler {type(self).__name__} can't be used with logits processors in a CUDA graph"
+        )

@@ -171,7 +171,9 @@ class Step(Protocol):
         """Return how many of the pool's blocks (pages) `request` will hold once it has `tokens` tokens and decodes: those that have left a sliding
         window are released by then. Blocks that it shares with others count in full. Raises `PolicyError` if `tokens` is negative."""
 
-    def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
+    def estimate_s(
+        self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0
+    ) -> float:
         """Estimate the device time of such a step from the core's running fit to finished steps (also in simulation); 0.0 before the first.
 
         `context_tokens`: tokens whose K and V are read, summed over the requests.

@@ -83,15 +83,23 @@ class StateBatch:
     kv_lens: torch.Tensor  # [rows] int32: tokens including this step's; the state is zero at first where they are all this step's
     host_query_lens: np.ndarray  # [num_rows] int32
     decodes: bool  # each row has one token, and there are no checkpoints: all fields below but `ahead` are None
-    checkpoint_at: torch.Tensor | None = None  # [rows] int32: number of this step's tokens after which the state is copied; 0: it isn't
+    checkpoint_at: torch.Tensor | None = (
+        None  # [rows] int32: number of this step's tokens after which the state is copied; 0: it isn't
+    )
     checkpoint_lines: torch.Tensor | None = None  # [rows] int64: where to; any line if it isn't
-    chunks: torch.Tensor | None = None  # [chunks, 2] int32: token ranges of at most CHUNK tokens; rows and checkpoints begin a new one
-    chunk_starts: torch.Tensor | None = None  # [rows + 1] int32: row i has chunks [chunk_starts[i], chunk_starts[i + 1])
+    chunks: torch.Tensor | None = (
+        None  # [chunks, 2] int32: token ranges of at most CHUNK tokens; rows and checkpoints begin a new one
+    )
+    chunk_starts: torch.Tensor | None = (
+        None  # [rows + 1] int32: row i has chunks [chunk_starts[i], chunk_starts[i + 1])
+    )
     host_checkpoint_at: np.ndarray | None = None  # [num_rows] int32
     # [rows] int32, if a row of `decodes` may be a draft: how many drafts it is after its request's last known token, 0 for that itself. A request's
     # rows are neighbours and share a live state, which becomes that after the known token; the changes of its drafts go to `StateLayer.changes`
     ahead: torch.Tensor | None = None
-    drafted: Drafted | None = None  # what is computed apart in other steps: the results above of these tokens, whose lines lead to the waste page
+    drafted: Drafted | None = (
+        None  # what is computed apart in other steps: the results above of these tokens, whose lines lead to the waste page
+    )
 
 
 class StateSteps:
@@ -142,7 +150,9 @@ class StateLayer:
     def read(self, tensor: int, lines: torch.Tensor) -> torch.Tensor:
         """Return a copy of the states of `lines` [n] int64: [n, rows, row_size]."""
         shape = self.spec.tensors[tensor]
-        held = self.memory[tensor][self.units[tensor][lines].long()]  # [n, units, rows of a unit, row_size]
+        held = self.memory[tensor][
+            self.units[tensor][lines].long()
+        ]  # [n, units, rows of a unit, row_size]
         return held.flatten(1, 2)[:, : shape.rows]
 
     def write(self, tensor: int, lines: torch.Tensor, values: torch.Tensor) -> None:

@@ -34,7 +34,9 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()  # functions that the model may call
     begins_answer: bool = True  # end with the head of an assistant's message, if the format has one
     continues: bool = False  # end inside the last message, so that the model continues it
-    variables: Mapping[str, Any] = field(default_factory=dict)  # the request's `chat_template_kwargs`
+    variables: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the request's `chat_template_kwargs`
 
 
 @dataclass(frozen=True, slots=True)

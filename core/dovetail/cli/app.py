@@ -19,12 +19,25 @@ from dovetail.checks import shown
 from dovetail.cli import config, generate, plugins
 from dovetail.cli.completion import join_words
 from dovetail.cli.streams import OutputError, make_any_text_printable, tell
-from dovetail.errors import ConfigError, DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled, describe
+from dovetail.errors import (
+    ConfigError,
+    DovetailError,
+    EngineDeadError,
+    PluginError,
+    PolicyError,
+    SchedulerStalled,
+    describe,
+)
 from dovetail.registry.registry import Registry, built_ins_first
 from dovetail.registry.resolved import ResolvedCommand
 from dovetail.roadmap import not_yet
 
-RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError, OutputError)  # exit code 1; errors before the start: 2
+RUN_TIME_ERRORS = (
+    PolicyError,
+    SchedulerStalled,
+    EngineDeadError,
+    OutputError,
+)  # exit code 1; errors before the start: 2
 
 
 class PluginCommand(TyperCommand):
@@ -40,8 +53,12 @@ class PluginCommand(TyperCommand):
         if isinstance(loaded, typer.Typer):
             return typer.main.get_command(loaded)
         if not callable(loaded):
-            raise PluginError(f"command {self.name!r} of plugin {self.command.origin}: {self.command.spec.target} is {loaded!r}, not a Typer app")
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)  # it would swallow "[default: …]"
+            raise PluginError(
+                f"command {self.name!r} of plugin {self.command.origin}: {self.command.spec.target} is {loaded!r}, not a Typer app"
+            )
+        app = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )  # it would swallow "[default: …]"
         app.command(name=self.name)(loaded)
         return typer.main.get_command(app)
 
@@ -63,11 +80,19 @@ class DovetailGroup(TyperGroup):
         for command in self.registry.commands():
             names.setdefault(command.spec.name, []).append(command)
             names.setdefault(command.qualified_name, []).append(command)
-        return {name: built_ins_first(commands) for name, commands in names.items() if name not in self.commands}
+        return {
+            name: built_ins_first(commands)
+            for name, commands in names.items()
+            if name not in self.commands
+        }
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         def shortest(command: ResolvedCommand) -> str:
-            return command.spec.name if self.plugin_commands.get(command.spec.name) == [command] else command.qualified_name
+            return (
+                command.spec.name
+                if self.plugin_commands.get(command.spec.name) == [command]
+                else command.qualified_name
+            )
 
         return [*self.commands, *sorted(map(shortest, self.registry.commands()))]
 
@@ -77,7 +102,9 @@ class DovetailGroup(TyperGroup):
         offers = self.plugin_commands.get(cmd_name, [])
         if len(offers) > 1:
             names = " and ".join(command.qualified_name for command in offers)
-            raise PluginError(f"command {cmd_name!r} is offered more than once, by {names}: write the one you mean in full")
+            raise PluginError(
+                f"command {cmd_name!r} is offered more than once, by {names}: write the one you mean in full"
+            )
         return PluginCommand(cmd_name, offers[0]) if offers else None
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
@@ -116,7 +143,9 @@ class DovetailGroup(TyperGroup):
             self._tell(str(error))
             sys.exit(1 if isinstance(error, RUN_TIME_ERRORS) else 2)
         except Exception as error:
-            self._tell(f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`, before the subcommand, shows where.")
+            self._tell(
+                f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`, before the subcommand, shows where."
+            )
             sys.exit(1)
 
     def _tell(self, text: str) -> None:
@@ -147,7 +176,15 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def root(
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised (or set DOVETAIL_TRACEBACK=1).")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option(
+            "--traceback", help="Show where an error was raised (or set DOVETAIL_TRACEBACK=1)."
+        ),
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
 ) -> None:
     """A pluggable LLM inference engine."""

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Offer = tuple[str, str]  # a word and its meaning
 
 
-def _offers(complete: Callable[[typer.Context, str], Iterator[Offer]]) -> Callable[[typer.Context, str], list[Offer]]:
+def _offers(
+    complete: Callable[[typer.Context, str], Iterator[Offer]],
+) -> Callable[[typer.Context, str], list[Offer]]:
     """Return `complete` as a function that returns all its offers, or none on an error, which would be printed into the line being typed."""
 
     @wraps(complete)
@@ -50,7 +52,14 @@ def sources(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
     registry = _registry()
     for plugin in registry.plugins:
         for model in plugin.models:
-            yield (model.name if plugin.origin.built_in else f"{plugin.origin.distribution}:{model.name}"), "bundled"
+            yield (
+                (
+                    model.name
+                    if plugin.origin.built_in
+                    else f"{plugin.origin.distribution}:{model.name}"
+                ),
+                "bundled",
+            )
     yield from ((name, "in the cache") for name in _cached_models())
     for path in sorted(Path(incomplete or ".").parent.glob("*")):
         if path.suffix in (".yaml", ".yml") or (path / "config.json").is_file():
@@ -82,9 +91,14 @@ def _keys(incomplete: str) -> Iterator[Offer]:
     from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
     from dovetail.limits import Limits
 
-    yield from ((name, _first_line(field.description)) for name, field in EngineConfig.model_fields.items())
+    yield from (
+        (name, _first_line(field.description)) for name, field in EngineConfig.model_fields.items()
+    )
     for section, model in (("limits", Limits), ("pooling", Pooling), ("speculation", Speculation)):
-        yield from ((f"{section}.{name}", _first_line(field.description)) for name, field in model.model_fields.items())
+        yield from (
+            (f"{section}.{name}", _first_line(field.description))
+            for name, field in model.model_fields.items()
+        )
     head = incomplete.rpartition(".")[0]
     if head in COMPONENT_KEYS:
         for component in _registry().components(COMPONENT_KEYS[head]):
@@ -100,13 +114,27 @@ def _values(key: str) -> Iterator[Offer]:
         yield from ((f"[{name}]" if key in LISTS else name, text) for name, text in names)
     elif key in EngineConfig.model_fields:
         kind: Any = EngineConfig.model_fields[key].annotation
-        yield from ((value, "") for value in (("true", "false") if kind is bool else filter(lambda value: isinstance(value, str), get_args(kind))))
+        yield from (
+            (value, "")
+            for value in (
+                ("true", "false")
+                if kind is bool
+                else filter(lambda value: isinstance(value, str), get_args(kind))
+            )
+        )
 
 
 def _names(registry: Registry, kind: str) -> Iterator[Offer]:
     for component in registry.components():
         if component.spec.kind == kind:
-            yield (component.qualified_name if registry.needs_full_name(component) else component.spec.name), component.spec.summary
+            yield (
+                (
+                    component.qualified_name
+                    if registry.needs_full_name(component)
+                    else component.spec.name
+                ),
+                component.spec.summary,
+            )
 
 
 def _registry() -> Registry:

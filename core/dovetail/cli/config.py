@@ -27,7 +27,9 @@ def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # no
     from dovetail.parts import read_parts
     from dovetail.registry.models import locate_model
 
-    config, registry, parts = read_parts(source, EngineConfig.read_settings(settings), origin="--set")
+    config, registry, parts = read_parts(
+        source, EngineConfig.read_settings(settings), origin="--set"
+    )
     notes = {"model": str(locate_model(config.model.path, registry))}
     for key in COMPONENT_KEYS:
         notes[key.partition(".")[0]] = _offered_by(key, parts)
@@ -43,13 +45,17 @@ def _offered_by(key: str, parts: Parts) -> str:
     if key in LISTS:
         return ", ".join(f"{part.distribution} {part.version}" for part in getattr(parts, key))
     if key == "speculation.drafter":
-        return "" if parts.drafter is None else f"{parts.drafter.distribution} {parts.drafter.version}"
+        return (
+            "" if parts.drafter is None else f"{parts.drafter.distribution} {parts.drafter.version}"
+        )
     part = getattr(parts, key)
     if key == "tokenizer" and part is None:
         return ""
     if key == "attention":
         if len(part) != 1:
-            return "the first without a reason against it: " + (", ".join(f"{p.qualified_name} {p.version}" for p in part) or "none")
+            return "the first without a reason against it: " + (
+                ", ".join(f"{p.qualified_name} {p.version}" for p in part) or "none"
+            )
         part = part[0]
     return "none is there" if part is None else f"{part.distribution} {part.version}"
 
@@ -57,7 +63,9 @@ def _offered_by(key: str, parts: Parts) -> str:
 def _yaml_line(key: str, value: Any) -> str:
     import yaml
 
-    in_a_list = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    in_a_list = yaml.safe_dump(
+        [value], default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True
+    )
     return f"{key}: {in_a_list.strip()[1:-1]}"
 
 
@@ -78,11 +86,15 @@ def check(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # n
     from dovetail.registry.registry import Registry
     from dovetail.where import LISTED, and_more
 
-    config, wrong = EngineConfig.load_what_is_right(source, EngineConfig.read_settings(settings), origin="--set")
+    config, wrong = EngineConfig.load_what_is_right(
+        source, EngineConfig.read_settings(settings), origin="--set"
+    )
     problems: list[DovetailError] = [wrong] if wrong else []
     if config is not None:
         try:
-            problems += find_problems(config, Registry.discover(config.plugins), note=lambda lack: tell(f"note: {lack}"))
+            problems += find_problems(
+                config, Registry.discover(config.plugins), note=lambda lack: tell(f"note: {lack}")
+            )
         except ConfigError as unmet:  # plugins.require
             problems.append(unmet)
     for problem in problems[:LISTED]:

@@ -28,7 +28,9 @@ FAILED = ("error", "rejected")  # with one of these finish reasons the exit code
 
 def generate(
     source: RequiredSource,
-    prompt: Annotated[str | None, typer.Argument(help='The text to go on from; "-" reads it from standard input.')] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help='The text to go on from; "-" reads it from standard input.')
+    ] = None,
     prompts_file: Annotated[
         str | None,
         typer.Option(
@@ -36,19 +38,39 @@ def generate(
             "any sampling parameter, extra, predicted_tokens, and id."
         ),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="The file has a prompt a line, as it stands, instead of JSON.")] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", help="The file has a prompt a line, as it stands, instead of JSON."
+        ),
+    ] = False,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: the model's]")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.  [default: the model's]")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep this many of the likeliest tokens.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str], typer.Option(help="End before this text. May be repeated.")] = [],  # noqa: B006
     json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help='The answer is JSON that follows the JSON Schema in this file; "-" reads standard input.')
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='The answer is JSON that follows the JSON Schema in this file; "-" reads standard input.',
+        ),
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="The whole answer matches this regular expression.")] = None,
-    choice: Annotated[list[str], typer.Option(help="The answer is this text, or another --choice. May be repeated.")] = [],  # noqa: B006
+    regex: Annotated[
+        str | None, typer.Option(help="The whole answer matches this regular expression.")
+    ] = None,
+    choice: Annotated[
+        list[str],
+        typer.Option(help="The answer is this text, or another --choice. May be repeated."),
+    ] = [],  # noqa: B006
     param: Annotated[
         list[str],
         typer.Option(
@@ -59,12 +81,26 @@ def generate(
     ] = [],  # noqa: B006
     lora: Annotated[
         str | None,
-        typer.Option(metavar="NAME=PATH", help="Compute with the LoRA adapter in this directory; it turns the config's `adapters` on."),
+        typer.Option(
+            metavar="NAME=PATH",
+            help="Compute with the LoRA adapter in this directory; it turns the config's `adapters` on.",
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each finished request.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="The prompt is a user's message, for the model's chat template."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object for each finished request.")
+    ] = False,
     trace_out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a trace of steps and requests, for ui.perfetto.dev: the observer perfetto.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a trace of steps and requests, for ui.perfetto.dev: the observer perfetto.",
+        ),
     ] = None,
 ) -> None:
     """Complete a prompt, or a file of prompts."""
@@ -74,13 +110,26 @@ def generate(
         raise ConfigError("give one prompt, or --prompts-file")
     if plain and prompts_file is None:
         raise ConfigError("--plain says how to read a --prompts-file, and there is none")
-    params: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop}
+    params: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+    }
     params |= _params(param)
     if rule := _rule(json_schema, regex, choice):
         if params.get("structured") is not None:
-            raise ConfigError(f"--{next(iter(rule)).replace('_', '-')} and --param structured contradict each other: an answer follows one rule")
+            raise ConfigError(
+                f"--{next(iter(rule)).replace('_', '-')} and --param structured contradict each other: an answer follows one rule"
+            )
         params["structured"] = rule
-    prompts = _one_prompt(prompt, params) if prompt is not None else _file_of_prompts(str(prompts_file), plain, params)
+    prompts = (
+        _one_prompt(prompt, params)
+        if prompt is not None
+        else _file_of_prompts(str(prompts_file), plain, params)
+    )
     if chat:
         prompts = [as_chat(prompt) for prompt in prompts]
     config = load_config(source, settings)
@@ -106,10 +155,14 @@ def _traced(config: EngineConfig, path: Path) -> EngineConfig:
     from dovetail.registry.plugin import NAMESPACE
 
     observer = {"name": f"{NAMESPACE}:perfetto", "path": str(path)}
-    return EngineConfig.load_with(config, {"observers": [*config.observers, observer]}, origin="--trace-out")
+    return EngineConfig.load_with(
+        config, {"observers": [*config.observers, observer]}, origin="--trace-out"
+    )
 
 
-def _adapted(config: EngineConfig, prompts: list[Prompt], text: str) -> tuple[EngineConfig, list[Prompt]]:
+def _adapted(
+    config: EngineConfig, prompts: list[Prompt], text: str
+) -> tuple[EngineConfig, list[Prompt]]:
     """Return the config with adapters, and the prompts with the one given as name=path. Raises `ConfigError`."""
     from dovetail.config import EngineConfig
     from dovetail.lora import LoRARequest
@@ -118,9 +171,13 @@ def _adapted(config: EngineConfig, prompts: list[Prompt], text: str) -> tuple[En
     if not name or not path:
         raise ConfigError(f"--lora: expected name=path, got {shown(text)}")
     if config.adapters is None:
-        config = EngineConfig.load_with(config, {"adapters": {"slots": 1, "max_rank": MAX_LORA_RANK}}, origin="--lora")
+        config = EngineConfig.load_with(
+            config, {"adapters": {"slots": 1, "max_rank": MAX_LORA_RANK}}, origin="--lora"
+        )
     adapter = LoRARequest(name, 1, path)
-    return config, [prompt._replace(fields={**prompt.fields, "lora_request": adapter}) for prompt in prompts]
+    return config, [
+        prompt._replace(fields={**prompt.fields, "lora_request": adapter}) for prompt in prompts
+    ]
 
 
 def _rule(json_schema: Path | None, regex: str | None, choice: list[str]) -> dict[str, Any]:
@@ -129,7 +186,9 @@ def _rule(json_schema: Path | None, regex: str | None, choice: list[str]) -> dic
     rules = {name: value for name, value in given.items() if value is not None}
     if len(rules) > 1:
         names = [f"--{name.replace('_', '-')}" for name in rules]
-        raise ConfigError(f"{' and '.join(names)} contradict each other: an answer follows one rule")
+        raise ConfigError(
+            f"{' and '.join(names)} contradict each other: an answer follows one rule"
+        )
     if json_schema is not None:
         rules["json_schema"] = read_text(str(json_schema), "--json-schema")
     return rules
@@ -148,7 +207,9 @@ def _params(settings: list[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"--param: expected key=value, got {shown(text)}")
         if key not in (known := (*PARAMS_KEYS, *FIELD_KEYS)):
-            raise ConfigError(f"--param: {key}: {BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, 'sampling parameter')}")
+            raise ConfigError(
+                f"--param: {key}: {BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, 'sampling parameter')}"
+            )
         params[key] = parse_yaml(value, "--param").value
     return params
 
@@ -163,7 +224,9 @@ def _one_prompt(text: str, params: dict[str, Any]) -> list[Prompt]:
 def _file_of_prompts(name: str, plain: bool, params: dict[str, Any]) -> list[Prompt]:
     from dovetail.cli.prompts import read_plain, read_prompts
 
-    return (read_plain if plain else read_prompts)(read_text(name, "--prompts-file").split("\n"), name, params)
+    return (read_plain if plain else read_prompts)(
+        read_text(name, "--prompts-file").split("\n"), name, params
+    )
 
 
 def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Prompt]:
@@ -173,10 +236,16 @@ def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Promp
     from dovetail.front.chat import ChatFrontEnd
 
     rendered = []
-    with closing(ChatFrontEnd(engine.tokenizer, engine.config.limits, engine.capacity.max_model_len)) as chat:
+    with closing(
+        ChatFrontEnd(engine.tokenizer, engine.config.limits, engine.capacity.max_model_len)
+    ) as chat:
         for prompt in prompts:
             try:
-                rendered.append(prompt if prompt.messages is None else prompt._replace(prompt=chat.prompt(prompt.messages), messages=None))
+                rendered.append(
+                    prompt
+                    if prompt.messages is None
+                    else prompt._replace(prompt=chat.prompt(prompt.messages), messages=None)
+                )
             except RequestError as error:
                 raise RequestError(f"request {prompt.id}: {error}") from None
     return rendered
@@ -214,7 +283,9 @@ def _run(engine: LLMEngine, prompts: list[Prompt], as_json: bool) -> bool:
         _add(engine, prompt)
     order, good = [prompt.id for prompt in prompts], True
     waiting: dict[str, RequestOutput] = {}
-    with tqdm(total=len(prompts), desc="requests", unit="req", disable=None if len(prompts) > 1 else True) as bar:
+    with tqdm(
+        total=len(prompts), desc="requests", unit="req", disable=None if len(prompts) > 1 else True
+    ) as bar:
         for output in _outputs(engine):
             good = _report_failures(output) and good
             bar.update()
@@ -232,14 +303,19 @@ def _run(engine: LLMEngine, prompts: list[Prompt], as_json: bool) -> bool:
 def _print_text(output: RequestOutput, headed: bool) -> None:
     for sample in output.outputs:
         if headed or len(output.outputs) > 1:
-            typer.echo(f"--- {output.request_id}" + (f" ({sample.index})" if len(output.outputs) > 1 else ""))
+            typer.echo(
+                f"--- {output.request_id}"
+                + (f" ({sample.index})" if len(output.outputs) > 1 else "")
+            )
         typer.echo(sample.text)
 
 
 def _report_failures(output: RequestOutput) -> bool:
     failures = [sample for sample in output.outputs if sample.finish_reason in FAILED]
     for sample in failures:
-        typer.echo(f"request {output.request_id}: {sample.finish_reason}: {sample.stop_reason}", err=True)
+        typer.echo(
+            f"request {output.request_id}: {sample.finish_reason}: {sample.stop_reason}", err=True
+        )
     return not failures
 
 
@@ -247,15 +323,29 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
     """Return a finished request as plain values, without those that weren't asked for."""
     samples = []
     for sample in output.outputs:
-        shown: dict[str, Any] = {"index": sample.index, "text": sample.text, "token_ids": list(sample.token_ids)}
+        shown: dict[str, Any] = {
+            "index": sample.index,
+            "text": sample.text,
+            "token_ids": list(sample.token_ids),
+        }
         shown |= {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
         if sample.logprobs is not None:
-            shown |= {"cumulative_logprob": sample.cumulative_logprob, "logprobs": [_logprobs(position) for position in sample.logprobs]}
+            shown |= {
+                "cumulative_logprob": sample.cumulative_logprob,
+                "logprobs": [_logprobs(position) for position in sample.logprobs],
+            }
         samples.append(shown)
-    shown = {"id": output.request_id, "prompt": output.prompt, "prompt_tokens": len(output.prompt_token_ids), "outputs": samples}
+    shown = {
+        "id": output.request_id,
+        "prompt": output.prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "outputs": samples,
+    }
     shown["cached_tokens"] = output.num_cached_tokens
     if output.prompt_logprobs is not None:
-        shown["prompt_logprobs"] = [None if position is None else _logprobs(position) for position in output.prompt_logprobs]
+        shown["prompt_logprobs"] = [
+            None if position is None else _logprobs(position) for position in output.prompt_logprobs
+        ]
     if output.metrics is not None:
         shown["metrics"] = dataclasses.asdict(output.metrics)
     return shown

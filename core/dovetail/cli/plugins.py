@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from dovetail.registry.registry import Registry
     from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
 
-app = typer.Typer(no_args_is_help=True, help="What is installed, and what failed.", rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, help="What is installed, and what failed.", rich_markup_mode=None
+)
 app.command(name="new")(plugins_new.new)
 app.command(name="test")(plugins_test.run_suite)
 app.command(name="doctor")(plugins_doctor.doctor)
@@ -31,7 +33,9 @@ app.command(name="doctor")(plugins_doctor.doctor)
 @app.command(name="list")
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")
+    ] = False,
 ) -> None:
     """List components, commands, routes and quantizations of all plugins, and the plugins that failed or were denied."""
     from dovetail.registry.registry import Registry
@@ -47,11 +51,27 @@ def list_plugins(
             typer.echo("no plugin failed")
         return
     rows = [("KIND", "NAME", "FROM", "SUMMARY")]
-    rows += [(c.spec.kind, _name(c, registry), f"{c.plugin_id} {c.version}", _summary(c)) for c in registry.components()]
-    rows += [("command", _name(command, registry), str(command.origin), command.spec.summary) for command in registry.commands()]
-    rows += [("routes", routes.qualified_name, str(routes.origin), routes.spec.summary) for routes in registry.routes()]
-    rows += [("quantization", known.spec.name, str(known.origin), known.spec.summary) for known in registry.quantizations()]
-    rows += [("bundled model", model.name, str(plugin.origin), "") for plugin in registry.plugins for model in plugin.models]
+    rows += [
+        (c.spec.kind, _name(c, registry), f"{c.plugin_id} {c.version}", _summary(c))
+        for c in registry.components()
+    ]
+    rows += [
+        ("command", _name(command, registry), str(command.origin), command.spec.summary)
+        for command in registry.commands()
+    ]
+    rows += [
+        ("routes", routes.qualified_name, str(routes.origin), routes.spec.summary)
+        for routes in registry.routes()
+    ]
+    rows += [
+        ("quantization", known.spec.name, str(known.origin), known.spec.summary)
+        for known in registry.quantizations()
+    ]
+    rows += [
+        ("bundled model", model.name, str(plugin.origin), "")
+        for plugin in registry.plugins
+        for model in plugin.models
+    ]
     print_table(rows, headed=True)
     for title, missing in (("failed", registry.failures), ("denied", registry.denied)):
         if missing:
@@ -79,11 +99,23 @@ def info(
     typer.echo(f"{spec.kind} {component.qualified_name} {component.version}")
     if spec.summary:
         typer.echo(f"  {spec.summary}")
-    older = f" (runs with {component.changes[-1].after}; `dovetail plugins doctor` says what to upgrade)" if component.changes else ""
+    older = (
+        f" (runs with {component.changes[-1].after}; `dovetail plugins doctor` says what to upgrade)"
+        if component.changes
+        else ""
+    )
     facts = [("plugin", component.plugin_id), ("api", spec.api + older), ("target", spec.target)]
-    facts += [("requires", ", ".join(missing.get(text, text) for text in spec.requires))] if spec.requires else []
+    facts += (
+        [("requires", ", ".join(missing.get(text, text) for text in spec.requires))]
+        if spec.requires
+        else []
+    )
     facts += [("architectures", ", ".join(spec.architectures))] if spec.architectures else []
-    facts += [("quantizations", ", ".join(known.spec.name for known in registry.quantizations()))] if spec.kind == "model" else []
+    facts += (
+        [("quantizations", ", ".join(known.spec.name for known in registry.quantizations()))]
+        if spec.kind == "model"
+        else []
+    )
     facts += _capabilities(component)
     print_table(facts, indent="  ")
     _print_fields("options", component.options_model)
@@ -99,7 +131,10 @@ def _capabilities(component: ResolvedComponent) -> list[tuple[str, str]]:
         return [(what, f"unknown: {error}")]
     if value is None:
         return []  # a drafter has none
-    return [(f"{what}.{field.name}", str(getattr(value, field.name))) for field in dataclasses.fields(value)]
+    return [
+        (f"{what}.{field.name}", str(getattr(value, field.name)))
+        for field in dataclasses.fields(value)
+    ]
 
 
 def _print_fields(title: str, model: Callable[[], type[BaseModel]]) -> None:
@@ -114,8 +149,19 @@ def _print_fields(title: str, model: Callable[[], type[BaseModel]]) -> None:
         return
     rows = [("NAME", "TYPE", "DEFAULT", "DESCRIPTION")]
     for name, field in fields.items():
-        default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True, validated_data={}))
-        rows.append((field.alias or name, _type_name(field.annotation), default, " ".join((field.description or "").split())))
+        default = (
+            "required"
+            if field.is_required()
+            else repr(field.get_default(call_default_factory=True, validated_data={}))
+        )
+        rows.append(
+            (
+                field.alias or name,
+                _type_name(field.annotation),
+                default,
+                " ".join((field.description or "").split()),
+            )
+        )
     print_table(rows, indent="  ", headed=True)
 
 
@@ -149,7 +195,13 @@ def _print_failure(failure: PluginFailure) -> None:
 
 def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
     failures = [
-        {**_origin(f.origin), "phase": f.phase, "error": type(f.error).__name__, "message": str(f.error), "output": f.output}
+        {
+            **_origin(f.origin),
+            "phase": f.phase,
+            "error": type(f.error).__name__,
+            "message": str(f.error),
+            "output": f.output,
+        }
         for f in registry.failures
     ]
     if failed:
@@ -167,10 +219,28 @@ def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
         }
         for c in registry.components()
     ]
-    commands = [{**_origin(c.origin), "name": c.spec.name, "summary": c.spec.summary} for c in registry.commands()]
-    models = [{**_origin(plugin.origin), "name": model.name} for plugin in registry.plugins for model in plugin.models]
-    quantizations = [{**_origin(q.origin), "name": q.spec.name, "summary": q.spec.summary} for q in registry.quantizations()]
-    routes = [{**_origin(r.origin), "name": r.spec.name, "qualified_name": r.qualified_name, "summary": r.spec.summary} for r in registry.routes()]
+    commands = [
+        {**_origin(c.origin), "name": c.spec.name, "summary": c.spec.summary}
+        for c in registry.commands()
+    ]
+    models = [
+        {**_origin(plugin.origin), "name": model.name}
+        for plugin in registry.plugins
+        for model in plugin.models
+    ]
+    quantizations = [
+        {**_origin(q.origin), "name": q.spec.name, "summary": q.spec.summary}
+        for q in registry.quantizations()
+    ]
+    routes = [
+        {
+            **_origin(r.origin),
+            "name": r.spec.name,
+            "qualified_name": r.qualified_name,
+            "summary": r.spec.summary,
+        }
+        for r in registry.routes()
+    ]
     denied = [{**_origin(d.origin), "reason": d.reason} for d in registry.denied]
     return {
         "components": components,

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 def doctor(
     ctx: typer.Context,
-    distribution: Annotated[str | None, typer.Argument(metavar="[DISTRIBUTION]", help="Look at this one only.", show_default=False)] = None,
+    distribution: Annotated[
+        str | None,
+        typer.Argument(metavar="[DISTRIBUTION]", help="Look at this one only.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
@@ -30,11 +33,17 @@ def doctor(
 
     core_commands = getattr(ctx.find_root().command, "commands", {})
     diagnosis = examine(distribution, time_limit_s=time_limit_s, core_commands=core_commands)
-    machine = look_at_machine(time_limit_s) if distribution is None or canonicalize_name(distribution) == DISTRIBUTION else None
+    machine = (
+        look_at_machine(time_limit_s)
+        if distribution is None or canonicalize_name(distribution) == DISTRIBUTION
+        else None
+    )
     if as_json:
         typer.echo(json.dumps({**_as_json(diagnosis), "machine": machine}, indent=2))
     else:
-        typer.echo("\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode())  # a plugin's output may not be valid text
+        typer.echo(
+            "\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode()
+        )  # a plugin's output may not be valid text
         if machine is not None:
             typer.echo(f"this machine: {machine}")
     raise typer.Exit(1 if diagnosis.count("error") else 0)
@@ -42,7 +51,9 @@ def doctor(
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     for origin, findings in groupby(diagnosis.findings, key=lambda finding: finding.origin):
-        yield f"{origin.distribution} {origin.version}" if origin.entry_point == "?" else str(origin)
+        yield (
+            f"{origin.distribution} {origin.version}" if origin.entry_point == "?" else str(origin)
+        )
         for finding in findings:
             yield f"  {finding.severity} {finding.problem}: {finding.what}"
             yield f"    to do: {finding.remedy}"
@@ -60,5 +71,13 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _finding_as_json(finding: Finding) -> dict[str, Any]:
-    origin = {"plugin": finding.origin.id, "distribution": finding.origin.distribution, "version": finding.origin.version}
-    return origin | {"severity": finding.severity} | {key: value for key, value in dataclasses.asdict(finding).items() if key != "origin"}
+    origin = {
+        "plugin": finding.origin.id,
+        "distribution": finding.origin.distribution,
+        "version": finding.origin.version,
+    }
+    return (
+        origin
+        | {"severity": finding.severity}
+        | {key: value for key, value in dataclasses.asdict(finding).items() if key != "origin"}
+    )

@@ -56,8 +56,15 @@ TEMPLATES: Mapping[Kind, Template] = {
 
 def new(
     kind: KindName,
-    name: Annotated[str, typer.Argument(help="The component's name, like my_policy; the package is called dovetail-my-policy.")],
-    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where to put the package's folder.")] = Path("."),
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="The component's name, like my_policy; the package is called dovetail-my-policy."
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where to put the package's folder.")
+    ] = Path("."),
 ) -> None:
     """Write a package with one working component, its conformance test and its CI file."""
     project = write_package(kind, name, folder)
@@ -74,12 +81,16 @@ def write_package(kind: str, name: str, folder: Path) -> Path:
     """Write a package and return its folder, below `folder`. Raises `ConfigError`, with nothing written, if kind or name is wrong or the folder
     exists; also if it can't be written."""
     if kind not in KINDS:
-        raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
+        raise ConfigError(
+            f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}"
+        )
     component = component_name(name)
     _check_free(kind, component)
     project = folder / f"{PREFIX}{component.replace('_', '-')}"
     if project.exists():
-        raise ConfigError(f"{project} is there already: choose another name, another --dir, or remove it")
+        raise ConfigError(
+            f"{project} is there already: choose another name, another --dir, or remove it"
+        )
     words = _words(kind, component)
     try:
         for path, text in _files(kind):
@@ -87,7 +98,9 @@ def write_package(kind: str, name: str, folder: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(_replaced(text, words), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{project} can't be written: {error}; name another place with --dir") from None
+        raise ConfigError(
+            f"{project} can't be written: {error}; name another place with --dir"
+        ) from None
     return project
 
 
@@ -108,11 +121,19 @@ def _check_free(kind: Kind, component: str) -> None:
 
     built_in = Registry.discover(PluginSelection(allow=()), environ={}, enforce_require=False)
     taken = {c.spec.name for c in built_in.components(kind)}
-    targets = [c.spec.target for c in built_in.components()] + [c.spec.target for c in built_in.commands()]
+    targets = [c.spec.target for c in built_in.components()] + [
+        c.spec.target for c in built_in.commands()
+    ]
     packages = {target.partition(".")[0] for target in targets}
     distribution = PREFIX + component.replace("_", "-")
-    if component in taken or distribution == DISTRIBUTION or distribution.replace("-", "_") in packages:
-        raise ConfigError(f"{component!r} is the name of something that comes with Dovetail: choose another one")
+    if (
+        component in taken
+        or distribution == DISTRIBUTION
+        or distribution.replace("-", "_") in packages
+    ):
+        raise ConfigError(
+            f"{component!r} is the name of something that comes with Dovetail: choose another one"
+        )
 
 
 def _words(kind: Kind, component: str) -> dict[str, str]:

@@ -26,20 +26,45 @@ EXAMPLE = "scheduler.recompute=evicts too eagerly https://example.org/issues/7"
 def run_suite(
     kind: KindName,
     name: ComponentName,
-    options: Annotated[list[str], typer.Option("--options", metavar=MAPPING, help="Options to make it with. May be repeated.")] = [],  # noqa: B006
+    options: Annotated[
+        list[str],
+        typer.Option(
+            "--options", metavar=MAPPING, help="Options to make it with. May be repeated."
+        ),
+    ] = [],  # noqa: B006
     waive: Annotated[
-        list[str], typer.Option("--waive", metavar="ID=REASON URL", help="A check that may fail, why, and the issue that tracks it. May be repeated.")
+        list[str],
+        typer.Option(
+            "--waive",
+            metavar="ID=REASON URL",
+            help="A check that may fail, why, and the issue that tracks it. May be repeated.",
+        ),
     ] = [],  # noqa: B006
     variant: Annotated[
-        list[str], typer.Option("--variant", metavar=MAPPING, help="Of a model: fields of one more config to compare. May be repeated.")
+        list[str],
+        typer.Option(
+            "--variant",
+            metavar=MAPPING,
+            help="Of a model: fields of one more config to compare. May be repeated.",
+        ),
     ] = [],  # noqa: B006
     settings: Annotated[
-        list[str], typer.Option("--suite", metavar=MAPPING, help="Settings of the kind's suite, as its page has them. May be repeated.")
+        list[str],
+        typer.Option(
+            "--suite",
+            metavar=MAPPING,
+            help="Settings of the kind's suite, as its page has them. May be repeated.",
+        ),
     ] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     badge: Annotated[
         Path | None,
-        typer.Option("--badge", metavar="FILE", help="Also write the verdict as a badge: JSON for shields.io's endpoint.", show_default=False),
+        typer.Option(
+            "--badge",
+            metavar="FILE",
+            help="Also write the verdict as a badge: JSON for shields.io's endpoint.",
+            show_default=False,
+        ),
     ] = None,
     time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
@@ -54,9 +79,18 @@ def run_suite(
     if variant:
         own["variants"] = [parse_mappings([text], "--variant") for text in variant]
     given = parse_mappings(options, "--options")
-    verdict = run(kind, name, given, waivers=parse_waivers(waive), time_limit_s=time_limit_s, settings=own)  # type: ignore[arg-type]
+    verdict = run(
+        kind,  # type: ignore[arg-type]
+        name,
+        given,
+        waivers=parse_waivers(waive),
+        time_limit_s=time_limit_s,
+        settings=own,
+    )
     text = json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report())
-    typer.echo(text.encode(errors="backslashreplace").decode())  # a component's output may not be valid text
+    typer.echo(
+        text.encode(errors="backslashreplace").decode()
+    )  # a component's output may not be valid text
     if badge is not None:
         try:
             badge.write_text(json.dumps(verdict.badge()) + "\n", encoding="utf-8")
@@ -77,7 +111,9 @@ def parse_mappings(texts: Sequence[str], flag: str) -> dict[str, Any]:
         value = parse_yaml(pair[2] if pair else text, flag).value
         given = {pair[1]: value} if pair else value
         if not isinstance(given, dict):
-            raise ConfigError(f"{flag}: expected key=value or a mapping in YAML or JSON, got {shown(text)}")
+            raise ConfigError(
+                f"{flag}: expected key=value or a mapping in YAML or JSON, got {shown(text)}"
+            )
         values |= given
     return values
 
@@ -88,9 +124,13 @@ def parse_waivers(texts: Sequence[str]) -> dict[str, Waiver]:
 
     waivers = {}
     for text in texts:
-        parts = re.fullmatch(r"\s*([\w.]+)\s*=\s*(.*?)\s*\(?(https?://[^\s()]+)\)?\s*", text, re.DOTALL)
+        parts = re.fullmatch(
+            r"\s*([\w.]+)\s*=\s*(.*?)\s*\(?(https?://[^\s()]+)\)?\s*", text, re.DOTALL
+        )
         if parts is None or not parts[2]:
-            raise ConfigError(f"--waive: expected a check's id, the reason and the url of an issue, like {EXAMPLE!r}, got {shown(text)}")
+            raise ConfigError(
+                f"--waive: expected a check's id, the reason and the url of an issue, like {EXAMPLE!r}, got {shown(text)}"
+            )
         waivers[parts[1]] = Waiver(parts[2], parts[3])
     return waivers
 
@@ -100,4 +140,6 @@ def _check_installed() -> None:
 
     missing = [package for package in EXTRA if find_spec(package) is None]
     if missing:
-        raise MissingExtraError.naming("testing", f"conformance suites need {' and '.join(missing)}")
+        raise MissingExtraError.naming(
+            "testing", f"conformance suites need {' and '.join(missing)}"
+        )

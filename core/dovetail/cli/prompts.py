@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 PLAIN_TEXT = "quote each line, or use --plain for a file whose lines are prompts as they stand"
-_INTEGER = re.compile("0|-?[1-9][0-9]{0,19}")  # one spelling of each number, so that no two keys mean the same token
+_INTEGER = re.compile(
+    "0|-?[1-9][0-9]{0,19}"
+)  # one spelling of each number, so that no two keys mean the same token
 FIELD_KEYS = ("extra", "predicted_tokens")  # for components; arguments of `LLMEngine.add_request`
-PARAMS_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind")
+PARAMS_KEYS = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind"
+)
 
 
 class Prompt(NamedTuple):
@@ -63,7 +67,11 @@ def read_prompts(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -
 def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> list[Prompt]:
     """Return each line that isn't empty as a prompt, unchanged. Raises `RequestError` if there is none."""
     params, fields = make_params_and_fields(defaults)
-    prompts = [Prompt(str(number), params, line, fields=fields) for number, line in enumerate(lines, start=1) if line.strip()]
+    prompts = [
+        Prompt(str(number), params, line, fields=fields)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not prompts:
         raise RequestError(f"{name}: no prompts in it")
     return prompts
@@ -74,7 +82,9 @@ def as_chat(prompt: Prompt) -> Prompt:
     if prompt.messages is not None:
         return prompt
     if not isinstance(prompt.prompt, str):
-        raise RequestError(f"request {shown(prompt.id)}: --chat makes a message of a text, and this prompt is token ids")
+        raise RequestError(
+            f"request {shown(prompt.id)}: --chat makes a message of a text, and this prompt is token ids"
+        )
     return prompt._replace(prompt="", messages=[{"role": "user", "content": prompt.prompt}])
 
 
@@ -88,10 +98,16 @@ def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Promp
     known = (*PROMPT_KEYS, *PARAMS_KEYS, *FIELD_KEYS, "id")
     for key in given:
         if key not in known:
-            raise RequestError(Where((key,)).says(BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, "key")))
+            raise RequestError(
+                Where((key,)).says(
+                    BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, "key")
+                )
+            )
     forms = [key for key in PROMPT_KEYS if key in given]
     if len(forms) != 1:
-        raise RequestError(f"expected exactly one of {', '.join(PROMPT_KEYS)}, got {' and '.join(forms) or 'none'}")
+        raise RequestError(
+            f"expected exactly one of {', '.join(PROMPT_KEYS)}, got {' and '.join(forms) or 'none'}"
+        )
     identity = given.get("id", default_id)
     if type(identity) not in (str, int) or identity == "":
         raise RequestError(f"id must be a string or an integer, got {shown(identity)}")
@@ -117,7 +133,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return keys
 
 
-def _prompt_and_messages(form: str, value: Any) -> tuple[str | Mapping[str, Any], list[dict[str, Any]] | None]:
+def _prompt_and_messages(
+    form: str, value: Any
+) -> tuple[str | Mapping[str, Any], list[dict[str, Any]] | None]:
     if form == "prompt":
         if not isinstance(value, str):
             raise RequestError(f"prompt must be a string, got {shown(value)}")
@@ -126,14 +144,18 @@ def _prompt_and_messages(form: str, value: Any) -> tuple[str | Mapping[str, Any]
         raise RequestError(f"{form} must be a list with something in it, got {shown(value)}")
     if form == "messages":
         if not all(isinstance(message, dict) and "role" in message for message in value):
-            raise RequestError(f'messages must be objects like {{"role": "user", "content": "…"}}, got {shown(value)}')
+            raise RequestError(
+                f'messages must be objects like {{"role": "user", "content": "…"}}, got {shown(value)}'
+            )
         return "", value
     return {"prompt_token_ids": value}, None
 
 
 def make_params_and_fields(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
     """Return the parameters and the `FIELD_KEYS` in plain JSON values, as `make_params` and `fields_of` do."""
-    return make_params({key: value for key, value in values.items() if key not in FIELD_KEYS}), fields_of(values)
+    return make_params(
+        {key: value for key, value in values.items() if key not in FIELD_KEYS}
+    ), fields_of(values)
 
 
 def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +163,9 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: values[key] for key in FIELD_KEYS if values.get(key) is not None}
     RequestFields(predicted_tokens=fields.get("predicted_tokens"))
     if not isinstance(extra := fields.get("extra", {}), dict):
-        raise RequestError(f"extra must be an object of distributions and their values, got {shown(extra)}")
+        raise RequestError(
+            f"extra must be an object of distributions and their values, got {shown(extra)}"
+        )
     if is_deep(extra):
         raise RequestError(f"extra: more than {MAX_DEPTH} lists and objects in one another")
     return fields
@@ -151,7 +175,10 @@ def make_params(fields: Mapping[str, Any]) -> SamplingParams:
     """Make `SamplingParams` from plain JSON values, with one output at the end. Raises `RequestError`."""
     fields = dict(fields)
     if isinstance(fields.get("logit_bias"), dict):  # keys in JSON are strings
-        fields["logit_bias"] = {int(key) if _INTEGER.fullmatch(str(key)) else key: bias for key, bias in fields["logit_bias"].items()}
+        fields["logit_bias"] = {
+            int(key) if _INTEGER.fullmatch(str(key)) else key: bias
+            for key, bias in fields["logit_bias"].items()
+        }
     if not isinstance(fields.get("extra_args", {}), dict):
         raise RequestError(f"extra_args must be an object, got {shown(fields['extra_args'])}")
     return SamplingParams(**fields, output_kind=OutputKind.FINAL)

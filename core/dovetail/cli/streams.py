@@ -48,7 +48,9 @@ class _Output(io.TextIOWrapper):
         discard(self)
         if error.errno == errno.EPIPE:  # the reader has read enough, as with `| head`
             raise typer.Exit(0) from None
-        raise OutputError(f"standard output can't be written to: {error.strerror or error}") from None
+        raise OutputError(
+            f"standard output can't be written to: {error.strerror or error}"
+        ) from None
 
 
 def guard_output() -> None:
@@ -56,13 +58,17 @@ def guard_output() -> None:
     old = sys.stdout
     if type(old) is io.TextIOWrapper:  # None if it was closed before we began
         encoding, by_line, at_once = old.encoding, old.line_buffering, old.write_through
-        sys.stdout = sys.__stdout__ = _Output(old.detach(), encoding=encoding, line_buffering=by_line, write_through=at_once)  # type: ignore[misc]
+        sys.stdout = sys.__stdout__ = _Output(  # type: ignore[misc]
+            old.detach(), encoding=encoding, line_buffering=by_line, write_through=at_once
+        )
 
 
 def make_any_text_printable() -> None:
     """Escape characters that a stream's encoding lacks, such as lone surrogates."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError):  # None, or another object in a program that calls us
+        with suppress(
+            AttributeError, ValueError
+        ):  # None, or another object in a program that calls us
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -102,7 +108,9 @@ def read_text(name: str, option: str) -> str:
         return sys.stdin.read()
     except (OSError, ValueError) as error:
         place = "standard input" if name == "-" else name
-        raise ConfigError(f"{option}: {place}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"{option}: {place}: can't be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def print_table(rows: Sequence[Sequence[str]], indent: str = "", *, headed: bool = False) -> None:
@@ -122,7 +130,10 @@ def fitting_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None
     """Return the width of each column such that no word is broken and two spaces fit between columns; None if `room` is too small for that."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    words = [
+        max((len(word) for cell in column for word in cell.split()), default=0)
+        for column in columns
+    ]
     last = len(columns) - 1
     excess = sum(widths) + 2 * last - room
     others = [(column, words[column]) for column in range(last - 1, -1, -1)]
@@ -133,12 +144,16 @@ def fitting_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None
     return widths if excess <= 0 else None
 
 
-def _print_wrapped(console: object, rows: Sequence[Sequence[str]], widths: Sequence[int], indent: int, headed: bool) -> None:
+def _print_wrapped(
+    console: object, rows: Sequence[Sequence[str]], widths: Sequence[int], indent: int, headed: bool
+) -> None:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=headed, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(
+        box=None, show_header=headed, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold"
+    )
     for heading, width in zip(rows[0], widths, strict=True):
         table.add_column(Text(heading), width=width)
     for row in rows[headed:]:
@@ -150,4 +165,9 @@ def _print_plain(rows: Sequence[Sequence[str]], indent: str) -> None:
     """Print columns as wide as their widest cell; the last isn't padded."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        typer.echo((indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip())
+        typer.echo(
+            (
+                indent
+                + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            ).rstrip()
+        )

@@ -37,12 +37,16 @@ class AdapterSlots:
     def __init__(self, count: int, wait_s: float) -> None:
         self.count, self._wait_s = count, wait_s
         self._holding: dict[str, _Slot] = {}  # digest -> its slot
-        self._unused = dict.fromkeys(_Slot(number + 1) for number in range(count))  # the one unused for the longest time first
+        self._unused = dict.fromkeys(
+            _Slot(number + 1) for number in range(count)
+        )  # the one unused for the longest time first
         self._changed: dict[_Slot, Adapter] = {}  # taken for another adapter since the last batch
         self._free = count  # unused ones that no step in flight reads
         self._submitted = self._collected = -1  # the last step of each
         self._now = 0.0
-        self._waiting: dict[str, float] = {}  # digest that can get no slot -> since when; the longest first
+        self._waiting: dict[
+            str, float
+        ] = {}  # digest that can get no slot -> since when; the longest first
         self._first: str | None = None  # the digest that has waited for too long
         self._offered: float | None = None  # since when a slot has been kept for it
         self._closed: _Slot | None = None  # no new request joins its adapter
@@ -50,12 +54,20 @@ class AdapterSlots:
 
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> frozenset[str]:
         """Begin to plan a step. Return the digests of those adapters of the `waiting` requests that can get no slot now."""
-        if self._free - self._kept() > 0:  # after the last step there was a slot for each: the policy left it
-            self._waiting = {digest: since for digest, since in self._waiting.items() if digest == self._first}
+        if (
+            self._free - self._kept() > 0
+        ):  # after the last step there was a slot for each: the policy left it
+            self._waiting = {
+                digest: since for digest, since in self._waiting.items() if digest == self._first
+            }
         self._now = now
         self._free = sum(slot.read_until <= self._collected for slot in self._unused)
         wanted = dict.fromkeys(r.adapter.digest for r in waiting if r.adapter is not None)
-        self._waiting = {digest: since for digest, since in self._waiting.items() if digest in wanted and not self._is_used(digest)}
+        self._waiting = {
+            digest: since
+            for digest, since in self._waiting.items()
+            if digest in wanted and not self._is_used(digest)
+        }
         self._find_first()
         hidden = [digest for digest in wanted if not self.can_take(digest)]
         for digest in hidden:
@@ -65,7 +77,14 @@ class AdapterSlots:
 
     def _find_first(self) -> None:
         """Find the adapter that has waited for too long, and keep a slot for it, or close the one used longest."""
-        first = next((digest for digest, since in self._waiting.items() if self._now - since >= self._wait_s), None)
+        first = next(
+            (
+                digest
+                for digest, since in self._waiting.items()
+                if self._now - since >= self._wait_s
+            ),
+            None,
+        )
         if first != self._first or not self._free:
             self._first, self._offered = first, None
         self._closed = None
@@ -73,10 +92,14 @@ class AdapterSlots:
             return
         if not self._free:
             used = [slot for slot in self._holding.values() if slot.users]
-            self._closed = min(used, key=lambda slot: slot.used_since) if len(used) == self.count else None
+            self._closed = (
+                min(used, key=lambda slot: slot.used_since) if len(used) == self.count else None
+            )
         elif self._offered is None:
             self._offered = self._now
-        elif self._now - self._offered >= self._wait_s:  # the policy prefers others, which shall not wait for it
+        elif (
+            self._now - self._offered >= self._wait_s
+        ):  # the policy prefers others, which shall not wait for it
             del self._waiting[first]
             self._first = self._offered = None
 
@@ -131,7 +154,10 @@ class AdapterSlots:
         for slot in changed:
             slot.loaded = True
         self.loads += len(changed)
-        return tuple(AdapterLoad(slot.number, adapter.path, adapter.digest) for slot, adapter in changed.items())
+        return tuple(
+            AdapterLoad(slot.number, adapter.path, adapter.digest)
+            for slot, adapter in changed.items()
+        )
 
     def submitted(self, step: int) -> None:
         self._submitted = step

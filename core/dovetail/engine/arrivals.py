@@ -46,6 +46,8 @@ class Arrivals:
 
     def _drop_aborted(self) -> None:
         if self._aborted and 2 * self._aborted >= len(self._heap):
-            self._heap = [arrival for arrival in self._heap if arrival[2].status is not Status.FINISHED]
+            self._heap = [
+                arrival for arrival in self._heap if arrival[2].status is not Status.FINISHED
+            ]
             heapq.heapify(self._heap)
             self._aborted = 0

@@ -23,21 +23,46 @@ NONE.flags.writeable = NO_PAGES.flags.writeable = False
 class BatchBuilder:
     """Builds the batches of one engine; each holds only the changes since the one before."""
 
-    def __init__(self, kv: KVCacheManager, rows: RowAllocator, adapters: AdapterSlots, layout: KVLayout, may_share: bool) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        rows: RowAllocator,
+        adapters: AdapterSlots,
+        layout: KVLayout,
+        may_share: bool,
+    ) -> None:
         """`may_share`: the executor can use the number of leading blocks that all requests of a step share."""
         self._kv, self._rows, self._adapters = kv, rows, adapters
-        self._may_share = may_share and bool(layout.groups) and layout.groups[0].window is None and not layout.groups[0].recurrent
+        self._may_share = (
+            may_share
+            and bool(layout.groups)
+            and layout.groups[0].window is None
+            and not layout.groups[0].recurrent
+        )
         self._pages_per_block = layout.groups[0].pages_per_block if layout.groups else 1
         self._has_states = layout.recurrent
-        self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
+        self._sharing: tuple[list[LiveRequest], int] = (
+            [],
+            0,
+        )  # the requests of the last step, and the number of blocks that all begin with
 
-    def build(self, step: PlannedStep, drafts: dict[LiveRequest, Sequence[int]], *, constrained: bool) -> tuple[Batch, InFlightStep]:
+    def build(
+        self, step: PlannedStep, drafts: dict[LiveRequest, Sequence[int]], *, constrained: bool
+    ) -> tuple[Batch, InFlightStep]:
         """Return the batch of a step, and its record until the result is in. Requests without a row get one. `drafts`: those of its decodes that have
         any. `constrained`: some unfinished requests have a grammar."""
         requests, tokens = list(step.granted), list(step.granted.values())
         if drafts:
-            tokens = [count + len(drafts.get(request, ())) for request, count in step.granted.items()]
-        appended = [(group, r.row, page) for r, tables in step.appended if r.row >= 0 for group, pages in enumerate(tables) for page in pages]
+            tokens = [
+                count + len(drafts.get(request, ())) for request, count in step.granted.items()
+            ]
+        appended = [
+            (group, r.row, page)
+            for r, tables in step.appended
+            if r.row >= 0
+            for group, pages in enumerate(tables)
+            for page in pages
+        ]
         newcomers = [r for r in requests if r.row < 0]
         for request in newcomers:
             self._rows.assign(request)
@@ -45,19 +70,35 @@ class BatchBuilder:
         yields_token, pooled = None, list[int]()
         if step.prefill_tokens:
             yields_token = [r.yields_token and r.pooling is None for r in requests]
-            pooled = [index for index, r in enumerate(requests) if r.pooling is not None and r.yields_token]
+            pooled = [
+                index
+                for index, r in enumerate(requests)
+                if r.pooling is not None and r.yields_token
+            ]
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
             added=tuple(self._new_row(r, step.granted[r]) for r in newcomers),
             new_pages=np.array(appended, np.int32) if appended else NO_PAGES,
             copies=tuple(self._kv.take_copies()),
-            checkpoints=tuple(_row_checkpoint(checkpoint) for checkpoint in self._kv.take_checkpoints()) if self._has_states else (),
+            checkpoints=tuple(
+                _row_checkpoint(checkpoint) for checkpoint in self._kv.take_checkpoints()
+            )
+            if self._has_states
+            else (),
             rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
-            yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
+            yields_token=np.ones(len(requests), np.bool_)
+            if yields_token is None
+            else np.array(yields_token, np.bool_),
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
-            late=constrained and any(r.yields_token and r.constraint is not None and r.constraint.may_mask(r.in_flight - 1) for r in requests),
+            late=constrained
+            and any(
+                r.yields_token
+                and r.constraint is not None
+                and r.constraint.may_mask(r.in_flight - 1)
+                for r in requests
+            ),
             drafts=_drafts(requests, drafts) if drafts else None,
             pooled=np.array(pooled, np.int32) if pooled else None,
             adapters=self._adapters.take_loads(),
@@ -90,15 +131,25 @@ class BatchBuilder:
         """Return how many leading blocks all requests of a step share; 0 unless the executor can use it. Cached until a table is `new` or
         other requests run: tables only grow at their end."""
         if new:
-            self._sharing = [], 0  # even if this step can't share: the requests of an earlier one may run together again later
+            self._sharing = (
+                [],
+                0,
+            )  # even if this step can't share: the requests of an earlier one may run together again later
         if not self._may_share or len(requests) < 2:
             return 0
         if requests != self._sharing[0]:
-            self._sharing = requests, _common_pages([self._kv.tables(r)[0] for r in requests]) // self._pages_per_block
+            self._sharing = (
+                requests,
+                _common_pages([self._kv.tables(r)[0] for r in requests]) // self._pages_per_block,
+            )
         return self._sharing[1]
 
     def _new_row(self, request: LiveRequest, granted: int) -> NewRow:
-        known = np.concatenate((request.prompt_array, request.output_token_ids)) if request.output_token_ids else request.prompt_array
+        known = (
+            np.concatenate((request.prompt_array, request.output_token_ids))
+            if request.output_token_ids
+            else request.prompt_array
+        )
         return NewRow(
             row=request.row,
             request_id=request.id,
@@ -117,7 +168,16 @@ def _common_pages(tables: list[Pages]) -> int:
     common = tables[0]
     for table in tables[1:]:
         if table[: len(common)] != common:
-            common = common[: next((index for index, (one, other) in enumerate(zip(common, table, strict=False)) if one != other), len(table))]
+            common = common[
+                : next(
+                    (
+                        index
+                        for index, (one, other) in enumerate(zip(common, table, strict=False))
+                        if one != other
+                    ),
+                    len(table),
+                )
+            ]
         if not common:
             break
     return len(common)
@@ -125,7 +185,10 @@ def _common_pages(tables: list[Pages]) -> int:
 
 def _drafts(requests: list[LiveRequest], drafts: dict[LiveRequest, Sequence[int]]) -> Drafts:
     each = [drafts.get(request, ()) for request in requests]
-    return Drafts(np.array([len(ids) for ids in each], np.int32), np.array([token for ids in each for token in ids], np.int32))
+    return Drafts(
+        np.array([len(ids) for ids in each], np.int32),
+        np.array([token for ids in each for token in ids], np.int32),
+    )
 
 
 def _row_checkpoint(checkpoint: Checkpoint) -> RowCheckpoint:

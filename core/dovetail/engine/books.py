@@ -18,7 +18,13 @@ class Books:
     """The queues, rows and blocks of all requests, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers)."""
 
     def __init__(
-        self, kv: KVCacheManager, layout: KVLayout, num_pages: int, max_seqs: int, policy_name: str, adapters: AdapterSlots | None = None
+        self,
+        kv: KVCacheManager,
+        layout: KVLayout,
+        num_pages: int,
+        max_seqs: int,
+        policy_name: str,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.kv = kv
         self.adapters = adapters or AdapterSlots(0, 0.0)
@@ -26,15 +32,21 @@ class Books:
         self.num_pages = num_pages
         self.block_size = layout.block_size  # tokens of the smallest block
         self._has_windows = layout.has_windows
-        self.forks = kv.capabilities.fork and not layout.recurrent  # a live state is past the prompt; its checkpoint is found instead
+        self.forks = (
+            kv.capabilities.fork and not layout.recurrent
+        )  # a live state is past the prompt; its checkpoint is found instead
         self.policy_name = policy_name
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.rows = RowAllocator(max_seqs)
         self.fit = StepTimeFit()
-        self.known: set[LiveRequest] = set()  # arrived and not finished: the requests that a policy may name
+        self.known: set[LiveRequest] = (
+            set()
+        )  # arrived and not finished: the requests that a policy may name
         self.gated: dict[LiveRequest, None] = {}  # arrived and held back, in order
-        self.lingering: list[LiveRequest] = []  # finished, but keep their blocks for one more planning, so that siblings can fork them
+        self.lingering: list[
+            LiveRequest
+        ] = []  # finished, but keep their blocks for one more planning, so that siblings can fork them
 
     def arrive(self, request: LiveRequest) -> None:
         """Add an arrived request to the waiting ones, or hold it back while a gate is closed."""
@@ -47,7 +59,9 @@ class Books:
 
     def open_gates(self) -> None:
         """Show the requests whose gates are all open now, in the order in which they arrived."""
-        closed: set[Gate] = set()  # a closed gate stays closed for the rest of this pass: showing a request opens none
+        closed: set[Gate] = (
+            set()
+        )  # a closed gate stays closed for the rest of this pass: showing a request opens none
         for request in [*self.gated]:
             if closed.isdisjoint(request.gates):
                 closed.update([gate for gate in request.gates if gate.closed()])
@@ -98,7 +112,12 @@ class Books:
 
     def release_prompt(self, request: LiveRequest) -> bool:
         """Release the blocks that `request` keeps only for samples of its prompt, which will compute it again. Returns True if there were any."""
-        if not self._has_windows or not request.siblings or request.trimmed or request.num_computed < request.prompt_tokens:
+        if (
+            not self._has_windows
+            or not request.siblings
+            or request.trimmed
+            or request.num_computed < request.prompt_tokens
+        ):
             return False
         request.trimmed = True
         before = self.kv.available_pages
@@ -203,7 +222,9 @@ class RowAllocator:
         self._free = list(range(num_rows - 1, -1, -1))
         self._holders: list[LiveRequest | None] = [None] * num_rows
         self._removed: list[int] = []  # rows given up since the last batch
-        self._keeping: set[LiveRequest] = set()  # requests with rows that they must keep until their last token is planned
+        self._keeping: set[LiveRequest] = (
+            set()
+        )  # requests with rows that they must keep until their last token is planned
 
     def release(self, request: LiveRequest) -> None:
         """Free its row, if it has one."""
@@ -227,7 +248,11 @@ class RowAllocator:
 
     def kept_from(self, request: LiveRequest) -> int:
         """Return how many rows `request` can't get in the step being planned, because others keep them, which aren't in it."""
-        return 0 if not self._keeping or request in self._keeping else sum(self._keeps(r) and not r.granted for r in self._keeping)
+        return (
+            0
+            if not self._keeping or request in self._keeping
+            else sum(self._keeps(r) and not r.granted for r in self._keeping)
+        )
 
     @property
     def are_kept(self) -> bool:
@@ -245,5 +270,9 @@ class RowAllocator:
     def _victim(self) -> LiveRequest:
         """Return the request to take a row from: it doesn't run in this step, has the fewest tokens in flight, and among such ran longest
         ago."""
-        idle = [holder for holder in self._holders if holder is not None and not holder.granted and not self._keeps(holder)]
+        idle = [
+            holder
+            for holder in self._holders
+            if holder is not None and not holder.granted and not self._keeps(holder)
+        ]
         return min(idle, key=lambda r: (r.in_flight, r.decided_in))

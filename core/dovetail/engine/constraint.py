@@ -14,7 +14,16 @@ from dovetail.errors import DovetailError
 class Constraint:
     """A `Preparation` until the grammar is compiled, and a `TokenWatcher` afterwards. Samples share `compiling`; each has its own matcher."""
 
-    __slots__ = ("_after", "_closing", "_compiling", "_left", "_matcher", "_tail", "_token_bytes", "backend")
+    __slots__ = (
+        "_after",
+        "_closing",
+        "_compiling",
+        "_left",
+        "_matcher",
+        "_tail",
+        "_token_bytes",
+        "backend",
+    )
 
     def __init__(
         self,
@@ -31,21 +40,34 @@ class Constraint:
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
-        self._left, self._closing = most, closing  # if negative, how many of `_closing` have been forced
+        self._left, self._closing = (
+            most,
+            closing,
+        )  # if negative, how many of `_closing` have been forced
         self._tail = b""  # the end of the text so far, shorter than `_after`
-        self._token_bytes = backend.context.token_bytes if token_bytes is None and backend is not None else token_bytes or ()
+        self._token_bytes = (
+            backend.context.token_bytes
+            if token_bytes is None and backend is not None
+            else token_bytes or ()
+        )
         self._matcher: Matcher | None = None
 
     def closed(self) -> bool:
         return self._compiling is not None and not self._compiling.done()
 
     def failed(self) -> str | None:
-        error = self._compiling.exception() if self._compiling is not None and self._compiling.done() else None
+        error = (
+            self._compiling.exception()
+            if self._compiling is not None and self._compiling.done()
+            else None
+        )
         return None if error is None else str(error) or type(error).__name__
 
     def may_mask(self, ahead: int) -> bool:
         """Return False if any token is allowed after `ahead` more tokens, whatever they are."""
-        return self._compiling is not None or (bool(self._after) and self._left is not None and self._left <= ahead)
+        return self._compiling is not None or (
+            bool(self._after) and self._left is not None and self._left <= ahead
+        )
 
     @property
     def forced(self) -> int | None:
@@ -65,7 +87,12 @@ class Constraint:
 
     def forced_drafts(self, most: int) -> Sequence[int]:
         """Return at most `most` of the next tokens, if the grammar determines them and can check them as drafts."""
-        if self.backend is None or self.matcher is None or not self.backend.capabilities.rollback or not self.backend.capabilities.forced:
+        if (
+            self.backend is None
+            or self.matcher is None
+            or not self.backend.capabilities.rollback
+            or not self.backend.capabilities.forced
+        ):
             return ()
         try:
             return [*self.matcher.forced()[:most]]
@@ -99,7 +126,10 @@ class Constraint:
         except Exception as error:  # it went beyond a limit of its library, say
             return Finish("error", failure(error))
         if not accepted:
-            return Finish("error", f"token {token} was sampled, which the grammar doesn't allow: the executor or the grammar backend is at fault")
+            return Finish(
+                "error",
+                f"token {token} was sampled, which the grammar doesn't allow: the executor or the grammar backend is at fault",
+            )
         return Finish("stop", keeps_token=True) if matcher.complete else None
 
     def _look_for_beginning(self, text: bytes) -> None:

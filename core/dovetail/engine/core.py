@@ -47,7 +47,13 @@ from dovetail.engine.stand_in import plan_by_arrival
 from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.engine.step_times import PlanTiming, PromptLimit
-from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
+from dovetail.errors import (
+    DovetailError,
+    EngineDeadError,
+    PolicyError,
+    RequestError,
+    SchedulerStalled,
+)
 
 logger = logging.getLogger("dovetail")
 
@@ -63,7 +69,9 @@ class CoreSettings:
     max_num_batched_tokens: int
     overlap: bool
     scheduler_name: str
-    pace: float | None = None  # times as long as its decodes alone; None: prompts may fill the budget of a step
+    pace: float | None = (
+        None  # times as long as its decodes alone; None: prompts may fill the budget of a step
+    )
     slot_wait_s: float = 1.0  # an adapter that waits longer than this for a slot is preferred
     strict: bool = False  # raise `SchedulerStalled` rather than plan in the policy's place
 
@@ -84,8 +92,17 @@ class EngineCore:
     ) -> None:
         self.kv, self.executor, self.clock, self.settings = kv, executor, clock, settings
         self.observers = observers or ObserverHub([])
-        self.adapters = AdapterSlots(0 if capacity.adapters is None else capacity.adapters.slots, settings.slot_wait_s)
-        self.books = Books(kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, settings.scheduler_name, self.adapters)
+        self.adapters = AdapterSlots(
+            0 if capacity.adapters is None else capacity.adapters.slots, settings.slot_wait_s
+        )
+        self.books = Books(
+            kv,
+            capacity.layout,
+            capacity.num_pages,
+            settings.max_num_seqs,
+            settings.scheduler_name,
+            self.adapters,
+        )
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
         self.plan_timing = PlanTiming(clock)
         self._prompt_limit = PromptLimit(capacity.prompt_rate)
@@ -101,13 +118,19 @@ class EngineCore:
         self._index = 0
         self._finished: dict[LiveRequest, Finish] = {}  # not by a step's results: rejected, failed
         self._take_scheduler(scheduler)
-        self._batches = BatchBuilder(kv, self.books.rows, self.adapters, capacity.layout, capacity.shared_prefix)
+        self._batches = BatchBuilder(
+            kv, self.books.rows, self.adapters, capacity.layout, capacity.shared_prefix
+        )
         self._vocab_size = capacity.vocab_size
         self._storm = StormWatch(settings.scheduler_name)
         self._speculation: Speculation | None = None
         if speculation is not None:
-            self._speculation = Speculation(speculation, capacity, self.books.fit, clock, overlaps=self.max_in_flight > 1)
-        self._free_from: float | None = None  # when the host began the work between a step's results and the next step; later by its sleep
+            self._speculation = Speculation(
+                speculation, capacity, self.books.fit, clock, overlaps=self.max_in_flight > 1
+            )
+        self._free_from: float | None = (
+            None  # when the host began the work between a step's results and the next step; later by its sleep
+        )
 
     # For the front end
 
@@ -119,7 +142,9 @@ class EngineCore:
         """Add a validated request. Policies see it from its `arrival_time` on. Raises `RequestError` if its id is in use."""
         self.check_alive()
         if request.id in self._requests or request.status is not Status.NEW:
-            raise RequestError(f"request {request.id!r} is in the engine already: ids of unfinished requests are unique")
+            raise RequestError(
+                f"request {request.id!r} is in the engine already: ids of unfinished requests are unique"
+            )
         request.order = self._added
         self._added += 1
         self._requests[request.id] = request
@@ -149,7 +174,9 @@ class EngineCore:
         one. Raises `DovetailError` if a request is unfinished, or if a step is in flight, whose results only the
         old executor can give."""
         if self.has_unfinished() or (executor is not None and self._flights):
-            raise DovetailError("parts can be swapped only while no request is unfinished and, for the executor, no step is in flight")
+            raise DovetailError(
+                "parts can be swapped only while no request is unfinished and, for the executor, no step is in flight"
+            )
         if scheduler is not None:
             self._take_scheduler(scheduler)
         if executor is not None:
@@ -158,14 +185,18 @@ class EngineCore:
 
     def _take_scheduler(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.pace = self.settings.pace if scheduler.claims.is_paced else None  # the pace that its steps keep
+        self.pace = (
+            self.settings.pace if scheduler.claims.is_paced else None
+        )  # the pace that its steps keep
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
 
     def step(self) -> Delivery:
         """Plan and submit a step, if possible; collect the oldest, if the device has enough work. An error of a component ends the engine: each
         unfinished request is delivered as finished with "error", and later calls raise `EngineDeadError`."""
         delivery = Delivery()
-        if not self._finished:  # requests that ended outside of a step, perhaps by an error, are delivered first
+        if (
+            not self._finished
+        ):  # requests that ended outside of a step, perhaps by an error, are delivered first
             self.check_alive()
         if self.dead is None:
             try:
@@ -173,7 +204,9 @@ class EngineCore:
             except Exception as error:
                 self._die(error)
             except BaseException as error:  # an interrupt within a step: tokens that are booked may not have been computed
-                self._die(DovetailError(f"a step was interrupted by {type(error).__name__}"), log=False)  # the user who interrupts knows
+                self._die(
+                    DovetailError(f"a step was interrupted by {type(error).__name__}"), log=False
+                )  # the user who interrupts knows
                 raise
         if self._finished:
             delivery.finished |= self._finished
@@ -207,7 +240,9 @@ class EngineCore:
 
     def _step(self, delivery: Delivery) -> None:
         """Do as `step`, filling `delivery`, which keeps its content if a component fails."""
-        for _ in range(2 * len(self._requests) + 8):  # a policy may take several plans to make room, but not forever
+        for _ in range(
+            2 * len(self._requests) + 8
+        ):  # a policy may take several plans to make room, but not forever
             planned = None
             if self._has_room():
                 if self._flights:
@@ -229,17 +264,25 @@ class EngineCore:
         """True if another step may be submitted."""
         if not self._flights:
             return True
-        return len(self._flights) < self.max_in_flight and not self._flights[-1].unsampled and not self._awaits_results()
+        return (
+            len(self._flights) < self.max_in_flight
+            and not self._flights[-1].unsampled
+            and not self._awaits_results()
+        )
 
     def _awaits_results(self) -> bool:
         """True if the step in flight has drafts, or the next one is to have some: they follow its results."""
         if self._speculation is None:
             return False
-        return bool(self._flights[-1].drafts) or (self._speculation.is_active and any(flight.yields for flight in self._flights))
+        return bool(self._flights[-1].drafts) or (
+            self._speculation.is_active and any(flight.yields for flight in self._flights)
+        )
 
     def _sleep_until_due(self) -> None:
         before = self.clock.now()
-        self.plan_timing.wait_until_due(self._flights[-1], self._arrivals.next_time(), self.books.fit)
+        self.plan_timing.wait_until_due(
+            self._flights[-1], self._arrivals.next_time(), self.books.fit
+        )
         if self._free_from is not None:
             self._free_from += self.clock.now() - before
 
@@ -263,7 +306,9 @@ class EngineCore:
         if self.settings.strict:
             raise stalled
         if not self.stats.stalls:
-            logger.warning("%s. The engine plans such steps itself, first come, first served", stalled)
+            logger.warning(
+                "%s. The engine plans such steps itself, first come, first served", stalled
+            )
         self.stats.stalls += 1
         if not self._plan_and_submit(plan_by_arrival).acted:
             raise stalled
@@ -320,7 +365,11 @@ class EngineCore:
         step.freed = bool(lingering)
         self.books.drop_lingering([r for r in lingering if r in self.books.lingering])
         if step.granted:
-            drafts = {} if self._speculation is None or self._flights else self._draft(self._speculation, step)
+            drafts = (
+                {}
+                if self._speculation is None or self._flights
+                else self._draft(self._speculation, step)
+            )
             batch, flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
             self._drain(flight.requests)
             self.books.submitted(step.granted)
@@ -334,7 +383,9 @@ class EngineCore:
             self.plan_timing.planned(time.perf_counter() - begun)
         return step
 
-    def _draft(self, speculation: Speculation, step: PlannedStep) -> dict[LiveRequest, Sequence[int]]:
+    def _draft(
+        self, speculation: Speculation, step: PlannedStep
+    ) -> dict[LiveRequest, Sequence[int]]:
         if not speculation.is_active:
             return {}
         num_lines = len(step.granted) - sum([not r.yields_token for r in step.prefilled])
@@ -366,7 +417,11 @@ class EngineCore:
                 self._preparing[request] = None
             else:
                 self._show(request)
-        for request in [r for r in self._preparing if not any(preparation.closed() for preparation in r.preparations)]:
+        for request in [
+            r
+            for r in self._preparing
+            if not any(preparation.closed() for preparation in r.preparations)
+        ]:
             del self._preparing[request]
             self._show(request)
 
@@ -426,11 +481,23 @@ class EngineCore:
         begun, self._free_from = time.perf_counter(), self.clock.now()
         flight.check(result)
         self.plan_timing.collected(result)
-        self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        self.books.fit.update(
+            result.ended - result.started,
+            flight.prefill_tokens,
+            flight.decode_tokens,
+            flight.context_tokens,
+        )
         if flight.prefill_tokens:
-            self._prompt_limit.update(result.ended - result.started, flight.prefill_tokens + flight.decode_tokens)
+            self._prompt_limit.update(
+                result.ended - result.started, flight.prefill_tokens + flight.decode_tokens
+            )
         if self._speculation is not None and not flight.prefill_tokens:
-            self._speculation.device_took(result.ended - result.started, flight.decode_tokens, flight.context_tokens, flight.drafts)
+            self._speculation.device_took(
+                result.ended - result.started,
+                flight.decode_tokens,
+                flight.context_tokens,
+                flight.drafts,
+            )
         self._deliver(flight, result, delivery)
         self._settle(flight, result, delivery, begun)
         self._sample_late()
@@ -440,7 +507,11 @@ class EngineCore:
         now = self.clock.now()
         finished_status, next_logprob = Status.FINISHED, 0
         requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
-        failed, prompt_logprobs, logprobs = result.failed, result.prompt_logprobs, result.logprobs  # nearly always empty
+        failed, prompt_logprobs, logprobs = (
+            result.failed,
+            result.prompt_logprobs,
+            result.logprobs,
+        )  # nearly always empty
         with_drafts = bool(flight.drafts)
         for index, (request, token) in flight.tokens_of(result):
             sampled = flight.yields_token is None or flight.yields_token[index]
@@ -465,7 +536,9 @@ class EngineCore:
                     delivery.pooled.append((request, result.pooled[index]))
                     finished[request] = Finish("stop")
                 continue
-            if request.in_flight:  # as `LiveRequest.receive`: a call for each token would be 3 % of a step's time here
+            if (
+                request.in_flight
+            ):  # as `LiveRequest.receive`: a call for each token would be 3 % of a step's time here
                 request.in_flight -= 1
             else:  # the token before was an accepted draft, and is computed
                 request.num_computed += 1
@@ -479,7 +552,9 @@ class EngineCore:
             if request.first_token_time is None:
                 request.first_token_time = now
             if token in request.stop_ids and len(output) > request.params.min_tokens:
-                finished[request] = Finish("stop", token if token in (request.params.stop_token_ids or ()) else None)
+                finished[request] = Finish(
+                    "stop", token if token in (request.params.stop_token_ids or ()) else None
+                )
             elif request.watchers and (finish := _watched(request, token)) is not None:
                 finished[request] = finish
             elif len(output) >= request.max_tokens:
@@ -487,7 +562,9 @@ class EngineCore:
             elif request.num_computed >= request.next_commit:
                 self.books.commit(request)
 
-    def _settle(self, flight: InFlightStep, result: Result, delivery: Delivery, begun: float) -> None:
+    def _settle(
+        self, flight: InFlightStep, result: Result, delivery: Delivery, begun: float
+    ) -> None:
         """Update the statistics, call the policy's `on_step`, then finish requests, then tell the observers."""
         stats = self.stats
         if flight.drafts:
@@ -503,7 +580,10 @@ class EngineCore:
         stats.device_s += result.ended - result.started
         self._storm.saw(flight.recomputed_tokens, flight.prefill_tokens + flight.decode_tokens)
         if self._watches_steps:
-            self._ask("on_step", StepDone(flight.index, result.started, result.ended, flight.ran(delivery.requests)))
+            self._ask(
+                "on_step",
+                StepDone(flight.index, result.started, result.ended, flight.ran(delivery.requests)),
+            )
         for request, finish in delivery.finished.items():
             if finish.reason == "error" and request.capacity:
                 self.kv.uncommit(request, 0)
@@ -542,7 +622,9 @@ class EngineCore:
 
     # Ends
 
-    def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False, settling: bool = False) -> None:
+    def _finish(
+        self, request: LiveRequest, finish: Finish, *, deliver: bool = False, settling: bool = False
+    ) -> None:
         """Remove a finished request from the books; notify the policy and the observers, if they know of its arrival. `settling`: it ends by the
         results of a step that observers haven't been told of."""
         arrived, known = request.status is not Status.NEW, request in self.books.known
@@ -563,7 +645,12 @@ class EngineCore:
             self._speculation.ended(request)
         if self.observers:
             more_steps = settling or bool(self._flights)
-            self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason, more_steps))
+            self.observers.tell(
+                "on_finished",
+                RequestFinished(
+                    self.clock.now(), request, finish.reason, finish.stop_reason, more_steps
+                ),
+            )
         if known:
             self._ask("on_finished", request)
 
@@ -576,7 +663,9 @@ class EngineCore:
             request.status = Status.FINISHED
             self._finished[request] = Finish("error", str(error) or repr(error))
             if self.observers:
-                self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, "error", str(error)))
+                self.observers.tell(
+                    "on_finished", RequestFinished(self.clock.now(), request, "error", str(error))
+                )
         self._requests.clear()
         self._arrivals.clear()
         self._preparing.clear()
@@ -592,7 +681,9 @@ class EngineCore:
 
     def check_alive(self) -> None:
         if self.dead is not None:
-            raise EngineDeadError(f"the engine is dead and takes no more work: {self.dead}") from self.dead
+            raise EngineDeadError(
+                f"the engine is dead and takes no more work: {self.dead}"
+            ) from self.dead
 
     def _ask(self, method: str, argument: Any) -> None:
         """Call a method of the policy. If it raises, the error names the policy."""
@@ -602,7 +693,9 @@ class EngineCore:
             raise
         except Exception as error:
             name = self.settings.scheduler_name
-            raise PolicyError(f"scheduler {name} raised in {method}(): {type(error).__name__}: {error}") from error
+            raise PolicyError(
+                f"scheduler {name} raised in {method}(): {type(error).__name__}: {error}"
+            ) from error
 
 
 def _watched(request: LiveRequest, token: int) -> Finish | None:

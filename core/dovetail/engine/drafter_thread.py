@@ -25,7 +25,12 @@ class DrafterThread:
     the drafter the first time. One that hasn't returned is left alone; if too many others wait for it, the drafter isn't called any more."""
 
     def __init__(self, drafter: Drafter, name: str, vocab_size: int, timeout_s: float) -> None:
-        self._drafter, self._name, self._vocab_size, self._timeout_s = drafter, name, vocab_size, timeout_s
+        self._drafter, self._name, self._vocab_size, self._timeout_s = (
+            drafter,
+            name,
+            vocab_size,
+            timeout_s,
+        )
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._late: Future[Any] | None = None  # the call that took too long
@@ -45,7 +50,9 @@ class DrafterThread:
         if self._left_out:
             self._left_out -= 1
             return none
-        call = self._call(lambda: self._propose(tuple(requests), tuple(most)))  # tuples: a drafter can't change what its drafts are checked against
+        call = self._call(
+            lambda: self._propose(tuple(requests), tuple(most))
+        )  # tuples: a drafter can't change what its drafts are checked against
         try:
             error = call.exception(self._timeout_s)
         except TimeoutError:
@@ -63,7 +70,9 @@ class DrafterThread:
         if self._is_given_up or type(self._drafter).on_finished is Drafter.on_finished:
             return
         if self._room.acquire(timeout=self._timeout_s):
-            self._call(lambda: self._drafter.on_finished(request)).add_done_callback(self._on_finished_returned)
+            self._call(lambda: self._drafter.on_finished(request)).add_done_callback(
+                self._on_finished_returned
+            )
         else:
             self._give_up()
 
@@ -76,7 +85,9 @@ class DrafterThread:
                 thread.join(self._timeout_s)
 
     def _propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[array[int]]:
-        answer = islice(self._drafter.propose(requests, most), len(requests) + 1)  # iterators are fine, endless ones too
+        answer = islice(
+            self._drafter.propose(requests, most), len(requests) + 1
+        )  # iterators are fine, endless ones too
         proposed = [array("q", islice(tokens, max(most) + 1)) for tokens in answer]
         if len(proposed) != len(requests):
             count = len(proposed) if len(proposed) < len(requests) else "too many"
@@ -90,7 +101,9 @@ class DrafterThread:
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(self._calls,), name="dovetail-drafter", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._calls,), name="dovetail-drafter", daemon=True
+            )
             self._thread.start()
         call: Future[Any] = Future()
         self._calls.put((function, call))
@@ -115,7 +128,9 @@ class DrafterThread:
         except Empty:
             self._calls.put(None)
         logger.error(
-            "drafter %s hasn't returned from a call for %d requests that have ended since: it isn't called any more", self._name, MOST_WAITING
+            "drafter %s hasn't returned from a call for %d requests that have ended since: it isn't called any more",
+            self._name,
+            MOST_WAITING,
         )
 
     def _on_finished_returned(self, call: Future[Any]) -> None:
@@ -126,4 +141,6 @@ class DrafterThread:
     def _failed(self, what: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            logger.error("drafter %s %s: steps go on without its drafts (logged once)", self._name, what)
+            logger.error(
+                "drafter %s %s: steps go on without its drafts (logged once)", self._name, what
+            )

@@ -14,7 +14,9 @@ from dovetail.request import FinishReason
 class Finish:
     reason: FinishReason
     stop_reason: int | str | None = None
-    keeps_token: bool = False  # for "stop": the last token is part of the text, as it isn't if it is a stop token
+    keeps_token: bool = (
+        False  # for "stop": the last token is part of the text, as it isn't if it is a stop token
+    )
 
 
 class TokenWatcher(Protocol):

@@ -27,9 +27,13 @@ class Delivery:
     requests: list[LiveRequest] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: dict[LiveRequest, Finish] = field(default_factory=dict)
-    logprobs: list[tuple[LiveRequest, HostLogprobs, int]] = field(default_factory=list)  # of each token of requests that want them, with its index
+    logprobs: list[tuple[LiveRequest, HostLogprobs, int]] = field(
+        default_factory=list
+    )  # of each token of requests that want them, with its index
     prompt_logprobs: list[tuple[LiveRequest, HostLogprobs]] = field(default_factory=list)
-    pooled: list[tuple[LiveRequest, NDArray[np.float32]]] = field(default_factory=list)  # results of requests that pool, which end with them
+    pooled: list[tuple[LiveRequest, NDArray[np.float32]]] = field(
+        default_factory=list
+    )  # results of requests that pool, which end with them
 
 
 @dataclass(slots=True)
@@ -43,8 +47,12 @@ class InFlightStep:
     requests: list[LiveRequest]
     tokens: list[int]
     yields_token: list[bool] | None  # None: all
-    prefilled: dict[LiveRequest, int]  # request that prefills in it -> tokens that it had computed before
-    recomputed: dict[LiveRequest, int]  # the same request -> how many of this step's tokens it had computed once already
+    prefilled: dict[
+        LiveRequest, int
+    ]  # request that prefills in it -> tokens that it had computed before
+    recomputed: dict[
+        LiveRequest, int
+    ]  # the same request -> how many of this step's tokens it had computed once already
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
@@ -55,8 +63,12 @@ class InFlightStep:
     decisions: tuple[Decision, ...]
     unsampled: bool = False  # it waits for `Executor.sample`
     drafts: dict[LiveRequest, Sequence[int]] = field(default_factory=dict)
-    cuts: dict[LiveRequest, tuple[int, str]] = field(default_factory=dict)  # of constrained ones: the tokens that it may yield, and why no more
-    accepted: dict[LiveRequest, int] = field(default_factory=dict)  # of `drafts`, once the results are in
+    cuts: dict[LiveRequest, tuple[int, str]] = field(
+        default_factory=dict
+    )  # of constrained ones: the tokens that it may yield, and why no more
+    accepted: dict[LiveRequest, int] = field(
+        default_factory=dict
+    )  # of `drafts`, once the results are in
     pooled: Sequence[int] = ()  # indices of rows that pool, and whose results are due
 
     @property
@@ -67,29 +79,49 @@ class InFlightStep:
     def check(self, result: Result) -> None:
         """Raise `DovetailError` unless `result` is this step's, and has as many tokens as the step may yield."""
         if result.step != self.index:
-            raise DovetailError(f"the executor returned step {result.step} where {self.index} was due: results must come in order")
+            raise DovetailError(
+                f"the executor returned step {result.step} where {self.index} was due: results must come in order"
+            )
         rows, counts = len(self.requests), result.counts
         if (counts is None) == bool(self.drafts):
-            raise DovetailError(f"step {self.index} has {len(self.drafts)} rows with drafts, and the executor returned counts {counts}")
+            raise DovetailError(
+                f"step {self.index} has {len(self.drafts)} rows with drafts, and the executor returned counts {counts}"
+            )
         if counts is not None:
             yields = self.yields_token or [True] * rows
-            most = [y * (1 + len(self.drafts.get(request, ()))) for y, request in zip(yields, self.requests, strict=True)]
+            most = [
+                y * (1 + len(self.drafts.get(request, ())))
+                for y, request in zip(yields, self.requests, strict=True)
+            ]
             least = [y and index not in result.failed for index, y in enumerate(yields)]
-            if len(counts) != rows or not all(low <= count <= high for low, count, high in zip(least, counts.tolist(), most, strict=True)):
-                raise DovetailError(f"step {self.index}: the executor returned {counts.tolist()} tokens a row, where {most} are the most")
+            if len(counts) != rows or not all(
+                low <= count <= high
+                for low, count, high in zip(least, counts.tolist(), most, strict=True)
+            ):
+                raise DovetailError(
+                    f"step {self.index}: the executor returned {counts.tolist()} tokens a row, where {most} are the most"
+                )
             rows = int(counts.sum())
         if missing := set(self.pooled) - {*result.pooled, *result.failed}:
-            raise DovetailError(f"step {self.index}: the executor returned no pooled result of rows {sorted(missing)}")
+            raise DovetailError(
+                f"step {self.index}: the executor returned no pooled result of rows {sorted(missing)}"
+            )
         if len(result.token_ids) != rows:
-            raise DovetailError(f"the executor returned {len(result.token_ids)} tokens for the {rows} rows of step {self.index}")
+            raise DovetailError(
+                f"the executor returned {len(result.token_ids)} tokens for the {rows} rows of step {self.index}"
+            )
 
     def tokens_of(self, result: Result) -> Iterable[tuple[int, tuple[LiveRequest, int]]]:
         """Return the tokens of a result in order, each with its request and the row's index; -1 for a row that yields none."""
         if result.counts is None:
             return enumerate(zip(self.requests, result.token_ids.tolist(), strict=True))
         tokens, each = iter(result.token_ids.tolist()), []
-        for index, (request, count) in enumerate(zip(self.requests, result.counts.tolist(), strict=True)):
-            each += [(index, (request, next(tokens))) for _ in range(count)] or [(index, (request, -1))]
+        for index, (request, count) in enumerate(
+            zip(self.requests, result.counts.tolist(), strict=True)
+        ):
+            each += [(index, (request, next(tokens))) for _ in range(count)] or [
+                (index, (request, -1))
+            ]
             if request in self.drafts:
                 self.accepted[request] = max(0, count - 1)
         return each
@@ -123,14 +155,21 @@ class InFlightStep:
         else:
             self.decode_tokens -= tokens
 
-    def fresh_prompt_logprobs(self, request: LiveRequest, logprobs: HostLogprobs) -> HostLogprobs | None:
+    def fresh_prompt_logprobs(
+        self, request: LiveRequest, logprobs: HostLogprobs
+    ) -> HostLogprobs | None:
         """Return the rows of `logprobs` that belong to prompt tokens and weren't given out before a preemption."""
         if request not in self.prefilled:
             return None
-        begin, end = self.recomputed.get(request, 0), request.prompt_tokens - 1 - self.prefilled[request]
+        begin, end = (
+            self.recomputed.get(request, 0),
+            request.prompt_tokens - 1 - self.prefilled[request],
+        )
         if begin >= min(end, len(logprobs.ranks)):
             return None
-        return HostLogprobs(logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end])
+        return HostLogprobs(
+            logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end]
+        )
 
     def ran(self, delivered: Iterable[LiveRequest]) -> tuple[Ran, ...]:
         """Return the policy's account of the step, now that its results are in, without requests that had ended before."""

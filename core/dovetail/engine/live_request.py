@@ -97,19 +97,31 @@ class LiveRequest(Request):
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
         self.constraint = constraint
-        self.watchers: tuple[TokenWatcher, ...] = (*watchers,) if constraint is None else (constraint, *watchers)
+        self.watchers: tuple[TokenWatcher, ...] = (
+            (*watchers,) if constraint is None else (constraint, *watchers)
+        )
         self.pooling, self.adapter = pooling, adapter
-        self.keeps_row = pooling is not None and params.prompt_logprobs is not None  # its row has what is pooled of its prompt up to now
+        self.keeps_row = (
+            pooling is not None and params.prompt_logprobs is not None
+        )  # its row has what is pooled of its prompt up to now
         # it waits for them before policies see it
-        self.preparations: tuple[Preparation, ...] = tuple(one for one in (constraint, adapter) if one is not None)
-        self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself included; empty for n = 1
+        self.preparations: tuple[Preparation, ...] = tuple(
+            one for one in (constraint, adapter) if one is not None
+        )
+        self.siblings: Sequence[
+            LiveRequest
+        ] = ()  # all samples of its prompt, itself included; empty for n = 1
         self.gates: list[Gate] = []  # reasons to hold it back when it arrives
         self.status = Status.NEW
         self.order = 0  # number of requests added before
-        self.output_token_ids: array[int] = array("q")  # no list: the garbage collector would look at each token, and a step wait for it
+        self.output_token_ids: array[int] = array(
+            "q"
+        )  # no list: the garbage collector would look at each token, and a step wait for it
         self.num_computed: int = 0  # tokens whose K and V are computed or planned
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
-        self.last_computed = self.prompt_tokens + max_tokens - 1  # computing this many samples the last allowed token
+        self.last_computed = (
+            self.prompt_tokens + max_tokens - 1
+        )  # computing this many samples the last allowed token
         self.in_flight = 0  # planned sampled tokens whose ids haven't arrived
         self.capacity = 0  # tokens that its blocks can hold; 0: it holds none
         self.next_commit = 0  # at this many tokens another block is full
@@ -118,11 +130,15 @@ class LiveRequest(Request):
         self.granted = 0  # tokens granted in the step being planned
         self.yields_token = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
         self.decided_in = -1  # the last step that granted, evicted or rejected it
-        self.trimmed = False  # it runs, and has released blocks of the prompt that a sibling would need
+        self.trimmed = (
+            False  # it runs, and has released blocks of the prompt that a sibling would need
+        )
         self.lost = 0  # tokens that were computed once, before a preemption
         self.recomputed_tokens: int = 0
         self.preemptions: int = 0
-        self.pauses: Sequence[float] = ()  # times of preemptions, each followed by that of the next admission; the first `MAX_PAUSES` pairs
+        self.pauses: Sequence[
+            float
+        ] = ()  # times of preemptions, each followed by that of the next admission; the first `MAX_PAUSES` pairs
         self.cached_tokens: int = 0
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -143,7 +159,9 @@ class LiveRequest(Request):
 
     def pause(self, now: float) -> None:
         """Note the time of a preemption."""
-        if len(self.pauses) % 2 == 0 and len(self.pauses) < 2 * MAX_PAUSES:  # otherwise it hasn't been computed since the last one
+        if (
+            len(self.pauses) % 2 == 0 and len(self.pauses) < 2 * MAX_PAUSES
+        ):  # otherwise it hasn't been computed since the last one
             self.pauses = [*self.pauses, now]
 
     def resume(self, now: float) -> None:

@@ -20,7 +20,9 @@ LIKELY = 64  # words in which nearly every mask has a token: only the others are
 DEAD_END = "its grammar allows no token that the model has: nothing can come next"
 
 
-def fill_masks(flight: InFlightStep, vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]) -> tuple[Masks, dict[LiveRequest, str]]:
+def fill_masks(
+    flight: InFlightStep, vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]
+) -> tuple[Masks, dict[LiveRequest, str]]:
     """Return the masks of a step's constrained lines, and a reason for each request that can't continue. `memory` is called with the number of masks
     and of words in each. A matcher that fails, or allows no token, ends only its own request; after some drafts, that is noted in `flight.cuts`."""
     at: list[int] = []  # the line of each mask
@@ -45,11 +47,17 @@ def fill_masks(flight: InFlightStep, vocab_size: int, memory: Callable[[int, int
             backend = constraint.backend
         line += lines
     words = memory(len(at), -(-vocab_size // 32))
-    failed = {} if backend is None else _fill_first(backend, matchers, [owners[place] for place in first], words, first)
+    failed = (
+        {}
+        if backend is None
+        else _fill_first(backend, matchers, [owners[place] for place in first], words, first)
+    )
     for place, matcher in zip(first, matchers, strict=True):
         if (drafts := flight.drafts.get(owners[place])) is not None and owners[place] not in failed:
             try:
-                cut = _fill_ahead(matcher, drafts, words[place + 1 : place + 1 + len(drafts)], vocab_size)
+                cut = _fill_ahead(
+                    matcher, drafts, words[place + 1 : place + 1 + len(drafts)], vocab_size
+                )
             except Exception as error:  # it couldn't roll back
                 failed[owners[place]] = failure(error)
                 continue
@@ -64,11 +72,17 @@ def fill_masks(flight: InFlightStep, vocab_size: int, memory: Callable[[int, int
 
 
 def _fill_first(
-    backend: GrammarBackend, matchers: Sequence[Matcher], owners: Sequence[LiveRequest], words: NDArray[np.uint32], places: Sequence[int]
+    backend: GrammarBackend,
+    matchers: Sequence[Matcher],
+    owners: Sequence[LiveRequest],
+    words: NDArray[np.uint32],
+    places: Sequence[int],
 ) -> dict[LiveRequest, str]:
     """Fill the masks of the lines without drafts before them, at `places` of `words`; return why some requests can't go on."""
     failed: dict[LiveRequest, str] = {}
-    lines = words if len(places) == len(words) else np.empty((len(places), words.shape[1]), np.uint32)
+    lines = (
+        words if len(places) == len(words) else np.empty((len(places), words.shape[1]), np.uint32)
+    )
     try:
         backend.fill_many(matchers, lines)
     except Exception:  # find out whose it is
@@ -86,10 +100,14 @@ def _fill_first(
     return failed
 
 
-def _fill_ahead(matcher: Matcher, drafts: Sequence[int], words: NDArray[np.uint32], vocab_size: int) -> tuple[int, str] | None:
+def _fill_ahead(
+    matcher: Matcher, drafts: Sequence[int], words: NDArray[np.uint32], vocab_size: int
+) -> tuple[int, str] | None:
     """Fill the masks of the lines after each of `drafts`; all ones after one that the grammar forbids, or that completes it. If the matcher can't go
     on after some drafts, return how many tokens its row may yield, and why."""
-    words.view(np.uint8)[:] = np.packbits(np.arange(32 * words.shape[1]) < vocab_size, bitorder="little")
+    words.view(np.uint8)[:] = np.packbits(
+        np.arange(32 * words.shape[1]) < vocab_size, bitorder="little"
+    )
     mask = np.empty(words.shape[1], np.uint32)
     accepted, cut = 0, None
     for ahead, draft in enumerate(drafts):
@@ -115,7 +133,9 @@ def _fill_ahead(matcher: Matcher, drafts: Sequence[int], words: NDArray[np.uint3
     return cut
 
 
-def _with_forced(at: list[int], words: NDArray[np.uint32], forced: dict[int, int]) -> tuple[list[int], NDArray[np.uint32]]:
+def _with_forced(
+    at: list[int], words: NDArray[np.uint32], forced: dict[int, int]
+) -> tuple[list[int], NDArray[np.uint32]]:
     """Return lines `at`, ascending, and their masks `words`, with one for each forced token."""
     lines = np.zeros((len(forced), words.shape[1]), np.uint32)
     tokens = np.fromiter(forced.values(), np.int64)

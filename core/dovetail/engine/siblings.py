@@ -24,8 +24,12 @@ class PromptGate:
         self._samples = samples
 
     def closed(self) -> bool:
-        computed = any(s.num_computed - s.granted >= s.prompt_tokens or s.generated for s in self._samples)
-        return not computed and any(s.status in (Status.WAITING, Status.RUNNING) for s in self._samples)
+        computed = any(
+            s.num_computed - s.granted >= s.prompt_tokens or s.generated for s in self._samples
+        )
+        return not computed and any(
+            s.status in (Status.WAITING, Status.RUNNING) for s in self._samples
+        )
 
 
 def fork_source(sample: LiveRequest, admitted: Container[LiveRequest]) -> LiveRequest | None:
@@ -41,7 +45,9 @@ def fork_source(sample: LiveRequest, admitted: Container[LiveRequest]) -> LiveRe
 
 def has_fresh(samples: Sequence[LiveRequest]) -> bool:
     """Return True if a sample has yet to begin, and could fork another's blocks."""
-    return any(s.status in (Status.NEW, Status.GATED, Status.WAITING) and not s.generated for s in samples)
+    return any(
+        s.status in (Status.NEW, Status.GATED, Status.WAITING) and not s.generated for s in samples
+    )
 
 
 def is_awaited(finished: LiveRequest) -> bool:
@@ -50,4 +56,8 @@ def is_awaited(finished: LiveRequest) -> bool:
 
 
 def _holds_prompt(sample: LiveRequest) -> bool:
-    return sample.capacity > 0 and sample.num_computed - sample.granted >= sample.prompt_tokens - 1 and not sample.trimmed
+    return (
+        sample.capacity > 0
+        and sample.num_computed - sample.granted >= sample.prompt_tokens - 1
+        and not sample.trimmed
+    )

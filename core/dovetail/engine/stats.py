@@ -38,11 +38,15 @@ class EngineStats:
     blocks: PageCounts = field(default_factory=lambda: PageCounts(0, 0, 0))
     draft_rows: int = 0  # rows of steps that checked drafts
     draft_tokens: int = 0  # drafts that they checked
-    accepted_drafts: list[int] = field(default_factory=list)  # accepted ones by position: the first of a row, the second, …
+    accepted_drafts: list[int] = field(
+        default_factory=list
+    )  # accepted ones by position: the first of a row, the second, …
     drafting_s: float = 0.0  # time that steps waited for the drafter
     stalls: int = 0  # steps that the engine planned itself, as the policy would have waited forever
 
-    def count_drafts(self, drafts: Mapping[Any, Sequence[int]], accepted: Mapping[Any, int]) -> None:
+    def count_drafts(
+        self, drafts: Mapping[Any, Sequence[int]], accepted: Mapping[Any, int]
+    ) -> None:
         """Count the drafts of a step by its rows' requests, and how many of each were accepted."""
         self.draft_rows += len(drafts)
         self.draft_tokens += sum(map(len, drafts.values()))
@@ -124,12 +128,16 @@ class ObserverHub:
                 self._contain(name, observer, method, error)
 
     def _note_wishes(self) -> None:
-        self.wants_decisions = any(observer.capabilities.decisions for _, observer in self._observers)
+        self.wants_decisions = any(
+            observer.capabilities.decisions for _, observer in self._observers
+        )
 
     def _contain(self, name: str, observer: Observer, method: str, error: Exception) -> None:
         self._errors[name] = self._errors.get(name, 0) + 1
         if self._errors[name] == 1:
-            logger.error("observer %s raised in %s and goes on without this event: %r", name, method, error)
+            logger.error(
+                "observer %s raised in %s and goes on without this event: %r", name, method, error
+            )
         if self._errors[name] >= MAX_ERRORS:
             logger.error("observer %s raised %d times and is dropped", name, MAX_ERRORS)
             self._observers.remove((name, observer))

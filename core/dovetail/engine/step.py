@@ -52,26 +52,40 @@ class PlannedStep:
         self._books = books
         self._kv = books.kv
         self._known = books.known
-        self._hidden = books.adapters.open_step(now, books.waiting) if books.adapters.count else frozenset[str]()
-        self._split: tuple[tuple[LiveRequest, ...], ...] | None = None  # the waiting requests, and the shown and the hidden ones among them
+        self._hidden = (
+            books.adapters.open_step(now, books.waiting)
+            if books.adapters.count
+            else frozenset[str]()
+        )
+        self._split: tuple[tuple[LiveRequest, ...], ...] | None = (
+            None  # the waiting requests, and the shown and the hidden ones among them
+        )
         self._max_tokens = self._tokens_left = max_tokens
         self._seqs_left = max_seqs
         self._flights_end = flights_end
         self._open = True
         self._pace = pace
         self._longest = longest
-        self._most_prompt_tokens: float | None = None  # in this step, by the pace and the device's speed; None: no prompt has been requested
+        self._most_prompt_tokens: float | None = (
+            None  # in this step, by the pace and the device's speed; None: no prompt has been requested
+        )
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
-        self.appended: list[tuple[LiveRequest, tuple[Pages, ...]]] = []  # pages by group, given to requests that ran before
+        self.appended: list[
+            tuple[LiveRequest, tuple[Pages, ...]]
+        ] = []  # pages by group, given to requests that ran before
         self.preempted: list[LiveRequest] = []
         self.rejected: dict[LiveRequest, str] = {}
         self.wake_time = math.inf
         self.decisions: list[Decision] | None = [] if log else None
         self.prefill_tokens = 0
         self.recomputed_tokens = 0
-        self.prefilled: dict[LiveRequest, int] = {}  # request that prefills in this step -> tokens computed before
-        self.recomputed: dict[LiveRequest, int] = {}  # request -> how many of this step's tokens were computed once, before a preemption
+        self.prefilled: dict[
+            LiveRequest, int
+        ] = {}  # request that prefills in this step -> tokens computed before
+        self.recomputed: dict[
+            LiveRequest, int
+        ] = {}  # request -> how many of this step's tokens were computed once, before a preemption
         self.freed = False  # the core released blocks after this planning, so that planning again may grant more
 
     # For a policy to read
@@ -104,7 +118,9 @@ class PlannedStep:
 
     @property
     def decoding(self) -> tuple[LiveRequest, ...]:
-        return tuple([r for r in self.running if r.num_computed >= r.prefill_end])  # a list first: twice as fast
+        return tuple(
+            [r for r in self.running if r.num_computed >= r.prefill_end]
+        )  # a list first: twice as fast
 
     @property
     def held_back(self) -> tuple[LiveRequest, ...]:
@@ -115,7 +131,9 @@ class PlannedStep:
         hidden = self._shown_and_hidden(self._books.waiting.as_tuple())[2]
         return tuple(sorted((*gated, *hidden), key=lambda r: (r.arrival_time, r.order)))
 
-    def _shown_and_hidden(self, waiting: tuple[LiveRequest, ...]) -> tuple[tuple[LiveRequest, ...], ...]:
+    def _shown_and_hidden(
+        self, waiting: tuple[LiveRequest, ...]
+    ) -> tuple[tuple[LiveRequest, ...], ...]:
         """Return `waiting`, and the parts of it whose adapters can and can't get a slot, cached until it changes."""
         if self._split is None or self._split[0] is not waiting:
             hidden = tuple([r for r in waiting if self._lacks_slot(r)])
@@ -155,7 +173,9 @@ class PlannedStep:
             return Cost(1, self._books.layout.pages(1), request.prompt_tokens - 1)
         cached, known = self._kv.lookup(request), request.num_tokens
         blocks = self._kv.pages_needed(request, known)
-        if self._books.layout.has_windows:  # chunks release what leaves a window before the next one takes its blocks
+        if (
+            self._books.layout.has_windows
+        ):  # chunks release what leaves a window before the next one takes its blocks
             blocks = min(blocks, self._books.layout.most_pages(known, self._max_tokens))
         return Cost(known - cached, blocks, cached)
 
@@ -164,7 +184,9 @@ class PlannedStep:
         self._check_count("tokens", tokens, 0, request)
         return self._books.layout.visible_pages(tokens)
 
-    def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
+    def estimate_s(
+        self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0
+    ) -> float:
         self._check_open()
         return self._books.fit.estimate_s(prefill_tokens, decodes, context_tokens)
 
@@ -195,21 +217,26 @@ class PlannedStep:
         refused: list[Request] = []
         granted, index, running, known = self.granted, self.index, Status.RUNNING, self._known
         slow = self.decisions is not None or self._books.rows.are_kept
-        for request in cast("Iterable[LiveRequest]", requests):  # anything else is refused as unknown
+        for request in cast(
+            "Iterable[LiveRequest]", requests
+        ):  # anything else is refused as unknown
             if request not in known:
                 self._check_known(request)
             in_flight = request.in_flight
             end = request.prompt_tokens + len(request.output_token_ids) + in_flight
             if (
                 request.status is running
-                and request.num_computed + 1 == end  # one token to compute: a decode, or the last one of a prefill
+                and request.num_computed + 1
+                == end  # one token to compute: a decode, or the last one of a prefill
                 and request.num_computed >= request.prefill_end  # a decode
                 and request.decided_in != index
                 and self._tokens_left > 0
                 and self._seqs_left > 0
                 and not (in_flight and request.row < 0)
                 and not slow
-                and (end <= request.capacity or self._extend(request, end))  # last, since it takes a block
+                and (
+                    end <= request.capacity or self._extend(request, end)
+                )  # last, since it takes a block
             ):
                 request.num_computed = end
                 request.in_flight = in_flight + 1
@@ -227,7 +254,9 @@ class PlannedStep:
         if request.status is Status.RUNNING:
             self._preempt(request)
         elif request.status in (Status.WAITING, Status.GATED) and request.decided_in != self.index:
-            raise self._misuse(request, "preempted, but it is waiting and holds no blocks to give back")
+            raise self._misuse(
+                request, "preempted, but it is waiting and holds no blocks to give back"
+            )
         else:  # preempted with another already, or its last token is in flight: the policy could see neither
             self._log(request, "refused", why=Refusal.NOT_NOW.name)
 
@@ -235,7 +264,9 @@ class PlannedStep:
         request = self._check_known(request)
         if request in self.rejected:
             return
-        if request.status is Status.DRAINING:  # too late, as its last token is in flight, which no policy can see
+        if (
+            request.status is Status.DRAINING
+        ):  # too late, as its last token is in flight, which no policy can see
             self._log(request, "refused", why=Refusal.NOT_NOW.name)
             return
         dependents = self._dependents(request)
@@ -249,8 +280,15 @@ class PlannedStep:
 
     def wake_at(self, time: float) -> None:
         self._check_open()
-        if isinstance(time, bool) or not isinstance(time, int | float) or not math.isfinite(time) or time <= self.now:
-            raise PolicyError(f"scheduler {self._books.policy_name}: wake_at needs a finite time after now ({self.now:.6f}), got {time!r}")
+        if (
+            isinstance(time, bool)
+            or not isinstance(time, int | float)
+            or not math.isfinite(time)
+            or time <= self.now
+        ):
+            raise PolicyError(
+                f"scheduler {self._books.policy_name}: wake_at needs a finite time after now ({self.now:.6f}), got {time!r}"
+            )
         self.wake_time = min(self.wake_time, time)
 
     def note(self, request: Request, why: str) -> None:
@@ -286,7 +324,14 @@ class PlannedStep:
 
     # A grant
 
-    def _try(self, request: LiveRequest, max_tokens: int | None, min_tokens: int, reserve: bool, evict: Iterable[Request]) -> Refusal | None:
+    def _try(
+        self,
+        request: LiveRequest,
+        max_tokens: int | None,
+        min_tokens: int,
+        reserve: bool,
+        evict: Iterable[Request],
+    ) -> Refusal | None:
         """Grant, or change nothing and return the reason."""
         if self._not_now(request):
             return Refusal.NOT_NOW
@@ -305,19 +350,31 @@ class PlannedStep:
             return Refusal.NOT_NOW
         room_for = start + tokens  # the pace slows computing, and spares no memory
         layout = self._books.layout
-        if reserve and (not layout.has_windows or layout.pages(end) <= self._books.num_pages):  # windows may release what doesn't fit at once
+        if reserve and (
+            not layout.has_windows or layout.pages(end) <= self._books.num_pages
+        ):  # windows may release what doesn't fit at once
             room_for = end
         if start < request.prefill_end:
-            tokens = int(min(tokens, max(self._prompt_tokens_left(), least if not self.prefill_tokens else 0)))
+            tokens = int(
+                min(
+                    tokens, max(self._prompt_tokens_left(), least if not self.prefill_tokens else 0)
+                )
+            )
             if tokens < least:
                 return Refusal.PACE
-        if request.adapter is not None and request.status is Status.WAITING and not self._books.adapters.can_take(request.adapter.digest):
+        if (
+            request.adapter is not None
+            and request.status is Status.WAITING
+            and not self._books.adapters.can_take(request.adapter.digest)
+        ):
             return Refusal.ADAPTERS
         if not self._take_blocks(request, source, room_for):
             if not self._make_room(request, source, room_for, evict):
                 return Refusal.MEMORY
             if not self._take_blocks(request, source, room_for):
-                raise DovetailError(f"the KV-cache manager refused {room_for} tokens of {request.id!r} that it had said would fit")
+                raise DovetailError(
+                    f"the KV-cache manager refused {room_for} tokens of {request.id!r} that it had said would fit"
+                )
         if request.status is Status.WAITING:
             self._admit(request)
         self._book(request, min(tokens, end - request.num_computed))
@@ -328,7 +385,9 @@ class PlannedStep:
         if self._most_prompt_tokens is None:
             paced = math.inf
             if self._pace is not None:
-                paced = prompt_tokens_within(self._pace, self.decoding, self._books.fit, self._tokens_left)
+                paced = prompt_tokens_within(
+                    self._pace, self.decoding, self._books.fit, self._tokens_left
+                )
             self._most_prompt_tokens = min(paced, self._longest)
         return self._most_prompt_tokens - self.prefill_tokens
 
@@ -352,7 +411,9 @@ class PlannedStep:
             return request.num_computed, end
         return (request.prompt_tokens - 1 if source is not None else self._kv.lookup(request)), end
 
-    def _take_blocks(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int) -> bool:
+    def _take_blocks(
+        self, request: LiveRequest, source: LiveRequest | None, num_tokens: int
+    ) -> bool:
         """Give it blocks for `num_tokens` tokens in all, or change nothing and return False."""
         if request.status is Status.RUNNING:
             return num_tokens <= request.capacity or self._extend(request, num_tokens)
@@ -386,17 +447,29 @@ class PlannedStep:
         self.appended.append((request, allocation.pages))
         return True
 
-    def _make_room(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, evict: Iterable[Request]) -> bool:
+    def _make_room(
+        self,
+        request: LiveRequest,
+        source: LiveRequest | None,
+        num_tokens: int,
+        evict: Iterable[Request],
+    ) -> bool:
         """Preempt from `evict` until `num_tokens` tokens of `request` fit; none, if all of them wouldn't free enough."""
         victims: list[LiveRequest] = []
         layout = self._books.layout
-        short_of = (layout.pages(1) if source is not None else self._kv.pages_needed(request, num_tokens)) - self._kv.available_pages
+        short_of = (
+            layout.pages(1) if source is not None else self._kv.pages_needed(request, num_tokens)
+        ) - self._kv.available_pages
         fits, before = False, self._acts
         for candidate in evict:
             if candidate is request:
                 break
             candidate = self._check_known(candidate)
-            if candidate.status is not Status.RUNNING or candidate in victims or self._builds_on(request, source, candidate):
+            if (
+                candidate.status is not Status.RUNNING
+                or candidate in victims
+                or self._builds_on(request, source, candidate)
+            ):
                 continue
             victims.append(candidate)
             short_of -= layout.pages(candidate.capacity)  # at best
@@ -404,38 +477,66 @@ class PlannedStep:
                 fits = True
                 break
         if self._acts != before:
-            raise self._misuse(request, "granted with an `evict` that itself grants, preempts or rejects while it is read")
+            raise self._misuse(
+                request,
+                "granted with an `evict` that itself grants, preempts or rejects while it is read",
+            )
         if fits:
             self._preempt_all(victims)
         return fits
 
-    def _builds_on(self, request: LiveRequest, source: LiveRequest | None, candidate: LiveRequest) -> bool:
+    def _builds_on(
+        self, request: LiveRequest, source: LiveRequest | None, candidate: LiveRequest
+    ) -> bool:
         """Return True if evicting `candidate` may take from `request` the very tokens that it would start from: those of the sibling that it forks,
         or tokens in the cache that are computed in this step."""
         if candidate is source:
             return True
-        if source is not None or candidate not in self.prefilled or request.status is Status.RUNNING:
+        if (
+            source is not None
+            or candidate not in self.prefilled
+            or request.status is Status.RUNNING
+        ):
             return False
         found = self._kv.lookup(request)
-        return any(self._may_find(request, found, going) for going in (candidate, *self._dependents(candidate)) if going in self.prefilled)
+        return any(
+            self._may_find(request, found, going)
+            for going in (candidate, *self._dependents(candidate))
+            if going in self.prefilled
+        )
 
     def _may_find(self, request: LiveRequest, found: int, other: LiveRequest) -> bool:
         """Return True if the first block that `other` fills in this step may be among the `found` tokens."""
         before = self.prefilled[other]
-        end = min((before // group.block_tokens + 1) * group.block_tokens for group in self._books.layout.groups)
-        return end <= min(found, other.num_computed) and request.cache_keys == other.cache_keys and _known(request)[:end] == _known(other)[:end]
+        end = min(
+            (before // group.block_tokens + 1) * group.block_tokens
+            for group in self._books.layout.groups
+        )
+        return (
+            end <= min(found, other.num_computed)
+            and request.cache_keys == other.cache_keys
+            and _known(request)[:end] == _known(other)[:end]
+        )
 
     @property
     def _acts(self) -> tuple[int, ...]:
         """Return counts that differ once the policy has done anything."""
         return self._tokens_left, len(self.granted), len(self.preempted), len(self.rejected)
 
-    def _fits(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, victims: list[LiveRequest]) -> bool:
+    def _fits(
+        self,
+        request: LiveRequest,
+        source: LiveRequest | None,
+        num_tokens: int,
+        victims: list[LiveRequest],
+    ) -> bool:
         """Return True if `num_tokens` tokens of it would fit if `victims` were preempted."""
         if source is None:
             needed = self._kv.pages_needed(request, num_tokens, without=victims)
         else:  # a block of each group, and its source doesn't grow
-            needed = self._books.layout.pages(1) + self._kv.pages_needed(source, source.capacity, without=victims)
+            needed = self._books.layout.pages(1) + self._kv.pages_needed(
+                source, source.capacity, without=victims
+            )
         return needed <= self._kv.available_pages
 
     def _admit(self, request: LiveRequest) -> None:
@@ -444,7 +545,9 @@ class PlannedStep:
             self._books.adapters.take(request.adapter)
         request.status = Status.RUNNING
         request.prefill_end = request.num_tokens
-        request.next_commit = (request.num_computed // self._books.block_size + 1) * self._books.block_size
+        request.next_commit = (
+            request.num_computed // self._books.block_size + 1
+        ) * self._books.block_size
         self._books.running.add(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self.now
@@ -455,7 +558,10 @@ class PlannedStep:
         request.num_computed = before + tokens
         request.granted = tokens
         request.decided_in = self.index
-        request.yields_token = request.num_computed == request.prompt_tokens + len(request.output_token_ids) + request.in_flight
+        request.yields_token = (
+            request.num_computed
+            == request.prompt_tokens + len(request.output_token_ids) + request.in_flight
+        )
         request.in_flight += request.yields_token
         self.granted[request] = tokens
         self._tokens_left -= tokens
@@ -511,36 +617,55 @@ class PlannedStep:
             return []
         certain = self.prefilled[request]
         fresh = self._pages_after(request, certain)
-        return [r for r in self.admitted if r is not request and not fresh.isdisjoint(self._pages_after(r, certain))]
+        return [
+            r
+            for r in self.admitted
+            if r is not request and not fresh.isdisjoint(self._pages_after(r, certain))
+        ]
 
     def _pages_after(self, request: LiveRequest, num_tokens: int) -> set[int]:
         """Return the pages of its blocks that aren't full of its first `num_tokens` tokens."""
         tables = zip(self._books.layout.groups, self._kv.tables(request), strict=True)
-        return {page for group, pages in tables for page in pages[num_tokens // group.block_tokens * group.pages_per_block :]} - {HOLE}
+        return {
+            page
+            for group, pages in tables
+            for page in pages[num_tokens // group.block_tokens * group.pages_per_block :]
+        } - {HOLE}
 
     # Checks
 
     def _check_open(self) -> None:
         if not self._open:
-            raise PolicyError(f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only")
+            raise PolicyError(
+                f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only"
+            )
 
     def _check_known(self, request: Request) -> LiveRequest:
         """Return the request, if this engine has it in its books. Raises `PolicyError` otherwise."""
         self._check_open()
         if not isinstance(request, Request):
-            raise PolicyError(f"scheduler {self._books.policy_name}: expected a Request, got {request!r}")
+            raise PolicyError(
+                f"scheduler {self._books.policy_name}: expected a Request, got {request!r}"
+            )
         if request in self._known:
             return request
         status = request.status if isinstance(request, LiveRequest) else Status.NEW
-        when = {Status.FINISHED: "after it had finished; forget it in on_finished", Status.NEW: "before it arrived in this engine"}
+        when = {
+            Status.FINISHED: "after it had finished; forget it in on_finished",
+            Status.NEW: "before it arrived in this engine",
+        }
         raise self._misuse(request, f"used {when.get(status) or _ELSEWHERE}")
 
     def _misuse(self, request: Request, rule: str) -> PolicyError:
-        return PolicyError(f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}")
+        return PolicyError(
+            f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}"
+        )
 
     def _check_count(self, name: str, value: int, least: int, request: LiveRequest) -> None:
         if type(value) is not int or value < least:
-            raise self._misuse(request, f"granted with {name}={value!r}; it must be an integer >= {least}")
+            raise self._misuse(
+                request, f"granted with {name}={value!r}; it must be an integer >= {least}"
+            )
 
     def _log(self, request: LiveRequest, act: str, tokens: int = 0, why: str = "") -> None:
         if self.decisions is not None:

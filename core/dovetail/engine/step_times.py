@@ -43,22 +43,30 @@ class StepTimeFit:
     RIDGE = 1e-6
 
     def __init__(self) -> None:
-        self._products = [[0.0] * len(_PAIRS) for _ in _KINDS]  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
+        self._products = [
+            [0.0] * len(_PAIRS) for _ in _KINDS
+        ]  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
         self._targets = [[0.0] * _TERMS for _ in _KINDS]  # sums of x[i] / seconds
         self._counts = [0.0] * len(_KINDS)  # number of steps in these sums, decayed
-        self._squares = [0.0] * len(_KINDS)  # sums of (seconds * unit)^2, so that the misfit follows from sums too
+        self._squares = [0.0] * len(
+            _KINDS
+        )  # sums of (seconds * unit)^2, so that the misfit follows from sums too
         self._mean_s = 0.0
         self._weights = [0.0] * _TERMS
         self._stale_from = 0  # solve for the weights again once this many steps were seen
         self.steps = 0
 
-    def update(self, seconds: float, prefill_tokens: int, decodes: int, context_tokens: int) -> None:
+    def update(
+        self, seconds: float, prefill_tokens: int, decodes: int, context_tokens: int
+    ) -> None:
         """Learn from a finished step. An impossible duration (negative, infinite, not a number) is ignored."""
         if not 0.0 <= seconds < math.inf:
             return
         self.steps += 1
         self._mean_s += max(1.0 - FORGETTING, 1.0 / self.steps) * (seconds - self._mean_s)
-        unit = 1.0 / max(seconds, 0.1 * self._mean_s, MIN_SECONDS)  # a step that took no time must not outweigh all others
+        unit = 1.0 / max(
+            seconds, 0.1 * self._mean_s, MIN_SECONDS
+        )  # a step that took no time must not outweigh all others
         x = [value * unit for value in self._terms(prefill_tokens, decodes, context_tokens)]
         relative, seen = seconds * unit, int(prefill_tokens > 0)
         for kind in _KINDS:
@@ -69,8 +77,12 @@ class StepTimeFit:
                 self._targets[kind] = [FORGETTING * t for t in self._targets[kind]]
         self._counts[seen] += 1.0
         self._squares[seen] += relative * relative
-        self._products[seen] = [p + x[i] * x[j] for p, (i, j) in zip(self._products[seen], _PAIRS, strict=True)]
-        self._targets[seen] = [t + value * relative for t, value in zip(self._targets[seen], x, strict=True)]
+        self._products[seen] = [
+            p + x[i] * x[j] for p, (i, j) in zip(self._products[seen], _PAIRS, strict=True)
+        ]
+        self._targets[seen] = [
+            t + value * relative for t, value in zip(self._targets[seen], x, strict=True)
+        ]
 
     def estimate_s(self, prefill_tokens: int, decodes: int, context_tokens: int) -> float:
         """Return the seconds that such a step takes, at least `MIN_SECONDS`; 0.0 before the first step was seen."""
@@ -87,8 +99,14 @@ class StepTimeFit:
             return math.inf
         self._refresh()
         w, products = self._weights, list(map(sum, zip(*self._products, strict=True)))
-        explained = sum((1 if i == j else 2) * w[i] * w[j] * p for (i, j), p in zip(_PAIRS, products, strict=True))
-        crossed = sum(weight * sum(of_kinds) for weight, of_kinds in zip(w, zip(*self._targets, strict=True), strict=True))
+        explained = sum(
+            (1 if i == j else 2) * w[i] * w[j] * p
+            for (i, j), p in zip(_PAIRS, products, strict=True)
+        )
+        crossed = sum(
+            weight * sum(of_kinds)
+            for weight, of_kinds in zip(w, zip(*self._targets, strict=True), strict=True)
+        )
         return math.sqrt(max(0.0, sum(self._squares) - 2.0 * crossed + explained) / freedom)
 
     def _refresh(self) -> None:
@@ -97,7 +115,9 @@ class StepTimeFit:
             self._weights = self._solve()
             self._stale_from = self.steps + min(SOLVE_EVERY, 1 + self.steps // SOLVE_EVERY)
 
-    def _terms(self, prefill_tokens: int, decodes: int, context_tokens: int) -> tuple[float, float, float, float]:
+    def _terms(
+        self, prefill_tokens: int, decodes: int, context_tokens: int
+    ) -> tuple[float, float, float, float]:
         _, a, b, c = self.SCALE
         return (1.0, prefill_tokens * a, decodes * b, context_tokens * c)
 
@@ -121,23 +141,35 @@ class StepTimeFit:
         halfway: dict[int, float] = {}
         for row, i in enumerate(active):
             for j in active[:row]:
-                lower[i, j] = (matrix[i, j] - sum(lower[i, k] * lower[j, k] for k in active[: active.index(j)])) / lower[j, j]
-            lower[i, i] = math.sqrt(max(matrix[i, i] + ridge - sum(lower[i, k] ** 2 for k in active[:row]), 0.5 * ridge))
-            halfway[i] = (targets[i] - sum(lower[i, k] * halfway[k] for k in active[:row])) / lower[i, i]
+                lower[i, j] = (
+                    matrix[i, j] - sum(lower[i, k] * lower[j, k] for k in active[: active.index(j)])
+                ) / lower[j, j]
+            lower[i, i] = math.sqrt(
+                max(matrix[i, i] + ridge - sum(lower[i, k] ** 2 for k in active[:row]), 0.5 * ridge)
+            )
+            halfway[i] = (targets[i] - sum(lower[i, k] * halfway[k] for k in active[:row])) / lower[
+                i, i
+            ]
         weights = [0.0] * _TERMS
         for row in range(len(active) - 1, -1, -1):
             i = active[row]
-            weights[i] = (halfway[i] - sum(lower[k, i] * weights[k] for k in active[row + 1 :])) / lower[i, i]
+            weights[i] = (
+                halfway[i] - sum(lower[k, i] * weights[k] for k in active[row + 1 :])
+            ) / lower[i, i]
         return weights
 
 
-def prompt_tokens_within(pace: float, decoding: Sequence[Request], fit: StepTimeFit, budget: int) -> int:
+def prompt_tokens_within(
+    pace: float, decoding: Sequence[Request], fit: StepTimeFit, budget: int
+) -> int:
     """Return how many prompt tokens, at most `budget`, make a step last at most `pace` times as long as decoding the requests `decoding` alone.
 
     At least `LEAST_PROMPT_TOKENS`, so that prompts make progress; no more than that while finished steps don't show the cost of a prompt token; and
     all of `budget` while no request streams, or nothing is known of the device yet.
     """
-    if budget <= LEAST_PROMPT_TOKENS or all(request.params.output_kind is OutputKind.FINAL for request in decoding):
+    if budget <= LEAST_PROMPT_TOKENS or all(
+        request.params.output_kind is OutputKind.FINAL for request in decoding
+    ):
         return budget
     context = sum(request.num_tokens for request in decoding)
     alone_s = fit.estimate_s(0, len(decoding), context)
@@ -176,9 +208,15 @@ class PlanTiming:
     isn't a whole step late. Also the core's way of waiting, which front ends and simulations may replace."""
 
     def __init__(self, clock: Clock) -> None:
-        self.wait_until: Callable[[float], None] = clock.wait_until  # how the core sleeps; a front end may replace it by one that calls interrupt
-        self.expects_arrivals = False  # more requests may come than the core knows of, so that planning late pays
-        self.plans_late = True  # False: plan as soon as another step fits in flight, as other engines do
+        self.wait_until: Callable[[float], None] = (
+            clock.wait_until
+        )  # how the core sleeps; a front end may replace it by one that calls interrupt
+        self.expects_arrivals = (
+            False  # more requests may come than the core knows of, so that planning late pays
+        )
+        self.plans_late = (
+            True  # False: plan as soon as another step fits in flight, as other engines do
+        )
         self.virtual_plan_s = 0.0  # seconds that planning takes on a virtual clock
         self._clock = clock
         self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
@@ -198,7 +236,9 @@ class PlanTiming:
         """Return when `flights`, the steps on the device in order, will have ended by the estimate of `fit`."""
         end = self.last_ended
         for flight in flights:
-            end = max(end, flight.planned) + fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+            end = max(end, flight.planned) + fit.estimate_s(
+                flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
+            )
         return end
 
     def wait_until_due(self, flight: InFlightStep, arrival: float, fit: StepTimeFit) -> None:
@@ -206,8 +246,12 @@ class PlanTiming:
         infinity."""
         if not self.plans_late or (arrival == math.inf and not self.expects_arrivals):
             return
-        estimate_s = fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
-        duration = min(estimate_s, *self._last_durations)  # an estimate that one slow step has spoilt must not keep the device idle
+        estimate_s = fit.estimate_s(
+            flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
+        )
+        duration = min(
+            estimate_s, *self._last_durations
+        )  # an estimate that one slow step has spoilt must not keep the device idle
         started = max(self.last_ended, flight.planned)
         plan_s = self.virtual_plan_s if isinstance(self._clock, VirtualClock) else self._plan_s
         due = started + min(LATE_SHARE * duration, duration - 3 * plan_s)

@@ -58,9 +58,13 @@ def _answer(line: bytes) -> dict[str, Any] | list[Any]:
         return []
     _bound(request["cpu_s"], request["memory_bytes"])
     files = AdapterFiles(Path(request["config"]), Path(request["weights"]), ())
-    modules = {name: (size_in, size_out) for name, (size_in, size_out) in request["modules"].items()}
+    modules = {
+        name: (size_in, size_out) for name, (size_in, size_out) in request["modules"].items()
+    }
     try:
-        content = read_adapter(files, AdapterCapacity(request["slots"], request["max_rank"], modules))
+        content = read_adapter(
+            files, AdapterCapacity(request["slots"], request["max_rank"], modules)
+        )
         content.write(Path(request["target"]))
     except RequestError as error:
         return {"refused": str(error)}

@@ -23,7 +23,10 @@ from dovetail.lora import LoRARequest
 logger = logging.getLogger("dovetail")
 
 _WORKER = Path(__file__).with_name("adapter_worker.py")
-CPU_S, BYTES_A_CPU_S = 3.0, 20e6  # processor time to read an adapter: what it may take in any case, and the slowest rate
+CPU_S, BYTES_A_CPU_S = (
+    3.0,
+    20e6,
+)  # processor time to read an adapter: what it may take in any case, and the slowest rate
 WALL_S, BYTES_A_WALL_S = 60.0, 1e6  # the same for a disk that is slow
 MEMORY_BYTES, MEMORY_A_BYTE = 1 << 30, 8  # address space
 
@@ -33,7 +36,9 @@ class HostCopy:
 
     def __init__(self, digest: str, path: Path) -> None:
         self.digest, self.path = digest, str(path)
-        weakref.finalize(self, partial(path.unlink, missing_ok=True)).atexit = False  # the directory is removed then
+        weakref.finalize(
+            self, partial(path.unlink, missing_ok=True)
+        ).atexit = False  # the directory is removed then
 
 
 class _Readers:
@@ -55,16 +60,30 @@ class _Readers:
         request = {"config": str(files.config), "weights": str(files.weights), "target": str(path)}
         limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
         capacity = self._capacity
-        takes = {"slots": capacity.slots, "max_rank": capacity.max_rank, "modules": dict(capacity.modules)}
+        takes = {
+            "slots": capacity.slots,
+            "max_rank": capacity.max_rank,
+            "modules": dict(capacity.modules),
+        }
         try:
             with self._processes.one() as process:
-                answer = process.ask(json.dumps({**request, **limits, **takes}).encode(), WALL_S + size / BYTES_A_WALL_S)
+                answer = process.ask(
+                    json.dumps({**request, **limits, **takes}).encode(),
+                    WALL_S + size / BYTES_A_WALL_S,
+                )
         except WorkerEndedError as ended:
             path.unlink(missing_ok=True)
-            with self._processes.one():  # another, which removes the folder if this process is killed
+            with (
+                self._processes.one()
+            ):  # another, which removes the folder if this process is killed
                 pass
-            most = {"time": f"takes more than {cpu_s:.0f} s", "memory": f"takes more than {memory_bytes >> 20} MiB of memory"}
-            raise RequestError(f"reading it {most.get(ended.reason, 'ended the process that did')}") from None
+            most = {
+                "time": f"takes more than {cpu_s:.0f} s",
+                "memory": f"takes more than {memory_bytes >> 20} MiB of memory",
+            }
+            raise RequestError(
+                f"reading it {most.get(ended.reason, 'ended the process that did')}"
+            ) from None
         if "refused" in answer:
             path.unlink(missing_ok=True)
             raise RequestError(answer["refused"])
@@ -82,7 +101,9 @@ class _Readers:
     def _made_folder(self) -> str:
         with self._lock:
             if self._folder is None:
-                self._folder = TemporaryDirectory(prefix="dovetail-adapters-", ignore_cleanup_errors=True)
+                self._folder = TemporaryDirectory(
+                    prefix="dovetail-adapters-", ignore_cleanup_errors=True
+                )
             return self._folder.name
 
     def _start(self) -> WorkerProcess:
@@ -140,7 +161,9 @@ class AdapterStore:
         self._looking: dict[str, _Looking] = {}
         self._names: dict[str, _Known] = {}
         self._copies: OrderedDict[str, HostCopy] = OrderedDict()  # by digest
-        self._alive: weakref.WeakValueDictionary[str, HostCopy] = weakref.WeakValueDictionary()  # with those of unfinished requests
+        self._alive: weakref.WeakValueDictionary[str, HostCopy] = (
+            weakref.WeakValueDictionary()
+        )  # with those of unfinished requests
         self._pinned: set[str] = set()  # names
         self._closed = False
 
@@ -149,11 +172,17 @@ class AdapterStore:
         in which its files must be; None: anywhere."""
         with self._lock:
             looking = self._looking.get(request.lora_name)
-            if looking is not None and looking.following is not None and looking.following[1:] == (request, within):
+            if (
+                looking is not None
+                and looking.following is not None
+                and looking.following[1:] == (request, within)
+            ):
                 return looking.following[0]
             adapter = RequestedAdapter(request.lora_name)
             if looking is None:
-                self._threads.submit(self._look, adapter, request, within)  # may raise: then nobody looks
+                self._threads.submit(
+                    self._look, adapter, request, within
+                )  # may raise: then nobody looks
                 self._looking[request.lora_name] = _Looking()
             elif looking.following is None:
                 looking.following = adapter, request, within
@@ -217,7 +246,11 @@ class AdapterStore:
             adapter.copy.set_exception(RequestError(f"lora_request {request.lora_name!r}: {error}"))
         except BaseException as error:  # of a disk that is full, too: it is this adapter's alone
             logger.exception("an adapter can't be loaded")
-            adapter.copy.set_exception(RequestError(f"lora_request {request.lora_name!r} can't be loaded: {describe(error)}"))
+            adapter.copy.set_exception(
+                RequestError(
+                    f"lora_request {request.lora_name!r} can't be loaded: {describe(error)}"
+                )
+            )
 
     def _copy(self, request: LoRARequest, within: Path | None) -> HostCopy:
         """Return the copy of what the request's directory holds now."""
@@ -232,7 +265,9 @@ class AdapterStore:
                 return self._copies[known.digest]
         copy = self._readers.read(files)
         if AdapterFiles.find(request.lora_path, within) != files:
-            raise RequestError("its files were changed while they were read: write them to another directory, and rename that")
+            raise RequestError(
+                "its files were changed while they were read: write them to another directory, and rename that"
+            )
         with self._lock:
             copy = self._alive.setdefault(copy.digest, copy)  # equal adapters share a copy
             self._names[request.lora_name] = _Known(request, files, copy.digest)
@@ -244,9 +279,15 @@ class AdapterStore:
     def _evict(self) -> None:
         """Drop the copies without a name, and the least recently used ones that are too many, but none that is pinned."""
         named = {known.digest for known in self._names.values()}
-        self._copies = OrderedDict((digest, copy) for digest, copy in self._copies.items() if digest in named)
+        self._copies = OrderedDict(
+            (digest, copy) for digest, copy in self._copies.items() if digest in named
+        )
         pinned = {self._names[name].digest for name in self._pinned}
         spare = [digest for digest in self._copies if digest not in pinned]
-        for digest in spare[: max(0, min(len(self._copies) - self._most, len(spare) - 1))]:  # the newest stays
+        for digest in spare[
+            : max(0, min(len(self._copies) - self._most, len(spare) - 1))
+        ]:  # the newest stays
             del self._copies[digest]
-        self._names = {name: known for name, known in self._names.items() if known.digest in self._copies}
+        self._names = {
+            name: known for name, known in self._names.items() if known.digest in self._copies
+        }

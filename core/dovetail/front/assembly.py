@@ -31,7 +31,14 @@ from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.speculation import SpeculationSettings
 from dovetail.engine.stats import ObserverHub
-from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
+from dovetail.errors import (
+    ConfigError,
+    DovetailError,
+    ModelLoadError,
+    RequestError,
+    UnsupportedError,
+    describe,
+)
 from dovetail.front.adapters import AdapterStore
 from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.generation_config import GenerationDefaults
@@ -56,7 +63,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail")
 
 
-def validated(model: type[BaseModel], values: Any, name: str, context: Mapping[str, Any] | None = None) -> BaseModel:
+def validated(
+    model: type[BaseModel], values: Any, name: str, context: Mapping[str, Any] | None = None
+) -> BaseModel:
     """Return `values` validated by the model. Raises `RequestError` with the key below `name` and the value, whatever the model's validators raise.
     `context`: passed to the validators."""
     try:
@@ -67,7 +76,9 @@ def validated(model: type[BaseModel], values: Any, name: str, context: Mapping[s
         raise RequestError(f"{name}: {describe(error)}") from error
 
 
-def validated_arguments(model: type[BaseModel], given: Mapping[str, Any], name: str, context: Mapping[str, Any]) -> Mapping[str, Any]:
+def validated_arguments(
+    model: type[BaseModel], given: Mapping[str, Any], name: str, context: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """Return a logits processor's arguments as plain values that its model accepts again, without the context. Raises as `validated`, and for a
     number that isn't finite."""
     plain = thawed(given)
@@ -82,8 +93,21 @@ def _not_finite(value: Any, place: str) -> str | None:
     """Return the place of a number that is NaN or infinite; None if there is none."""
     if isinstance(value, float):
         return None if math.isfinite(value) else place
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | frozenset) else ()
-    return next((found for key, inner in inside if (found := _not_finite(inner, f"{place}.{key}")) is not None), None)
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | frozenset)
+        else ()
+    )
+    return next(
+        (
+            found
+            for key, inner in inside
+            if (found := _not_finite(inner, f"{place}.{key}")) is not None
+        ),
+        None,
+    )
 
 
 def validated_extra_args(model: type[BaseModel], given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,7 +118,9 @@ def validated_extra_args(model: type[BaseModel], given: Mapping[str, Any]) -> Ma
 def _dumped(checked: BaseModel, name: str, **options: Any) -> Mapping[str, Any]:
     """Return a model's values as plain ones, read-only. Raises `RequestError` if it has others, or its serializers raise."""
     try:
-        values: Mapping[str, Any] = frozen(checked.model_dump(mode="json", by_alias=True, **options))
+        values: Mapping[str, Any] = frozen(
+            checked.model_dump(mode="json", by_alias=True, **options)
+        )
     except Exception as error:
         raise RequestError(f"{name}: it can't be sent to the ranks: {describe(error)}") from error
     return values
@@ -111,18 +137,32 @@ class Assembly:
     tokenizer_dir: Path
     defaults: GenerationDefaults
     has_logprobs: bool = True
-    extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
+    extra_args: frozenset[str] = (
+        frozenset()
+    )  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_args_model: type[BaseModel] | None = None  # validates their values
-    logits_processors: Mapping[str, type[BaseModel] | None] = field(default_factory=dict)  # full name -> `Arguments`; None: not applied
-    warned_of: set[str] = field(default_factory=set)  # arguments without effect: each is logged once
-    extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
-    parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
+    logits_processors: Mapping[str, type[BaseModel] | None] = field(
+        default_factory=dict
+    )  # full name -> `Arguments`; None: not applied
+    warned_of: set[str] = field(
+        default_factory=set
+    )  # arguments without effect: each is logged once
+    extra_models: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # distribution -> pydantic model of what requests carry for it
+    parts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # kind -> "distribution:name" of the component in use, without attention
     pooling: PoolingFacts | None = None  # None: it can't pool
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
-    grammar: ResolvedComponent | None = None  # the grammar backend, neither imported nor made before a request asks for it
+    grammar: ResolvedComponent | None = (
+        None  # the grammar backend, neither imported nor made before a request asks for it
+    )
     adapters: AdapterStore | None = None
     own_tokenizer: ComponentTokenizer | None = None  # None: that of `tokenizer_dir`
-    freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
+    freezes: bool = (
+        False  # what lasts, so that the garbage collector doesn't go through it while a step waits
+    )
     _grammars: GrammarCompiler | DovetailError | None = None  # None: not made yet
     _making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
@@ -136,7 +176,9 @@ class Assembly:
 
         tokenizer = self.own_tokenizer or Tokenizer.load(self.tokenizer_dir)
         if self.freezes:
-            byte_pieces(tokenizer, True)  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
+            byte_pieces(
+                tokenizer, True
+            )  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
             gc.freeze()
         return tokenizer
 
@@ -162,7 +204,11 @@ class Assembly:
             if self._grammars is None:
                 try:
                     self._grammars = GrammarCompiler.make(
-                        self.grammar, self.tokenizer(), self.capacity.vocab_size, self.defaults.eos_token_ids, self.config.limits
+                        self.grammar,
+                        self.tokenizer(),
+                        self.capacity.vocab_size,
+                        self.defaults.eos_token_ids,
+                        self.config.limits,
                     )
                 except DovetailError as error:
                     self._grammars = error
@@ -178,7 +224,9 @@ class Assembly:
                 _ = self._spelled
                 self.grammars()
             except DovetailError as error:
-                logger.warning("no answer can be held to a rule, and no tool call demanded: %s", error)
+                logger.warning(
+                    "no answer can be held to a rule, and no tool call demanded: %s", error
+                )
 
         if self.has_masks:
             threading.Thread(target=prepare, name="dovetail-prepares-grammars", daemon=True).start()
@@ -215,37 +263,61 @@ class Assembly:
             model = self.extra_models.get(distribution)
             if model is None:
                 known = ", ".join(sorted(self.extra_models)) or "nobody here"
-                raise RequestError(f"extra: {shown(distribution)} reads nothing from requests; those that do: {known}")
-            checked[distribution] = validated(model, values, f"extra.{distribution}").model_copy(deep=True)  # nothing of it is the caller's any more
+                raise RequestError(
+                    f"extra: {shown(distribution)} reads nothing from requests; those that do: {known}"
+                )
+            checked[distribution] = validated(model, values, f"extra.{distribution}").model_copy(
+                deep=True
+            )  # nothing of it is the caller's any more
         return checked
 
-    def extra_with(self, extra: Mapping[str, Any] | None, trace_headers: Mapping[str, str]) -> Mapping[str, Any]:
+    def extra_with(
+        self, extra: Mapping[str, Any] | None, trace_headers: Mapping[str, str]
+    ) -> Mapping[str, Any]:
         """Return `extra` with a request's `trace_headers` for components that read them. Logs, once, that there are none."""
-        readers = [distribution for distribution, model in self.extra_models.items() if "trace_headers" in model.model_fields]
+        readers = [
+            distribution
+            for distribution, model in self.extra_models.items()
+            if "trace_headers" in model.model_fields
+        ]
         if not readers and "trace_headers" not in self.warned_of:
             self.warned_of.add("trace_headers")
-            logger.warning("trace_headers: left out, as no observer reads them: observers=[{'name': 'otlp', 'endpoint': …}]")
+            logger.warning(
+                "trace_headers: left out, as no observer reads them: observers=[{'name': 'otlp', 'endpoint': …}]"
+            )
         if not isinstance(trace_headers, Mapping):
             raise RequestError(f"trace_headers must map names to texts, got {shown(trace_headers)}")
         carried = {distribution: {"trace_headers": dict(trace_headers)} for distribution in readers}
         return {**carried, **(extra or {})}
 
-    def sampling(self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> RowSampling:
+    def sampling(
+        self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]
+    ) -> RowSampling:
         """Return a request's sampling as `resolve_sampling` does, with `extra_args` validated by the sampler's model, and the arguments of logits
         processors by theirs. Raises `RequestError`."""
         sampling = resolve_sampling(params, self.defaults, seed, bad_words)
         if params.logits_processors:
-            sampling = replace(sampling, logits_processors=self._processors_asked(params.logits_processors))
+            sampling = replace(
+                sampling, logits_processors=self._processors_asked(params.logits_processors)
+            )
         if self.extra_args_model is None or not params.extra_args:
             return sampling
-        return replace(sampling, extra_args=validated_extra_args(self.extra_args_model, params.extra_args))
+        return replace(
+            sampling, extra_args=validated_extra_args(self.extra_args_model, params.extra_args)
+        )
 
-    def _processors_asked(self, given: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    def _processors_asked(
+        self, given: Mapping[str, Mapping[str, Any]]
+    ) -> Mapping[str, Mapping[str, Any]]:
         """Return the arguments of logits processors, by full name, validated by their own models. Raises `RequestError`."""
         asked, context = {}, {"encode": self._encode}
         for name, full in full_names(given, tuple(self.logits_processors)).items():
             model = self.logits_processors[full]
-            asked[full] = given[name] if model is None else validated_arguments(model, given[name], f"logits_processors.{name}", context)
+            asked[full] = (
+                given[name]
+                if model is None
+                else validated_arguments(model, given[name], f"logits_processors.{name}", context)
+            )
         return FrozenDict(asked)
 
     @cached_property
@@ -255,7 +327,9 @@ class Assembly:
             tokenizer = self.tokenizer()
         except DovetailError:
             return None
-        return lambda text: [int(token) for token in tokenizer.encode_all([text], special_tokens=False)[0]]
+        return lambda text: [
+            int(token) for token in tokenizer.encode_all([text], special_tokens=False)[0]
+        ]
 
 
 def assemble(
@@ -269,17 +343,27 @@ def assemble(
     """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
     the model's weights is found before they are read."""
     config, registry, parts = read_parts(
-        config, overrides, registry, imports=("scheduler", "kv_cache", "observer", "drafter", "tokenizer")
+        config,
+        overrides,
+        registry,
+        imports=("scheduler", "kv_cache", "observer", "drafter", "tokenizer"),
     )  # made after the model
     model_dir = resolve_model(config.model.path, registry)
-    own_tokenizer = None if parts.tokenizer is None else ComponentTokenizer(parts.tokenizer.ref(), model_dir)
+    own_tokenizer = (
+        None if parts.tokenizer is None else ComponentTokenizer(parts.tokenizer.ref(), model_dir)
+    )
     named = config.tokenizer if own_tokenizer is None else None
     tokenizer_dir = _find("tokenizer", named, registry) if isinstance(named, str) else model_dir
     _refuse_encoder_decoder(model_dir)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     if own_tokenizer is not None:
-        defaults = replace(defaults, eos_token_ids=tuple(dict.fromkeys((*defaults.eos_token_ids, *own_tokenizer.eos_ids))))
-    clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
+        defaults = replace(
+            defaults,
+            eos_token_ids=tuple(dict.fromkeys((*defaults.eos_token_ids, *own_tokenizer.eos_ids))),
+        )
+    clock = clock or (
+        VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock()
+    )
     _check_sampler(config, parts)
     _check_processors(parts)
     model_drafter = _make_model_drafter(config, parts)
@@ -290,9 +374,15 @@ def assemble(
         if own_tokenizer is not None:
             own_tokenizer.check_fits(capacity.vocab_size)
         core = _make_core(executor, capacity, config, parts, clock, model_drafter)
-        if freezes := gc.get_freeze_count() > frozen:  # the executor's part: now the books, later the tokenizer
+        if (
+            freezes := gc.get_freeze_count() > frozen
+        ):  # the executor's part: now the books, later the tokenizer
             gc.freeze()
-        sampler = SamplerCapabilities() if executor.capabilities.virtual_clock else parts.sampler.load().capabilities
+        sampler = (
+            SamplerCapabilities()
+            if executor.capabilities.virtual_clock
+            else parts.sampler.load().capabilities
+        )
         return Assembly(
             config=config,
             core=core,
@@ -304,7 +394,10 @@ def assemble(
             extra_args=frozenset(sampler.extra_args),
             extra_args_model=sampler.extra_args_model,
             logits_processors={
-                part.qualified_name: None if executor.capabilities.virtual_clock else part.load().Arguments for part in parts.logits_processors
+                part.qualified_name: None
+                if executor.capabilities.virtual_clock
+                else part.load().Arguments
+                for part in parts.logits_processors
             },
             extra_models={
                 part.distribution: model
@@ -316,7 +409,11 @@ def assemble(
                 "kv_cache": parts.kv_cache.qualified_name,
                 "sampler": parts.sampler.qualified_name,
                 "executor": parts.executor.qualified_name,
-                **{part.spec.kind: part.qualified_name for part in (parts.grammar, parts.drafter, parts.tokenizer) if part is not None},
+                **{
+                    part.spec.kind: part.qualified_name
+                    for part in (parts.grammar, parts.drafter, parts.tokenizer)
+                    if part is not None
+                },
             },
             pooling=_pooling_facts(config, capacity, model_dir),
             has_masks=executor.capabilities.masks,
@@ -330,13 +427,17 @@ def assemble(
         raise
 
 
-def _pooling_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) -> PoolingFacts | None:
+def _pooling_facts(
+    config: EngineConfig, capacity: Capacity, model_dir: Path
+) -> PoolingFacts | None:
     """Return how the engine pools, if it can. Raises `UnsupportedError` if it can't and the config says how."""
     if capacity.pooling is not None:
         lengths = capacity.max_model_len, config.max_num_batched_tokens
         return PoolingFacts.of(capacity.pooling, model_dir, config.pooling.template, *lengths)
     if wrong := config.pooling.model_dump(exclude_defaults=True):
-        raise UnsupportedError(f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or use `local` or `tensor`")
+        raise UnsupportedError(
+            f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or use `local` or `tensor`"
+        )
     return None
 
 
@@ -358,7 +459,11 @@ def _find(key: str, name: str, registry: Registry) -> Path:
 
 def _draft_dir(drafter: ModelDrafter, model_dir: Path, registry: Registry) -> Path:
     """Return the directory of what drafts. Raises as `_find`."""
-    return model_dir if drafter.model is None else _find("speculation.drafter", drafter.model, registry)
+    return (
+        model_dir
+        if drafter.model is None
+        else _find("speculation.drafter", drafter.model, registry)
+    )
 
 
 def _start(executor: Executor, name: str) -> Capacity:
@@ -378,7 +483,9 @@ def _start(executor: Executor, name: str) -> Capacity:
 
 def _is_of_memory(error: Exception) -> bool:
     """True for Python's own, torch's of either device, and CUDA's."""
-    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in ("memory", "alloc"))
+    return isinstance(error, MemoryError) or any(
+        word in str(error).lower() for word in ("memory", "alloc")
+    )
 
 
 def _make_executor(
@@ -391,7 +498,9 @@ def _make_executor(
     progress: Callable[[str, int, int], None] | None,
 ) -> Executor:
     drafting = () if drafter is None else (_draft_dir(drafter, model_dir, registry), drafter.head)
-    if not parts.executor.load().capabilities.virtual_clock:  # a simulation computes nothing, and needs no packages for it
+    if (
+        not parts.executor.load().capabilities.virtual_clock
+    ):  # a simulation computes nothing, and needs no packages for it
         for part in (*parts.attention, parts.sampler, *parts.logits_processors):
             part.check_requires()
     context = ExecutorContext(
@@ -409,15 +518,30 @@ def _make_executor(
 
 
 def _make_core(
-    executor: Executor, capacity: Capacity, config: EngineConfig, parts: Parts, clock: Clock, model_drafter: ModelDrafter | None
+    executor: Executor,
+    capacity: Capacity,
+    config: EngineConfig,
+    parts: Parts,
+    clock: Clock,
+    model_drafter: ModelDrafter | None,
 ) -> EngineCore:
     layout, num_pages = capacity.layout, capacity.num_pages
     kv: KVCacheManager = parts.kv_cache.make(KVContext(layout, num_pages, config.seed))
     check_groups(layout, kv, parts.kv_cache.qualified_name)
     check_pool(capacity, config.max_num_batched_tokens, trims=kv.capabilities.trim)
-    scheduler = parts.scheduler.make(SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, num_pages, layout.block_size, config.seed))
+    scheduler = parts.scheduler.make(
+        SchedulerContext(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            num_pages,
+            layout.block_size,
+            config.seed,
+        )
+    )
     observer_context = ObserverContext(config.max_num_seqs, num_pages)
-    observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
+    observers = ObserverHub(
+        [(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers]
+    )
     if observers:
         observers.start(_started(parts, capacity, clock))
     settings = CoreSettings(
@@ -437,7 +561,9 @@ def _make_adapters(config: EngineConfig, capacity: Capacity, parts: Parts) -> Ad
     if config.adapters is None:
         return None
     if capacity.adapters is None:
-        raise UnsupportedError(f"adapters: executor {parts.executor.qualified_name} can't use LoRA adapters: leave `adapters` out, or use `local`")
+        raise UnsupportedError(
+            f"adapters: executor {parts.executor.qualified_name} can't use LoRA adapters: leave `adapters` out, or use `local`"
+        )
     return AdapterStore(capacity.adapters, config.adapters.copies)
 
 
@@ -458,7 +584,9 @@ def _check_processors(parts: Parts) -> None:
     if not parts.logits_processors or can.virtual_clock or not can.samples:
         return
     if not can.logits_processors:
-        raise UnsupportedError(f"logits_processors: executor {parts.executor.qualified_name} can't apply them: leave them out, or use `local`")
+        raise UnsupportedError(
+            f"logits_processors: executor {parts.executor.qualified_name} can't apply them: leave them out, or use `local`"
+        )
     if not parts.sampler.load().capabilities.processors:
         raise UnsupportedError(
             f"logits_processors: sampler {parts.sampler.qualified_name} can't apply them: leave them out, use the sampler `default`, or ask its "
@@ -470,7 +598,11 @@ def _check_processors(parts: Parts) -> None:
 
 def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | None:
     """Make the drafter if it drafts with a model, which the executor has to load; a simulation doesn't. Raises `UnsupportedError` if it can't."""
-    if config.speculation is None or parts.drafter is None or not issubclass(parts.drafter.load(), ModelDrafter):
+    if (
+        config.speculation is None
+        or parts.drafter is None
+        or not issubclass(parts.drafter.load(), ModelDrafter)
+    ):
         return None
     if parts.executor.load().capabilities.virtual_clock:
         return None
@@ -484,13 +616,17 @@ def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | No
     return drafter
 
 
-def _make_speculation(capacity: Capacity, config: EngineConfig, parts: Parts, model_drafter: ModelDrafter | None) -> SpeculationSettings | None:
+def _make_speculation(
+    capacity: Capacity, config: EngineConfig, parts: Parts, model_drafter: ModelDrafter | None
+) -> SpeculationSettings | None:
     """Make the drafter, if there is to be one, unless it is `model_drafter`. Raises `UnsupportedError` if the engine can't check its drafts."""
     chosen = config.speculation
     if chosen is None or parts.drafter is None:
         return None
     if capacity.max_lines == 0:
-        raise UnsupportedError(f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave `speculation` out, or use `local`")
+        raise UnsupportedError(
+            f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave `speculation` out, or use `local`"
+        )
     if chosen.max_drafts >= capacity.max_lines:
         raise UnsupportedError(
             f"speculation.max_drafts is {chosen.max_drafts}, but a step of executor {parts.executor.qualified_name} can check "
@@ -498,7 +634,9 @@ def _make_speculation(capacity: Capacity, config: EngineConfig, parts: Parts, mo
         )
     context = DrafterContext(capacity.vocab_size, chosen.max_drafts, capacity.max_model_len)
     drafter: Drafter = parts.drafter.make(context) if model_drafter is None else model_drafter
-    return SpeculationSettings(drafter, parts.drafter.qualified_name, chosen.max_drafts, chosen.timeout_s)
+    return SpeculationSettings(
+        drafter, parts.drafter.qualified_name, chosen.max_drafts, chosen.timeout_s
+    )
 
 
 def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:
@@ -515,8 +653,12 @@ def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:
 
 def check_groups(layout: KVLayout, kv: KVCacheManager, name: str) -> None:
     """Raise `UnsupportedError` if `kv` serves one block table for all layers, and the model needs several."""
-    if not kv.capabilities.groups and (len(layout.groups) > 1 or any(group.pages_per_block > 1 for group in layout.groups)):
-        windows = ", ".join("full" if group.window is None else str(group.window) for group in layout.groups)
+    if not kv.capabilities.groups and (
+        len(layout.groups) > 1 or any(group.pages_per_block > 1 for group in layout.groups)
+    ):
+        windows = ", ".join(
+            "full" if group.window is None else str(group.window) for group in layout.groups
+        )
         raise UnsupportedError(
             f"KV-cache manager {name} serves models of one cache group, and this one has {len(layout.groups)} (windows: {windows}); use `prefix`, "
             "or ask its author for the capability `groups`"

@@ -26,7 +26,14 @@ from dovetail.sampling_params import OutputKind, SamplingParams, in_use
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
     from dovetail.front.engine_args import EngineArgs
-    from dovetail.front.engine_info import CacheConfig, DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from dovetail.front.engine_info import (
+        CacheConfig,
+        DecodingConfig,
+        LoRAConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+    )
 
 
 class _Consumer:
@@ -37,7 +44,9 @@ class _Consumer:
     def __init__(self, notify: Callable[[_Consumer], None], joins: bool) -> None:
         self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
         self.unread = Unread(partial(notify, self), joins)
-        self.aborted = False  # perhaps before the engine has the request: while its text is tokenized
+        self.aborted = (
+            False  # perhaps before the engine has the request: while its text is tokenized
+        )
 
     async def next(self) -> tuple[EngineOutput | None, BaseException | None]:
         """Wait for news; return the new outputs coalesced into one, if any, and the exception that ended the request, if it has ended."""
@@ -60,16 +69,24 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     def __init__(self, engine: LLMEngine) -> None:
         """Take ownership of `engine`, which is closed with this one. Raises `ConfigError` for anything but an `LLMEngine`."""
         if not isinstance(engine, LLMEngine):
-            raise ConfigError(f'an AsyncLLMEngine is made by AsyncLLMEngine.from_config("demo") or of an LLMEngine, got {shown(engine)}')
+            raise ConfigError(
+                f'an AsyncLLMEngine is made by AsyncLLMEngine.from_config("demo") or of an LLMEngine, got {shown(engine)}'
+            )
         self.engine = engine
-        self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
+        self._tokenizer = ThreadPoolExecutor(
+            1, "dovetail-tokenizer"
+        )  # one thread: texts stay in order
         self._readers: dict[_Consumer, str] = {}  # request ids
-        self._to_wake: dict[asyncio.AbstractEventLoop, list[_Consumer]] = {}  # since the last call of `_wake_readers`
+        self._to_wake: dict[
+            asyncio.AbstractEventLoop, list[_Consumer]
+        ] = {}  # since the last call of `_wake_readers`
         engine.core.plan_timing.expects_arrivals = True
         self._thread = engine.run_in_thread(self._wake_readers)
 
     @classmethod
-    def from_config(cls, config: str | Path | Mapping[str, Any] | EngineConfig, **overrides: Any) -> AsyncLLMEngine:
+    def from_config(
+        cls, config: str | Path | Mapping[str, Any] | EngineConfig, **overrides: Any
+    ) -> AsyncLLMEngine:
         """As `LLMEngine.from_config`."""
         return cls(cls._engine_class.from_config(config, **overrides))
 
@@ -101,7 +118,9 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     @overload
-    def generate(self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **fields: Any) -> AsyncGenerator[RequestOutput, None]: ...
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **fields: Any
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def generate(self, *args: Any, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one request: `generate(request_id, prompt, params)`, or in vLLM's order `generate(prompt, sampling_params,
@@ -127,18 +146,29 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **fields: Any
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]: ...
 
-    def encode(self, *args: Any, **fields: Any) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+    def encode(
+        self, *args: Any, **fields: Any
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Pool one prompt: the iterator yields its one output. Arguments, errors and ends are those of `generate`, with `PoolingParams`."""
         request_id, prompt, params, fields = _in_our_order(args, fields, "encode")
-        outputs = self._outputs(request_id, prompt, PoolingParams() if params is None else params, fields)
+        outputs = self._outputs(
+            request_id, prompt, PoolingParams() if params is None else params, fields
+        )
         return cast(AsyncGenerator[PoolingRequestOutput[PoolingOutput], None], outputs)
 
     async def _outputs(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, fields: dict[str, Any]
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None,
+        fields: dict[str, Any],
     ) -> AsyncGenerator[EngineOutput, None]:
         if isinstance(params, SamplingParams):
             in_use(params)
-        joins, done = isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA, False
+        joins, done = (
+            isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA,
+            False,
+        )
         reader = _Consumer(self._notify, joins)
         self._readers[reader] = request_id
         try:
@@ -215,9 +245,13 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         """Do what `close` does, by vLLM's name; `timeout` is ignored, since nothing waits for requests."""
         self.close()
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Do what `LLMEngine.reset_prefix_cache` does."""
-        return await asyncio.to_thread(self.engine.reset_prefix_cache, reset_running_requests, reset_connector)
+        return await asyncio.to_thread(
+            self.engine.reset_prefix_cache, reset_running_requests, reset_connector
+        )
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Do what `LLMEngine.add_lora` does."""
@@ -238,13 +272,23 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     async def __aenter__(self) -> AsyncLLMEngine:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await asyncio.to_thread(self.close)
 
     # In the engine's thread
 
     def _add(
-        self, reader: _Consumer, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, fields: Mapping[str, Any]
+        self,
+        reader: _Consumer,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None,
+        fields: Mapping[str, Any],
     ) -> None:
         if reader.aborted:  # a later abort is queued behind this call
             reader.unread.end(Aborted())
@@ -272,18 +316,28 @@ def _wake(readers: list[_Consumer]) -> None:
         reader.news.set()
 
 
-def _in_our_order(args: tuple[Any, ...], fields: dict[str, Any], method: str = "generate") -> tuple[str, Prompt, Any, dict[str, Any]]:
+def _in_our_order(
+    args: tuple[Any, ...], fields: dict[str, Any], method: str = "generate"
+) -> tuple[str, Prompt, Any, dict[str, Any]]:
     """Sort the arguments of `AsyncLLMEngine.generate` or `encode`, given in either order, into id, prompt, params and the other fields. Raises
     `RequestError`, also for parameters of the other method."""
-    kind, theirs = (SamplingParams, "sampling_params") if method == "generate" else (PoolingParams, "pooling_params")
+    kind, theirs = (
+        (SamplingParams, "sampling_params")
+        if method == "generate"
+        else (PoolingParams, "pooling_params")
+    )
     if theirs in fields:
         if "params" in fields:
             raise RequestError(f"params and {theirs} are the same: give one of them")
         fields["params"] = fields.pop(theirs)
     names = [name for name in _names(method, args, fields) if name not in fields]
     if len(args) > len(names):
-        raise RequestError(f"{method}() was given {len(args)} arguments by position, and by keyword {', '.join(sorted(fields))}: {_ORDERS}")
-    given = dict(zip(names, args, strict=False)) | {name: fields.pop(name) for name in ("request_id", "prompt", "params") if name in fields}
+        raise RequestError(
+            f"{method}() was given {len(args)} arguments by position, and by keyword {', '.join(sorted(fields))}: {_ORDERS}"
+        )
+    given = dict(zip(names, args, strict=False)) | {
+        name: fields.pop(name) for name in ("request_id", "prompt", "params") if name in fields
+    }
     for name in ("request_id", "prompt"):
         if name not in given:
             raise RequestError(f"{method}() lacks {name}: {_ORDERS}")
@@ -303,5 +357,7 @@ def _names(method: str, args: tuple[Any, ...], fields: Mapping[str, Any]) -> tup
     if isinstance(args[1], SamplingParams | PoolingParams):
         return vllms
     if args[1] is None or (len(args) > 2 and isinstance(args[2], str)):
-        raise RequestError(f"{method}() can't tell the id from the prompt: {_ORDERS}; name them, as in {method}(request_id=…, prompt=…)")
+        raise RequestError(
+            f"{method}() can't tell the id from the prompt: {_ORDERS}; name them, as in {method}(request_id=…, prompt=…)"
+        )
     return ours

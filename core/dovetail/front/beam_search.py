@@ -27,12 +27,18 @@ class BeamSearchSequence:
     """A prompt with an answer to it. `text` is that of `tokens`."""
 
     tokens: list[int]  # of prompt and answer; EOS included
-    logprobs: list[TokenLogprobMap]  # one map for each token of the answer, of the likeliest tokens at its place
+    logprobs: list[
+        TokenLogprobMap
+    ]  # one map for each token of the answer, of the likeliest tokens at its place
     cum_logprob: float = 0.0  # of the answer: the sum of its tokens' log-probabilities
     text: str | None = None  # None with detokenize=False
     finish_reason: FinishReason | None = None  # "stop": by EOS
-    stop_reason: int | str | None = None  # the EOS token's id, or the reason of a rejection or failure
-    score: float = -math.inf  # cum_logprob / (tokens of the answer) ** length_penalty: sequences are sorted by it
+    stop_reason: int | str | None = (
+        None  # the EOS token's id, or the reason of a rejection or failure
+    )
+    score: float = (
+        -math.inf
+    )  # cum_logprob / (tokens of the answer) ** length_penalty: sequences are sorted by it
 
 
 @dataclass(slots=True)
@@ -83,15 +89,25 @@ class BeamSearch:
             if rank >= width if ends else len(self.running) == width:
                 continue
             beam = beams[place]
-            grown = BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, maps[place]], cum_logprob)
+            grown = BeamSearchSequence(
+                [*beam.tokens, token], [*beam.logprobs, maps[place]], cum_logprob
+            )
             if ends:
-                self._finish(grown, *(("stop", token) if token in self._stop_ids else ("length", None)))
+                self._finish(
+                    grown, *(("stop", token) if token in self._stop_ids else ("length", None))
+                )
             else:
                 self.running.append(grown)
-        if len(self.finished) == width and self.running and self._score(self.running[0]) <= self.finished[-1].score:
+        if (
+            len(self.finished) == width
+            and self.running
+            and self._score(self.running[0]) <= self.finished[-1].score
+        ):
             self.running = []  # unlikely to improve: with a length penalty above 0 the scores of longer answers may still rise
 
-    def _finish(self, beam: BeamSearchSequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _finish(
+        self, beam: BeamSearchSequence, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
         beam.finish_reason, beam.stop_reason, beam.score = reason, stop_reason, self._score(beam)
         self.finished.append(beam)
         self.finished.sort(key=lambda one: -one.score)
@@ -109,7 +125,9 @@ class BeamSearch:
 
 def beam_search(
     engine: LLMEngine,
-    generate: Callable[[list[Prompt], SamplingParams, list[LoRARequest | None]], list[RequestOutput]],
+    generate: Callable[
+        [list[Prompt], SamplingParams, list[LoRARequest | None]], list[RequestOutput]
+    ],
     prompts: Sequence[Prompt],
     adapters: Sequence[LoRARequest | None],
     params: BeamSearchParams,
@@ -144,7 +162,10 @@ def beam_search(
         detokenize=False,
         output_kind=OutputKind.FINAL,
     )
-    token_ids, max_len = engine.checked_prompts(engine.all_tokenized(prompts), one), engine.capacity.max_model_len
+    token_ids, max_len = (
+        engine.checked_prompts(engine.all_tokenized(prompts), one),
+        engine.capacity.max_model_len,
+    )
     searches = [
         BeamSearch(ids, params, min(params.max_tokens, max_len - len(ids)), stop_ids, adapter)
         for ids, adapter in zip(token_ids, adapters, strict=True)
@@ -153,7 +174,9 @@ def beam_search(
     while waiting or active:
         active += [waiting.popleft() for _ in range(min(len(waiting), limit - len(active)))]
         beams = [(beam.tokens, search.adapter) for search in active for beam in search.running]
-        outputs = iter(generate([tokens for tokens, _ in beams], one, [adapter for _, adapter in beams]))
+        outputs = iter(
+            generate([tokens for tokens, _ in beams], one, [adapter for _, adapter in beams])
+        )
         for search in active:
             search.advance([next(outputs).outputs[0] for _ in search.running])
         before, active = len(active), [search for search in active if search.running]
@@ -168,4 +191,8 @@ def beam_search(
 def _text(sequence: BeamSearchSequence, params: BeamSearchParams, tokenizer: Tokenizer) -> str:
     ends = len(sequence.tokens) - (sequence.finish_reason == "stop")  # without EOS
     text = tokenizer.decode(sequence.tokens[:ends], params.skip_special_tokens)
-    return text + tokenizer.decode(sequence.tokens[ends:]) if params.include_stop_str_in_output else text
+    return (
+        text + tokenizer.decode(sequence.tokens[ends:])
+        if params.include_stop_str_in_output
+        else text
+    )

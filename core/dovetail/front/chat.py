@@ -22,7 +22,14 @@ from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
 
-_OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+_OWN_ARGUMENTS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +62,27 @@ class ChatOptions:
                 "the second begins another"
             )
         if not isinstance(self.chat_template, str | None):
-            raise RequestError(f"chat_template must be the text of a Jinja template, got {shown(self.chat_template)}")
+            raise RequestError(
+                f"chat_template must be the text of a Jinja template, got {shown(self.chat_template)}"
+            )
         variables = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
-        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-            raise RequestError(f'chat_template_kwargs must be a mapping like {{"enable_thinking": False}}, got {shown(variables)}')
+        if not isinstance(variables, Mapping) or not all(
+            isinstance(name, str) for name in variables
+        ):
+            raise RequestError(
+                f'chat_template_kwargs must be a mapping like {{"enable_thinking": False}}, got {shown(variables)}'
+            )
         if wrong := [name for name in variables if name in _OWN_ARGUMENTS]:
             raise RequestError(f"chat_template_kwargs: {wrong[0]} is an argument of its own")
 
     @property
     def begins_answer(self) -> bool:
         """`add_generation_prompt`, resolved."""
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return (
+            not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt
+        )
 
 
 class _Reads(NamedTuple):
@@ -82,11 +99,17 @@ class _CallForm(NamedTuple):
     arguments_as_text: bool  # as JSON; else as a mapping
 
     def applied(self, message: dict[str, Any]) -> dict[str, Any]:
-        calls = [_with_arguments_as_text(call) for call in message["tool_calls"]] if self.arguments_as_text else message["tool_calls"]
+        calls = (
+            [_with_arguments_as_text(call) for call in message["tool_calls"]]
+            if self.arguments_as_text
+            else message["tool_calls"]
+        )
         return {"content": self.content, **message, "tool_calls": calls}
 
 
-_CALL_FORMS = tuple(_CallForm(content, as_text) for as_text in (False, True) for content in ("", None))
+_CALL_FORMS = tuple(
+    _CallForm(content, as_text) for as_text in (False, True) for content in ("", None)
+)
 
 
 class ChatFrontEnd:
@@ -96,7 +119,9 @@ class ChatFrontEnd:
     are joined by a newline. An assistant's `tool_calls` may have their arguments as JSON or as mappings: the template gets what it wants.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, max_model_len: int | None = None
+    ) -> None:
         """`max_model_len`: of the model, in tokens; None if there is no model, and prompts may be of any length."""
         self._tokenizer = tokenizer
         self._limits, self._max_model_len = limits, max_model_len
@@ -104,7 +129,9 @@ class ChatFrontEnd:
         self._reads = lru_cache(maxsize=64)(self._find_reads)
         self._call_form = lru_cache(maxsize=16)(self._find_call_form)
 
-    def render(self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False
+    ) -> str:
         """The text of a prompt. `cut`: the request's parameters truncate it, so it may be longer.
 
         Raises `RequestError` if the model has no chat template, something is wrong with the messages or the options, the
@@ -130,15 +157,25 @@ class ChatFrontEnd:
         }
         text = self._renderer.render(template, variables, must_read)
         if length is not None:
-            request_checks.check_prompt_chars(len(text), self._limits, length, self._tokenizer, cut=cut)
+            request_checks.check_prompt_chars(
+                len(text), self._limits, length, self._tokenizer, cut=cut
+            )
         _check_calls(conversation, text)
         return _until(text, mark) if options.continue_final_message else text
 
-    def prompt(self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False) -> TokenizedText:
+    def prompt(
+        self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False
+    ) -> TokenizedText:
         """Render one conversation as `render` does, and return its text with the token ids."""
         return self.prompts([messages], options, cut=cut)[0]
 
-    def prompts(self, conversations: Sequence[Sequence[Message]], options: ChatOptions | None = None, *, cut: bool = False) -> list[TokenizedText]:
+    def prompts(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        options: ChatOptions | None = None,
+        *,
+        cut: bool = False,
+    ) -> list[TokenizedText]:
         """Do the same as `prompt` for each conversation. Errors say which of several is wrong."""
         made: list[str | TokenizedText] = []
         for index, messages in enumerate(conversations):
@@ -148,11 +185,19 @@ class ChatFrontEnd:
                 else:
                     made.append(self.render(messages, options, cut=cut))
             except RequestError as error:
-                raise RequestError(f"conversation {index}: {error}" if len(conversations) > 1 else str(error)) from None
-        ids = iter(self._tokenizer.encode_all([one for one in made if isinstance(one, str)], special_tokens=False))  # the template writes those
+                raise RequestError(
+                    f"conversation {index}: {error}" if len(conversations) > 1 else str(error)
+                ) from None
+        ids = iter(
+            self._tokenizer.encode_all(
+                [one for one in made if isinstance(one, str)], special_tokens=False
+            )
+        )  # the template writes those
         return [TokenizedText(one, next(ids)) if isinstance(one, str) else one for one in made]
 
-    def _encoded(self, messages: Sequence[Message], options: ChatOptions, *, cut: bool) -> TokenizedText:
+    def _encoded(
+        self, messages: Sequence[Message], options: ChatOptions, *, cut: bool
+    ) -> TokenizedText:
         """Return a prompt that the tokenizer makes, without a template."""
         if options.chat_template is not None:
             raise RequestError(f"chat_template: {self._tokenizer.no_template}")
@@ -160,9 +205,13 @@ class ChatFrontEnd:
         conversation = [without_other_names(message) for message in read_conversation(messages, "")]
         tools = read_tools(options.tools) if options.tools else []
         variables = options.chat_template_kwargs or {}
-        if unicode_error(json.dumps([conversation, tools, variables], ensure_ascii=False, default=repr)):
+        if unicode_error(
+            json.dumps([conversation, tools, variables], ensure_ascii=False, default=repr)
+        ):
             raise RequestError("the conversation isn't valid Unicode: it has half a surrogate pair")
-        chat = Chat(conversation, tools, options.begins_answer, options.continue_final_message, variables)
+        chat = Chat(
+            conversation, tools, options.begins_answer, options.continue_final_message, variables
+        )
         ids = self._tokenizer.encode_chat(chat)
         text = self._tokenizer.decode(ids)
         _check_calls(conversation, text)
@@ -171,7 +220,9 @@ class ChatFrontEnd:
     def _check_chars(self, messages: Sequence[Message], options: ChatOptions, *, cut: bool) -> None:
         if self._max_model_len is not None:
             source = [messages, options.tools, options.chat_template_kwargs]
-            request_checks.check_conversation_chars(source, self._limits, self._max_model_len, self._tokenizer, cut=cut)
+            request_checks.check_conversation_chars(
+                source, self._limits, self._max_model_len, self._tokenizer, cut=cut
+            )
 
     def close(self) -> None:
         """End the processes that render; another conversation starts new ones."""
@@ -179,33 +230,56 @@ class ChatFrontEnd:
 
     def _template(self, options: ChatOptions) -> ChatTemplate:
         """The one that the options say, or the model's own; of several, the one for tools if there are some."""
-        own, given, refused = self._tokenizer.chat_templates, options.chat_template, self._tokenizer.no_template
+        own, given, refused = (
+            self._tokenizer.chat_templates,
+            options.chat_template,
+            self._tokenizer.no_template,
+        )
         if given is not None and refused is not None:
             raise RequestError(f"chat_template: {refused}")
         if given is not None and given not in own:
             if "{{" not in given and "{%" not in given:
                 names = f" or one of {', '.join(own)}" if len(own) > 1 else ""
-                raise RequestError(f"chat_template must be the text of a Jinja template{names}, got {shown(given)}, which reads no message")
+                raise RequestError(
+                    f"chat_template must be the text of a Jinja template{names}, got {shown(given)}, which reads no message"
+                )
             return ChatTemplate(given, given=True)
         if given is None:
             given = "tool_use" if options.tools and "tool_use" in own else "default"
         if not own:
-            raise RequestError("this model has no chat template: it completes text; use generate()" + ", or give a chat_template" * (refused is None))
+            raise RequestError(
+                "this model has no chat template: it completes text; use generate()"
+                + ", or give a chat_template" * (refused is None)
+            )
         if given not in own:
-            raise RequestError(f"this model has several chat templates and none is the default: give chat_template one of {', '.join(own)}")
+            raise RequestError(
+                f"this model has several chat templates and none is the default: give chat_template one of {', '.join(own)}"
+            )
         return ChatTemplate(own[given])
 
-    def _as_read(self, template: ChatTemplate, conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _as_read(
+        self, template: ChatTemplate, conversation: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """The messages with their contents and tool calls in a form that the template can read."""
         return [
             {
-                **(self._call_form(template).applied(message) if message.get("tool_calls") else message),
-                **({"content": self._content_as_read(template, message)} if "content" in message else {}),
+                **(
+                    self._call_form(template).applied(message)
+                    if message.get("tool_calls")
+                    else message
+                ),
+                **(
+                    {"content": self._content_as_read(template, message)}
+                    if "content" in message
+                    else {}
+                ),
             }
             for message in conversation
         ]
 
-    def _content_as_read(self, template: ChatTemplate, message: dict[str, Any]) -> str | list[dict[str, Any]]:
+    def _content_as_read(
+        self, template: ChatTemplate, message: dict[str, Any]
+    ) -> str | list[dict[str, Any]]:
         content: str | list[dict[str, Any]] = message["content"]
         reads = self._reads(template, message["role"])
         if isinstance(content, str):
@@ -216,16 +290,25 @@ class ChatFrontEnd:
         """Found by rendering two words, as a text and as parts: a template that doesn't know parts fails, or writes their keys between the words."""
         first, second = secrets.token_hex(8), secrets.token_hex(8)
         parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
-        variables = [self._probe(_probe_of_content(role, content)) for content in (f"{first} {second}", parts)]
+        variables = [
+            self._probe(_probe_of_content(role, content))
+            for content in (f"{first} {second}", parts)
+        ]
         of_text, of_parts = self._renderer.try_all(template, variables)
         begin, end = (of_parts or "").rfind(first), (of_parts or "").rfind(second)
         between = of_parts[begin:end] if of_parts is not None and 0 <= begin < end else None
-        return _Reads(text=first in (of_text or ""), parts=between is not None and not any(quote in between for quote in ("'text'", '"text"')))
+        return _Reads(
+            text=first in (of_text or ""),
+            parts=between is not None
+            and not any(quote in between for quote in ("'text'", '"text"')),
+        )
 
     def _find_call_form(self, template: ChatTemplate) -> _CallForm:
         """Found by rendering a call in each form, the usual ones first: in the right one the argument comes out, and not as Python would print it."""
         word = secrets.token_hex(8)
-        rendered = self._renderer.try_all(template, [self._probe(_probe_of_call({word: word}, form)) for form in _CALL_FORMS])
+        rendered = self._renderer.try_all(
+            template, [self._probe(_probe_of_call({word: word}, form)) for form in _CALL_FORMS]
+        )
         for form, text in zip(_CALL_FORMS, rendered, strict=True):
             if text is not None and word in text and f"'{word}'" not in text:
                 return form
@@ -233,7 +316,12 @@ class ChatFrontEnd:
 
     def _probe(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Variables that render a conversation."""
-        return {**self._tokenizer.special_tokens, "messages": messages, "tools": None, "add_generation_prompt": False}
+        return {
+            **self._tokenizer.special_tokens,
+            "messages": messages,
+            "tools": None,
+            "add_generation_prompt": False,
+        }
 
 
 def _probe_of_content(role: str, content: Any) -> list[dict[str, Any]]:
@@ -245,17 +333,34 @@ def _probe_of_content(role: str, content: Any) -> list[dict[str, Any]]:
         return [message, user]
     if role == "assistant":
         return [user, message, user]
-    return [*_probe_of_call({}, _CALL_FORMS[0])[:2], {**message, "name": "x", "tool_call_id": "call00001"}]
+    return [
+        *_probe_of_call({}, _CALL_FORMS[0])[:2],
+        {**message, "name": "x", "tool_call_id": "call00001"},
+    ]
 
 
 def _probe_of_call(arguments: dict[str, Any], form: _CallForm) -> list[dict[str, Any]]:
-    call = {"id": "call00001", "type": "function", "function": {"name": "x", "arguments": arguments}}
+    call = {
+        "id": "call00001",
+        "type": "function",
+        "function": {"name": "x", "arguments": arguments},
+    }
     answer = {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call00001"}
-    return [{"role": "user", "content": "x"}, form.applied({"role": "assistant", "tool_calls": [call]}), answer]
+    return [
+        {"role": "user", "content": "x"},
+        form.applied({"role": "assistant", "tool_calls": [call]}),
+        answer,
+    ]
 
 
 def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
-    return {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+    return {
+        **call,
+        "function": {
+            **call["function"],
+            "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+        },
+    }
 
 
 def _check_calls(conversation: list[dict[str, Any]], text: str) -> None:
@@ -263,7 +368,9 @@ def _check_calls(conversation: list[dict[str, Any]], text: str) -> None:
     for index, message in enumerate(conversation):
         for call in message.get("tool_calls", ()):
             if call["function"]["name"] not in text:
-                raise RequestError(f"messages[{index}].tool_calls: the chat template leaves out the call of {shown(call['function']['name'])}")
+                raise RequestError(
+                    f"messages[{index}].tool_calls: the chat template leaves out the call of {shown(call['function']['name'])}"
+                )
 
 
 def _append_to_last(conversation: list[dict[str, Any]], text: str) -> None:

@@ -22,7 +22,10 @@ from dovetail.limits import Limits
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
 _OVERTIME_S = 5.0  # a process that hasn't ended itself for so long after its time was up is stopped, and killed
-_OWN_PROCESSES, _GIVEN_PROCESSES = 4, 2  # at most, for models' own templates and for those that came with requests
+_OWN_PROCESSES, _GIVEN_PROCESSES = (
+    4,
+    2,
+)  # at most, for models' own templates and for those that came with requests
 
 
 class ChatTemplate(NamedTuple):
@@ -38,9 +41,14 @@ class TemplateRenderer:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         start = partial(_start, limits.max_template_bytes)
-        self._own, self._given = WorkerProcesses(_OWN_PROCESSES, start), WorkerProcesses(_GIVEN_PROCESSES, start)
+        self._own, self._given = (
+            WorkerProcesses(_OWN_PROCESSES, start),
+            WorkerProcesses(_GIVEN_PROCESSES, start),
+        )
 
-    def render(self, template: ChatTemplate, variables: Mapping[str, Any], must_read: Sequence[str] = ()) -> str:
+    def render(
+        self, template: ChatTemplate, variables: Mapping[str, Any], must_read: Sequence[str] = ()
+    ) -> str:
         """The text that the template makes of these variables, which are plain JSON values. `must_read`: variables that it has to look at.
 
         Raises `RequestError` if the template is wrong, refuses these variables, fails, or is over a limit; `MissingExtraError` without Jinja.
@@ -51,7 +59,9 @@ class TemplateRenderer:
         text: str = answer["text"]
         return text
 
-    def try_all(self, template: ChatTemplate, variables: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    def try_all(
+        self, template: ChatTemplate, variables: Sequence[Mapping[str, Any]]
+    ) -> list[str | None]:
         """Render each like `render`, all within the time limit of one. An entry is None where the template refuses or fails."""
         return [answer.get("text") for answer in self._answers(template, variables, ())]
 
@@ -60,16 +70,30 @@ class TemplateRenderer:
         self._own.close()
         self._given.close()
 
-    def _answers(self, template: ChatTemplate, variables: Sequence[Mapping[str, Any]], must_read: Sequence[str]) -> list[dict[str, Any]]:
+    def _answers(
+        self,
+        template: ChatTemplate,
+        variables: Sequence[Mapping[str, Any]],
+        must_read: Sequence[str],
+    ) -> list[dict[str, Any]]:
         limits = self._limits
         check_template_chars(template.text, limits)
-        request = {"text": template.text, "variables": variables, "must_read": must_read, "max_chars": limits.max_chat_chars}
+        request = {
+            "text": template.text,
+            "variables": variables,
+            "must_read": must_read,
+            "max_chars": limits.max_chat_chars,
+        }
         line = _as_json({**request, "max_s": limits.max_template_s})
         if (chars := len(line) - len(template.text)) > limits.max_chat_chars:
-            raise RequestError(f"a conversation must have at most {limits.max_chat_chars:,} characters (limits.max_chat_chars), got {chars:,}")
+            raise RequestError(
+                f"a conversation must have at most {limits.max_chat_chars:,} characters (limits.max_chat_chars), got {chars:,}"
+            )
         with (self._given if template.given else self._own).one() as process:
             try:
-                answers: list[dict[str, Any]] = process.ask(line.encode("utf-8", "surrogatepass"), limits.max_template_s, _OVERTIME_S)
+                answers: list[dict[str, Any]] = process.ask(
+                    line.encode("utf-8", "surrogatepass"), limits.max_template_s, _OVERTIME_S
+                )
             except WorkerEndedError as ended:
                 raise RequestError(_in_words(template, {"kind": ended.reason}, limits)) from None
         return answers
@@ -88,7 +112,9 @@ def _as_json(values: Mapping[str, Any]) -> str:
     except RecursionError:
         raise RequestError("what goes into a chat template is nested too deeply") from None
     except (TypeError, ValueError) as error:
-        raise RequestError(f"what goes into a chat template must be plain JSON values: {error}") from None
+        raise RequestError(
+            f"what goes into a chat template must be plain JSON values: {error}"
+        ) from None
 
 
 def _in_words(template: ChatTemplate, refusal: Mapping[str, Any], limits: Limits) -> str:
@@ -116,7 +142,11 @@ def _in_words(template: ChatTemplate, refusal: Mapping[str, Any], limits: Limits
 
 def _place(template: ChatTemplate, refusal: Mapping[str, Any]) -> str:
     """Return where it failed. The sender of a template also gets Jinja's reason."""
-    why = f": {refusal['reason']}" if template.given else "; something there is missing, or of another type than it expects"
+    why = (
+        f": {refusal['reason']}"
+        if template.given
+        else "; something there is missing, or of another type than it expects"
+    )
     if (line := refusal["line"]) is None:
         return why
     lines = template.text.splitlines()

@@ -64,7 +64,9 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
-            raise jinja2.TemplateError(f"a name in a namespace may not begin with an underscore, as {name} does")
+            raise jinja2.TemplateError(
+                f"a name in a namespace may not begin with an underscore, as {name} does"
+            )
         super().__setitem__(name, value)
 
 
@@ -77,17 +79,29 @@ def _strftime_now(form: str) -> str:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own, it escapes nothing for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """Make the environment that chat templates are written for: transformers' `apply_chat_template` has set the fashion."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": _Namespace,
+    }
     return environment
 
 
@@ -99,15 +113,25 @@ def _compiled(text: str) -> _Compiled:
     tree = _ENVIRONMENT.parse(text, filename=_TEMPLATE)
     variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
     code = _ENVIRONMENT.compile(tree, filename=_TEMPLATE)
-    return _Compiled(_ENVIRONMENT.template_class.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None)), variables)
+    return _Compiled(
+        _ENVIRONMENT.template_class.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None)),
+        variables,
+    )
 
 
 class TemplateRefused(Exception):
     """Why there is no text: a kind and its details, as `chat_rendering` puts them in words."""
 
-    def __init__(self, kind: str, *, line: int | None = None, reason: object = "", names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, kind: str, *, line: int | None = None, reason: object = "", names: Sequence[str] = ()
+    ) -> None:
         super().__init__(kind)
-        self.answer = {"kind": kind, "line": line, "reason": str(reason)[:_LONGEST_REASON], "names": [name[:_LONGEST_REASON] for name in names[:5]]}
+        self.answer = {
+            "kind": kind,
+            "line": line,
+            "reason": str(reason)[:_LONGEST_REASON],
+            "names": [name[:_LONGEST_REASON] for name in names[:5]],
+        }
 
 
 def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_chars: int) -> str:
@@ -116,7 +140,11 @@ def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_ch
         compiled = _compiled(text)
     except jinja2.TemplateSyntaxError as error:
         raise TemplateRefused("syntax", line=error.lineno, reason=error.message) from None
-    except (RecursionError, SyntaxError, MemoryError):  # Python's limits to what is nested, while Jinja makes Python of it
+    except (
+        RecursionError,
+        SyntaxError,
+        MemoryError,
+    ):  # Python's limits to what is nested, while Jinja makes Python of it
         raise TemplateRefused("nested") from None
     except Exception as error:  # such as half a surrogate pair in it
         raise TemplateRefused("fails", reason=error) from None
@@ -179,9 +207,14 @@ def _answer(line: bytes) -> list[dict[str, Any]]:
     request = json.loads(line)
     if request is None:
         return []
-    faulthandler.dump_traceback_later(request.pop("max_s"), exit=True)  # by a thread of C: also amidst a single operation, and with the parent gone
+    faulthandler.dump_traceback_later(
+        request.pop("max_s"), exit=True
+    )  # by a thread of C: also amidst a single operation, and with the parent gone
     try:
-        return [_text_or_reason(request["text"], variables, request["must_read"], request["max_chars"]) for variables in request["variables"]]
+        return [
+            _text_or_reason(request["text"], variables, request["must_read"], request["max_chars"])
+            for variables in request["variables"]
+        ]
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -12,7 +12,14 @@ from typing import Any
 from dovetail.api.executor import ComponentRef
 from dovetail.api.tokenizer import Chat, TokenizerContext
 from dovetail.api.tokenizer import Tokenizer as Component
-from dovetail.errors import DovetailError, ModelLoadError, PluginError, RequestError, UnsupportedError, describe
+from dovetail.errors import (
+    DovetailError,
+    ModelLoadError,
+    PluginError,
+    RequestError,
+    UnsupportedError,
+    describe,
+)
 from dovetail.front.detokenizer import byte_pieces
 from dovetail.front.tokenizer import TokenizedText, Tokenizer, check_unicode
 
@@ -41,12 +48,17 @@ class ComponentTokenizer(Tokenizer):
         try:
             self._vocabulary = tuple(self.own.vocabulary())
             if not self._vocabulary or not all(type(piece) is bytes for piece in self._vocabulary):
-                raise TypeError("vocabulary() must return bytes for each id, and have at least one id")
+                raise TypeError(
+                    "vocabulary() must return bytes for each id, and have at least one id"
+                )
             self._special_ids = frozenset(self._known("special_ids", self.own.special_ids))
             self.eos_ids = tuple(self._known("eos_ids", self.own.eos_ids))
             before, after = self.own.around
             self._around = self._known("around", before), self._known("around", after)
-            if self.own.capabilities.exact and self.decode(ids := self._known("encode", self.own.encode(_PROBE))) != _PROBE:
+            if (
+                self.own.capabilities.exact
+                and self.decode(ids := self._known("encode", self.own.encode(_PROBE))) != _PROBE
+            ):
                 raise ValueError(
                     f"it encodes {_PROBE!r} as {list(ids)}, which decode to {self.decode(ids)!r}: declare exact=False if it changes texts"
                 )
@@ -58,7 +70,9 @@ class ComponentTokenizer(Tokenizer):
     def check_fits(self, vocab_size: int) -> None:
         """Raise `UnsupportedError` if the model has fewer ids than the tokenizer."""
         if self.vocab_size > vocab_size:
-            raise UnsupportedError(f"tokenizer {self.name} has {self.vocab_size} token ids, but the model only has {vocab_size}: they don't match")
+            raise UnsupportedError(
+                f"tokenizer {self.name} has {self.vocab_size} token ids, but the model only has {vocab_size}: they don't match"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -74,11 +88,17 @@ class ComponentTokenizer(Tokenizer):
 
     @property
     def bytes_of(self) -> Callable[[int], bytes]:
-        return lambda token_id: self._vocabulary[token_id] if 0 <= token_id < len(self._vocabulary) else b""
+        return lambda token_id: (
+            self._vocabulary[token_id] if 0 <= token_id < len(self._vocabulary) else b""
+        )
 
     @property
     def no_template(self) -> str:
-        why = "encodes conversations itself" if self.encodes_chats else "encodes a template's special tokens as text"
+        why = (
+            "encodes conversations itself"
+            if self.encodes_chats
+            else "encodes a template's special tokens as text"
+        )
         return f"tokenizer {self.name} can't be used with a chat template: it {why}"
 
     @property
@@ -101,8 +121,12 @@ class ComponentTokenizer(Tokenizer):
         check_unicode(text)
         ids = self._encoded(lambda: self.own.encode(text))
         if not self._special_ids.isdisjoint(ids):
-            special = self._vocabulary[next(token_id for token_id in ids if token_id in self._special_ids)]
-            raise RequestError(f"tokenizer {self.name} encoded a text as the special token {special.decode(errors='replace')!r}")
+            special = self._vocabulary[
+                next(token_id for token_id in ids if token_id in self._special_ids)
+            ]
+            raise RequestError(
+                f"tokenizer {self.name} encoded a text as the special token {special.decode(errors='replace')!r}"
+            )
         return ids
 
     def _encoded(self, encode: Callable[[], Sequence[int]]) -> list[int]:
@@ -121,11 +145,17 @@ class ComponentTokenizer(Tokenizer):
         """Return ids as integers. Raises `TypeError` or `ValueError` for anything else, or ids outside the vocabulary."""
         known = [index(token_id) for token_id in ids]
         if known and not 0 <= min(known) <= max(known) < len(self._vocabulary):
-            raise ValueError(f"{what} has ids from {min(known)} to {max(known)}, expected ids from 0 to {len(self._vocabulary) - 1}")
+            raise ValueError(
+                f"{what} has ids from {min(known)} to {max(known)}, expected ids from 0 to {len(self._vocabulary) - 1}"
+            )
         return known
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
-        raise RequestError(f"tokenizer {self.name} can't encode pairs of texts: set pooling.template")
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], most: int | None = None
+    ) -> list[TokenizedText]:
+        raise RequestError(
+            f"tokenizer {self.name} can't encode pairs of texts: set pooling.template"
+        )
 
     @property
     def around(self) -> tuple[list[int], list[int]]:
@@ -140,5 +170,13 @@ class ComponentTokenizer(Tokenizer):
         return [self.bytes_of(token_id).decode(errors="replace") for token_id in token_ids]
 
     def described(self) -> dict[str, Any]:
-        special = {str(token_id): {"content": self.names_of([token_id])[0], "special": True} for token_id in sorted(self._special_ids)}
-        return {"tokenizer_class": self.name, "vocab_size": self.vocab_size, "added_tokens_decoder": special, "chat_template": None}
+        special = {
+            str(token_id): {"content": self.names_of([token_id])[0], "special": True}
+            for token_id in sorted(self._special_ids)
+        }
+        return {
+            "tokenizer_class": self.name,
+            "vocab_size": self.vocab_size,
+            "added_tokens_decoder": special,
+            "chat_template": None,
+        }

@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 
 MARK = "\0"  # begins a symbol that isn't a character: the name of a special token follows
 START = 0  # state without a partial match
-CONTEXT = 6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
-MAX_HELD = 8  # tokens held back as half a character; more are nonsense, and the first of them are released
-ENCODING = "utf-8", "surrogatepass"  # of text that is kept: a tokenizer written in Python may make half a surrogate pair of a token
+CONTEXT = (
+    6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
+)
+MAX_HELD = (
+    8  # tokens held back as half a character; more are nonsense, and the first of them are released
+)
+ENCODING = (
+    "utf-8",
+    "surrogatepass",
+)  # of text that is kept: a tokenizer written in Python may make half a surrogate pair of a token
 MAX_HALF = 3  # tokens that half a character can have: one of four bytes less one, a byte each
 
 
@@ -46,7 +53,9 @@ class StopStrings:
         self._edges: dict[tuple[int, str], int] = {}  # (state, next character) -> state
         self._fallback = [START]  # by state
         self._found = [0]  # by state: the length of the longest stop string that ends here, or 0
-        self._held = [0]  # by state: the length of the longest suffix that begins a stop string and isn't all of it
+        self._held = [
+            0
+        ]  # by state: the length of the longest suffix that begins a stop string and isn't all of it
         for stop in stops:
             self._add(stop)
             if special is not None and (marks := special.marks_in(stop)):
@@ -122,11 +131,15 @@ class SpecialNames:
 
 @lru_cache(maxsize=8)
 def special_names(tokenizer: Tokenizer, /) -> SpecialNames:
-    return SpecialNames({token_id: tokenizer.decode([token_id]) for token_id in tokenizer.special_ids})
+    return SpecialNames(
+        {token_id: tokenizer.decode([token_id]) for token_id in tokenizer.special_ids}
+    )
 
 
 def _spelled(symbols: Sequence[str]) -> str:
-    return "".join([symbol if len(symbol) == 1 else symbol.removeprefix(MARK) for symbol in symbols])
+    return "".join(
+        [symbol if len(symbol) == 1 else symbol.removeprefix(MARK) for symbol in symbols]
+    )
 
 
 class TokenText(Protocol):
@@ -139,10 +152,16 @@ class TokenText(Protocol):
         """Return what was held back, half a character, as U+FFFD."""
 
 
-def token_text(tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> TokenText:
+def token_text(
+    tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool
+) -> TokenText:
     """`context`: the tokens before, which are not part of the text."""
     pieces = byte_pieces(tokenizer, skip_special_tokens)
-    return ByteLevelText(pieces) if pieces is not None else WindowText(tokenizer, context, skip_special_tokens)
+    return (
+        ByteLevelText(pieces)
+        if pieces is not None
+        else WindowText(tokenizer, context, skip_special_tokens)
+    )
 
 
 class BytePieces(dict[int, bytes]):
@@ -175,11 +194,17 @@ class PieceTexts(dict[int, str | None]):
         return text
 
 
-@lru_cache(maxsize=8)  # which takes the same argument, given by name, for another: hence by place alone
+@lru_cache(
+    maxsize=8
+)  # which takes the same argument, given by name, for another: hence by place alone
 def byte_pieces(tokenizer: Tokenizer, skip_special_tokens: bool, /) -> BytePieces | None:
     """None: the tokenizer isn't a byte-level one."""
     bytes_of = tokenizer.bytes_of
-    return None if bytes_of is None else BytePieces(bytes_of, tokenizer.special_ids if skip_special_tokens else frozenset())
+    return (
+        None
+        if bytes_of is None
+        else BytePieces(bytes_of, tokenizer.special_ids if skip_special_tokens else frozenset())
+    )
 
 
 class ByteLevelText:
@@ -194,7 +219,11 @@ class ByteLevelText:
         self._between = True  # no bytes of a character wait for its others
 
     def append(self, token_ids: Sequence[int]) -> str:
-        if self._between and len(token_ids) == 1 and (text := self._texts[token_ids[0]]) is not None:
+        if (
+            self._between
+            and len(token_ids) == 1
+            and (text := self._texts[token_ids[0]]) is not None
+        ):
             return text
         text = self._decoder.decode(self._pieces.joined(token_ids))
         self._between = not self._decoder.getstate()[0]
@@ -214,7 +243,9 @@ class WindowText:
 
     __slots__ = ("_before", "_held", "_ids", "_mark", "_skip", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool
+    ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids = self._window(context)  # [context | held back]
         self._held = 0  # how many are held back
@@ -273,9 +304,26 @@ class IncrementalText:
     began first. One that ends before `min_tokens` tokens is text like any other.
     """
 
-    __slots__ = ("_held", "_include", "_min_tokens", "_num_tokens", "_released", "_state", "_stops", "_taken", "_tokens", "stopped")
+    __slots__ = (
+        "_held",
+        "_include",
+        "_min_tokens",
+        "_num_tokens",
+        "_released",
+        "_state",
+        "_stops",
+        "_taken",
+        "_tokens",
+        "stopped",
+    )
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int], stops: StopStrings | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stops: StopStrings | None,
+    ) -> None:
         """`stops`: those of `params`, which the samples of a request share; None if it has none."""
         self._tokens = token_text(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stops, self._state = stops, START
@@ -326,7 +374,9 @@ class IncrementalText:
         new = list(self._tokens.append((token_id,)))
         if token_id in self._stops.marks:
             new.append(self._stops.marks[token_id])
-        self._state, length, behind = self._stops.advance(self._state, new, self._num_tokens >= self._min_tokens)
+        self._state, length, behind = self._stops.advance(
+            self._state, new, self._num_tokens >= self._min_tokens
+        )
         window = self._held + new
         if length:
             end = len(window) - behind

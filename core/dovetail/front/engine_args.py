@@ -102,9 +102,17 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: Namespace) -> EngineArgs:
         """Make it of a namespace that `add_cli_args` has filled; other attributes are ignored. Raises `ConfigError`."""
-        return cls(**{name: value for name, value in vars(args).items() if name in ARGUMENTS or name == "model"})
+        return cls(
+            **{
+                name: value
+                for name, value in vars(args).items()
+                if name in ARGUMENTS or name == "model"
+            }
+        )
 
-    def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> EngineConfig:
+    def create_engine_config(
+        self, usage_context: Any = None, headless: bool = False
+    ) -> EngineConfig:
         """Return the same in Dovetail's words; vLLM's parameters have no effect. Raises `ConfigError`."""
         given = self._given()
         model = given.pop("model", self.model)
@@ -114,10 +122,17 @@ class EngineArgs:
     def _given(self) -> dict[str, Any]:
         """Return the fields that haven't their default."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {one.name: values[one.name] for one in fields(self) if not among(values[one.name], (_default_of(one),))}
+        return {
+            one.name: values[one.name]
+            for one in fields(self)
+            if not among(values[one.name], (_default_of(one),))
+        }
 
     def __repr__(self) -> str:
-        told = [f"{name}={'…' if name in SECRETS else repr(value)}" for name, value in self._given().items()]
+        told = [
+            f"{name}={'…' if name in SECRETS else repr(value)}"
+            for name, value in self._given().items()
+        ]
         return f"EngineArgs({', '.join(told)})"
 
 
@@ -136,7 +151,9 @@ def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:
         return arguments.create_engine_config()
     if isinstance(arguments, EngineConfig):
         return arguments
-    raise ConfigError(f"engine_args must be dovetail.EngineArgs or an EngineConfig, got {shown(arguments)}")
+    raise ConfigError(
+        f"engine_args must be dovetail.EngineArgs or an EngineConfig, got {shown(arguments)}"
+    )
 
 
 def flag_of(name: str) -> str:
@@ -150,7 +167,9 @@ def flag_value(name: str, text: str) -> Any:
         raise ConfigError(f"{flag_of(name)}: it needs a value")
     if name in _COUNTS and (short := _SHORT.fullmatch(text)):
         number, unit = short.groups()
-        count = Decimal(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1)
+        count = Decimal(number) * (1000 if unit.islower() else 1024) ** (
+            "kmgt".index(unit.lower()) + 1
+        )
         if count != int(count):
             raise ConfigError(f"{flag_of(name)}: {text} isn't a whole number")
         return int(count)
@@ -170,4 +189,6 @@ def _read_flag(name: str) -> Callable[[str], Any]:
 
 
 _COUNTS = {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
-_SHORT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])")  # small letters: powers of 1000; capital ones: of 1024
+_SHORT = re.compile(
+    r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])"
+)  # small letters: powers of 1000; capital ones: of 1024

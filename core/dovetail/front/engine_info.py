@@ -38,7 +38,9 @@ class ModelConfig:
         try:
             return AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
         except Exception as error:
-            raise ModelLoadError(f"{self.directory}: transformers can't read config.json: {describe(error)}") from error
+            raise ModelLoadError(
+                f"{self.directory}: transformers can't read config.json: {describe(error)}"
+            ) from error
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
@@ -156,7 +158,9 @@ def ranks_in_words(capacity: Capacity) -> str:
 def groups_in_words(capacity: Capacity) -> str:
     """Return what a start-up message says of a model with several cache groups, whole lines; empty for one."""
     groups, states = (capacity.details.get(key) for key in ("kv_groups", "states"))
-    return "".join((f"KV cache: {groups}\n" if groups else "", f"states: {states}\n" if states else ""))
+    return "".join(
+        (f"KV cache: {groups}\n" if groups else "", f"states: {states}\n" if states else "")
+    )
 
 
 def parallel_config(capacity: Capacity) -> ParallelConfig:
@@ -165,10 +169,17 @@ def parallel_config(capacity: Capacity) -> ParallelConfig:
 
 
 def scheduler_config(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:
-    return SchedulerConfig(config.scheduler.label, config.max_num_seqs, config.max_num_batched_tokens, capacity.max_model_len)
+    return SchedulerConfig(
+        config.scheduler.label,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        capacity.max_model_len,
+    )
 
 
-def cache_config(config: EngineConfig, capacity: Capacity, *, enable_prefix_caching: bool) -> CacheConfig:
+def cache_config(
+    config: EngineConfig, capacity: Capacity, *, enable_prefix_caching: bool
+) -> CacheConfig:
     return CacheConfig(
         block_size=capacity.layout.block_size,
         num_gpu_blocks=capacity.num_pages,
@@ -180,7 +191,11 @@ def cache_config(config: EngineConfig, capacity: Capacity, *, enable_prefix_cach
 
 def metrics(stats: EngineStats) -> list[Metric]:
     """The counts of an engine, one by one."""
-    gauges = {"num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage": _held_share(stats)}
+    gauges = {
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage": _held_share(stats),
+    }
     counters = {
         "requests_arrived": stats.arrived,
         "requests_finished": stats.finished,
@@ -195,7 +210,10 @@ def metrics(stats: EngineStats) -> list[Metric]:
         "spec_decode_num_draft_tokens": stats.draft_tokens,
         "spec_decode_num_accepted_tokens": sum(stats.accepted_drafts),
     }
-    return [*(Gauge(name, value) for name, value in gauges.items()), *(Counter(name, value) for name, value in counters.items())]
+    return [
+        *(Gauge(name, value) for name, value in gauges.items()),
+        *(Counter(name, value) for name, value in counters.items()),
+    ]
 
 
 def line(stats: EngineStats) -> str:

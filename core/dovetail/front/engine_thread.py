@@ -58,10 +58,14 @@ class EngineThread:
         """`flush` is called in the thread after each round of calls and each step, when readers have been notified."""
         self._engine = weakref.ref(engine)
         self._flush = flush
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()  # None: end. `put` is reentrant: finalizers may call it at any point
+        self._calls: SimpleQueue[Call | None] = (
+            SimpleQueue()
+        )  # None: end. `put` is reentrant: finalizers may call it at any point
         self._next: deque[Call | None] = deque()  # taken from the queue already
         self._readers: dict[str, Unread] = {}  # by request id
-        self._unclaimed: dict[str, Unread] = {}  # by id: outputs for `step`, of requests that have no reader
+        self._unclaimed: dict[
+            str, Unread
+        ] = {}  # by id: outputs for `step`, of requests that have no reader
         self._door = threading.Lock()  # no call is queued once the thread has ended
         self._failure: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
@@ -186,7 +190,10 @@ class EngineThread:
         for output in outputs:
             if (unread := self._readers.get(output.request_id)) is None:
                 with self._door:
-                    self._unclaimed.setdefault(output.request_id, Unread(lambda: None, engine.returns_deltas(output.request_id))).put(output)
+                    self._unclaimed.setdefault(
+                        output.request_id,
+                        Unread(lambda: None, engine.returns_deltas(output.request_id)),
+                    ).put(output)
             elif not dead or not _failed(output):  # else its reader gets the reason as an error
                 if output.finished:
                     del self._readers[output.request_id]
@@ -233,13 +240,19 @@ class Unread:
         self._notify = notify
         self._lock = threading.Lock()
         self._output: EngineOutput | None = None  # the newest
-        self._deltas: dict[int, _Deltas] | None = None  # by sample: all that wait, `_output` included; None while that is the only one
+        self._deltas: dict[int, _Deltas] | None = (
+            None  # by sample: all that wait, `_output` included; None while that is the only one
+        )
         self._notified = False
         self._end: BaseException | None = None
 
     def put(self, output: EngineOutput) -> None:
         with self._lock:
-            if self.joins and isinstance(output, RequestOutput) and isinstance(self._output, RequestOutput):
+            if (
+                self.joins
+                and isinstance(output, RequestOutput)
+                and isinstance(self._output, RequestOutput)
+            ):
                 if self._deltas is None:
                     self._deltas = {}
                     _append(self._deltas, self._output.outputs)
@@ -260,7 +273,13 @@ class Unread:
     def take(self) -> tuple[EngineOutput | None, BaseException | None]:
         """Return the output that waits, if any, and the exception that ended the request, if it has ended."""
         with self._lock:
-            output, deltas, self._output, self._deltas, self._notified = self._output, self._deltas, None, None, False
+            output, deltas, self._output, self._deltas, self._notified = (
+                self._output,
+                self._deltas,
+                None,
+                None,
+                False,
+            )
             end = self._end
         if isinstance(output, RequestOutput) and deltas is not None:
             output = replace(output, outputs=[deltas[index].joined() for index in sorted(deltas)])
@@ -284,7 +303,9 @@ class _Deltas:
 
     def joined(self) -> CompletionOutput:
         logprobs = None if self._newest.logprobs is None else self._logprobs
-        return replace(self._newest, text=self._text.getvalue(), token_ids=self._token_ids, logprobs=logprobs)
+        return replace(
+            self._newest, text=self._text.getvalue(), token_ids=self._token_ids, logprobs=logprobs
+        )
 
 
 def _append(deltas: dict[int, _Deltas], outputs: Sequence[CompletionOutput]) -> None:

@@ -38,10 +38,14 @@ def spec_of(structured: Structured) -> GrammarSpec:
     return GrammarSpec(cast(SpecKind, structured.kind), structured.text)
 
 
-def bounds(structured: Structured, n: int, tokenizer: Tokenizer, spelled: Sequence[bytes]) -> list[Constraint]:
+def bounds(
+    structured: Structured, n: int, tokenizer: Tokenizer, spelled: Sequence[bytes]
+) -> list[Constraint]:
     """Return the constraints of `n` samples without a rule, which only bound what precedes `after`. `spelled`: the bytes of each id, special tokens
     included. Raises `RequestError` if the model can't spell it."""
-    return _constraints(None, None, structured, n, spelled, partial(tokenizer.encode, special_tokens=False))
+    return _constraints(
+        None, None, structured, n, spelled, partial(tokenizer.encode, special_tokens=False)
+    )
 
 
 def _constraints(
@@ -56,8 +60,13 @@ def _constraints(
     if structured.after_tokens is not None:
         closing = encode(structured.after or "")
         if after not in b"".join(spelled[one] if one < len(spelled) else b"" for one in closing):
-            raise RequestError(f"structured.after_tokens: the model has no tokens for {shown(structured.after)}")
-    return [Constraint(compiling, backend, after, spelled, structured.after_tokens, closing) for _ in range(n)]
+            raise RequestError(
+                f"structured.after_tokens: the model has no tokens for {shown(structured.after)}"
+            )
+    return [
+        Constraint(compiling, backend, after, spelled, structured.after_tokens, closing)
+        for _ in range(n)
+    ]
 
 
 class _Compilation:
@@ -92,7 +101,11 @@ class GrammarCompiler:
         one to four."""
         self.backend = backend
         self._name = name or type(backend).__name__
-        self._spelled = spelled if spelled is not None else [piece or b"" for piece in backend.context.token_bytes]
+        self._spelled = (
+            spelled
+            if spelled is not None
+            else [piece or b"" for piece in backend.context.token_bytes]
+        )
         self._encode = encode
         self._limits = limits
         self._threads = threads or min(4, max(1, (os.cpu_count() or 1) // 2))
@@ -106,7 +119,12 @@ class GrammarCompiler:
 
     @classmethod
     def make(
-        cls, part: ResolvedComponent | None, tokenizer: Tokenizer, vocab_size: int, stop_ids: Collection[int], limits: Limits
+        cls,
+        part: ResolvedComponent | None,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        stop_ids: Collection[int],
+        limits: Limits,
     ) -> GrammarCompiler:
         """Make the backend that `part` describes, for a model's vocabulary, and its compiler. Raises `UnsupportedError` if there is none or it can't
         be used with this tokenizer, `MissingExtraError` without its package, `PluginError` if it fails."""
@@ -118,15 +136,30 @@ class GrammarCompiler:
             if token_id < vocab_size:
                 plain[token_id] = None
         backend: GrammarBackend = part.make(GrammarContext(plain, frozenset(stop_ids), vocab_size))
-        return cls(backend, limits, part.qualified_name, spelled, partial(tokenizer.encode, special_tokens=False))
+        return cls(
+            backend,
+            limits,
+            part.qualified_name,
+            spelled,
+            partial(tokenizer.encode, special_tokens=False),
+        )
 
     def constraints(self, params: SamplingParams) -> list[Constraint]:
         """Return a constraint for each sample of a request with structured output, which waits for the grammar, and fails with the reason if it
         doesn't compile. Raises `RequestError` for a kind of spec that the backend doesn't support."""
         structured = Structured.of(params.structured)
         if structured.kind not in (None, *(kinds := self.backend.capabilities.kinds)):
-            raise RequestError(f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}")
-        return _constraints(self.compile(spec_of(structured)), self.backend, structured, params.n, self._spelled, self._encode)
+            raise RequestError(
+                f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}"
+            )
+        return _constraints(
+            self.compile(spec_of(structured)),
+            self.backend,
+            structured,
+            params.n,
+            self._spelled,
+            self._encode,
+        )
 
     def compile(self, spec: GrammarSpec) -> Future[Grammar]:
         """Return a future of the grammar. Its exception is a `RequestError` whose text begins with "structured"."""
@@ -146,7 +179,9 @@ class GrammarCompiler:
             self._cache.put(spec, job.future)
             self._queue.append(job)
             self._lock.notify()
-            if len(self._queue) > self._idle and self._working < self._threads:  # who is idle may have been woken for another job
+            if (
+                len(self._queue) > self._idle and self._working < self._threads
+            ):  # who is idle may have been woken for another job
                 self._start_worker()
             return job.future
 
@@ -199,10 +234,18 @@ class GrammarCompiler:
             return self.backend.compile(spec), None
         except RequestError as error:
             text = str(error)
-            return None, RequestError(f"structured.{text}" if text.startswith(f"{spec.kind}:") else f"structured.{spec.kind}: {text}")
-        except BaseException as error:  # a panic of a native library, too: it is this request's alone
+            return None, RequestError(
+                f"structured.{text}"
+                if text.startswith(f"{spec.kind}:")
+                else f"structured.{spec.kind}: {text}"
+            )
+        except (
+            BaseException
+        ) as error:  # a panic of a native library, too: it is this request's alone
             logger.exception("a grammar backend failed")
-            return None, RequestError(f"structured.{spec.kind}: the grammar backend failed: {describe(error)}")
+            return None, RequestError(
+                f"structured.{spec.kind}: the grammar backend failed: {describe(error)}"
+            )
 
     def _give_up(self, job: _Compilation) -> None:
         """Abandon a compilation that exceeds the time limit."""
@@ -216,8 +259,15 @@ class GrammarCompiler:
                 self._start_worker()
             future = job.future
         limit = f"{self._limits.max_grammar_s:g} s (limits.max_grammar_s)"
-        logger.warning("a rule of kind %s with %d characters takes longer than %s to compile", job.spec.kind, len(job.spec.text), limit)
-        future.set_exception(RequestError(f"structured.{job.spec.kind}: it takes longer than {limit} to compile"))
+        logger.warning(
+            "a rule of kind %s with %d characters takes longer than %s to compile",
+            job.spec.kind,
+            len(job.spec.text),
+            limit,
+        )
+        future.set_exception(
+            RequestError(f"structured.{job.spec.kind}: it takes longer than {limit} to compile")
+        )
 
 
 class _Cache:
@@ -264,8 +314,14 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes | Non
     """
     spell = token_speller(tokenizer)
     special = tokenizer.special_ids
-    spelled = [spell(token_id) if token_id < tokenizer.vocab_size else b"" for token_id in range(vocab_size)]
-    plain = [None if not piece or token_id in special else piece for token_id, piece in enumerate(spelled)]
+    spelled = [
+        spell(token_id) if token_id < tokenizer.vocab_size else b""
+        for token_id in range(vocab_size)
+    ]
+    plain = [
+        None if not piece or token_id in special else piece
+        for token_id, piece in enumerate(spelled)
+    ]
     _check(tokenizer, plain)
     return plain, spelled
 
@@ -283,7 +339,11 @@ def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
         )
     parts = _decoders(backend.decoder)
     kinds = {part["type"] for part in parts}
-    spaces = [part["pattern"]["String"] for part in parts if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]]
+    spaces = [
+        part["pattern"]["String"]
+        for part in parts
+        if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]
+    ]
     spaces += [part["replacement"] for part in parts if part["type"] == "Metaspace"]
     if len(spaces) != 1 or kinds - {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
         names = ", ".join(sorted(kinds)) or "none"
@@ -293,7 +353,12 @@ def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
     def spell(token_id: int) -> bytes:
         token = backend.id_to_token(token_id) or ""
-        if "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if (
+            "ByteFallback" in kinds
+            and len(token) == 6
+            and token.startswith("<0x")
+            and token.endswith(">")
+        ):
             with suppress(ValueError):
                 return bytes([int(token[3:5], 16)])
         return str(token).replace(spaces[0], " ").encode()
@@ -315,6 +380,12 @@ def _decoders(of_backend: Any) -> Sequence[dict[str, Any]]:
 def _check(tokenizer: Tokenizer, plain: Sequence[bytes | None]) -> None:
     """Spell a text with what was found: a tokenizer may do more than its parts say."""
     text = ' {"a": [1, "é漢 \\n\U0001f600"]}'
-    spelled = b"".join(plain[token_id] or b"" for token_id in tokenizer.encode(text, special_tokens=False) if token_id < len(plain))
+    spelled = b"".join(
+        plain[token_id] or b""
+        for token_id in tokenizer.encode(text, special_tokens=False)
+        if token_id < len(plain)
+    )
     if spelled.strip() != text.encode().strip():
-        raise UnsupportedError("structured: the bytes of this model's tokens aren't known: spelled with them, a text is another one")
+        raise UnsupportedError(
+            "structured: the bytes of this model's tokens aren't known: spelled with them, a text is another one"
+        )

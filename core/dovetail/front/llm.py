@@ -119,7 +119,9 @@ class LLM(SaysWhatIsMissing):
         """
         prompts = _as_list(prompts)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.DELTA)
-        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
+        fields = _fields_of_each(
+            len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request
+        )
         tokenized = self.engine.all_tokenized(prompts, cut=any(map(cuts, params)))
         return OutputStream(self.engine, tokenized, params, fields)
 
@@ -153,8 +155,17 @@ class LLM(SaysWhatIsMissing):
         )
         conversations = _conversations(messages)
         params = _sampling_of_each(sampling_params, len(conversations), OutputKind.FINAL)
-        prompts: list[Prompt] = [*self._chat.prompts(conversations, options, cut=any(map(cuts, params)))]
-        return self.generate(prompts, params, use_tqdm, extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
+        prompts: list[Prompt] = [
+            *self._chat.prompts(conversations, options, cut=any(map(cuts, params)))
+        ]
+        return self.generate(
+            prompts,
+            params,
+            use_tqdm,
+            extra=extra,
+            predicted_tokens=predicted_tokens,
+            lora_request=lora_request,
+        )
 
     def beam_search(
         self,
@@ -174,13 +185,20 @@ class LLM(SaysWhatIsMissing):
         if others:
             check_call("beam_search", others)
         prompts = _as_list(prompts)
-        adapters = [fields.get("lora_request") for fields in _fields_of_each(len(prompts), lora_request=lora_request)]
+        adapters = [
+            fields.get("lora_request")
+            for fields in _fields_of_each(len(prompts), lora_request=lora_request)
+        ]
 
-        def generate(beams: list[Prompt], one: SamplingParams, adapters: list[LoRARequest | None]) -> list[RequestOutput]:
+        def generate(
+            beams: list[Prompt], one: SamplingParams, adapters: list[LoRARequest | None]
+        ) -> list[RequestOutput]:
             return self.generate(beams, one, use_tqdm=False, lora_request=adapters)
 
         with _bar(use_tqdm, total=len(prompts), desc="prompts", unit="prompt") as bar:
-            return beam_search(self.engine, generate, prompts, adapters, params, concurrency_limit, bar.update)
+            return beam_search(
+                self.engine, generate, prompts, adapters, params, concurrency_limit, bar.update
+            )
 
     def encode(
         self,
@@ -204,7 +222,10 @@ class LLM(SaysWhatIsMissing):
             check_call("encode", others, PoolingParams)
         prompts = _as_list(prompts)
         changes = {"truncate_prompt_tokens": truncate_prompt_tokens, "task": pooling_task}
-        params = [_with(one, changes) for one in _one_each(pooling_params, len(prompts), PoolingParams, "pooling_params")]
+        params = [
+            _with(one, changes)
+            for one in _one_each(pooling_params, len(prompts), PoolingParams, "pooling_params")
+        ]
         prompts = self.engine.pooling.source(prompts, params, prompt_name).all()
         with _no_collection() as begun:
             fields = _fields_of_each(len(prompts), lora_request=lora_request)
@@ -235,9 +256,15 @@ class LLM(SaysWhatIsMissing):
         """Return the embedding of each prompt: `outputs.embedding`, a list of floats. Arguments as those of `encode`."""
         if others:
             check_call("embed", others, PoolingParams)
-        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        given: dict[str, Any] = {
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+            "use_tqdm": use_tqdm,
+        }
         given |= {"prompt_name": prompt_name, "lora_request": lora_request}
-        return [EmbeddingRequestOutput.from_base(one) for one in self.encode(prompts, pooling_params, pooling_task="embed", **given)]
+        return [
+            EmbeddingRequestOutput.from_base(one)
+            for one in self.encode(prompts, pooling_params, pooling_task="embed", **given)
+        ]
 
     def classify(
         self,
@@ -252,8 +279,15 @@ class LLM(SaysWhatIsMissing):
         """Return the probabilities of a classifier's labels for each prompt: `outputs.probs`. Arguments as those of `encode`."""
         if others:
             check_call("classify", others, PoolingParams)
-        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm, "lora_request": lora_request}
-        return [ClassificationRequestOutput.from_base(one) for one in self.encode(prompts, pooling_params, pooling_task="classify", **given)]
+        given: dict[str, Any] = {
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+            "use_tqdm": use_tqdm,
+            "lora_request": lora_request,
+        }
+        return [
+            ClassificationRequestOutput.from_base(one)
+            for one in self.encode(prompts, pooling_params, pooling_task="classify", **given)
+        ]
 
     def score(
         self,
@@ -278,25 +312,35 @@ class LLM(SaysWhatIsMissing):
         if others:
             check_call("score", others, PoolingParams)
         if chat_template is not None:
-            raise RequestError("score(): chat_template: it takes a `template` instead, a text with {query} and, after it, {document}")
+            raise RequestError(
+                "score(): chat_template: it takes a `template` instead, a text with {query} and, after it, {document}"
+            )
         if not isinstance(pooling_params, PoolingParams | None):
             raise RequestError(f"pooling_params must be PoolingParams, got {shown(pooling_params)}")
         if isinstance(lora_request, list | tuple):
-            raise RequestError("score(): lora_request: it takes one adapter for all pairs, got a list")
+            raise RequestError(
+                "score(): lora_request: it takes one adapter for all pairs, got a list"
+            )
         pairs = paired(data_1, data_2)
-        params = _with(pooling_params or PoolingParams(), {"truncate_prompt_tokens": truncate_prompt_tokens})
+        params = _with(
+            pooling_params or PoolingParams(), {"truncate_prompt_tokens": truncate_prompt_tokens}
+        )
         plan = self.engine.pooling.plan_scores(pairs, params, template)
         prompts = plan.prompts.all()
         count = len(prompts)
         fields = _fields_of_each(count, lora_request=lora_request)
         with _no_collection() as begun:
             each = [plan.params] * count
-            outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected(prompts, each, fields, begun, use_tqdm)
+            outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected(
+                prompts, each, fields, begun, use_tqdm
+            )
         return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
 
     @cached_property
     def _chat(self) -> ChatFrontEnd:
-        return ChatFrontEnd(self.engine.tokenizer, self.engine.config.limits, self.engine.capacity.max_model_len)
+        return ChatFrontEnd(
+            self.engine.tokenizer, self.engine.config.limits, self.engine.capacity.max_model_len
+        )
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -315,7 +359,9 @@ class LLM(SaysWhatIsMissing):
         """Return the counts of `LLMEngine.stats` as a list of metrics."""
         return engine_info.metrics(self.engine.stats())
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Do what `LLMEngine.reset_prefix_cache` does."""
         return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
@@ -328,7 +374,12 @@ class LLM(SaysWhatIsMissing):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _collected(
@@ -366,7 +417,9 @@ class OutputStream(Generic[O]):
         """Add all requests or none, before any is computed, under new ids; `begun` is called after the next step. `fields`:
         other arguments of `LLMEngine.add_request`, by name. Raises as that does."""
         self._thread = thread = engine.run_in_thread()
-        self._ready: SimpleQueue[int] = SimpleQueue()  # places of prompts whose `Unread` has something
+        self._ready: SimpleQueue[int] = (
+            SimpleQueue()
+        )  # places of prompts whose `Unread` has something
         self._readers = {  # of unfinished requests, by the place of the prompt
             place: Unread(
                 partial(self._ready.put, place),
@@ -459,7 +512,9 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | BINARY | Mapping) or getattr(prompts, "ndim", 2) < 2:
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be text, token ids, or a list of these, got {shown(prompts)}")
+        raise RequestError(
+            f"prompts must be text, token ids, or a list of these, got {shown(prompts)}"
+        )
     prompts = list(prompts)
     return [prompts] if prompts and is_integer(prompts[0]) else prompts
 
@@ -481,9 +536,13 @@ def _one_each(params: Any, count: int, kind: type[P], name: str) -> list[P]:
     if params is None or isinstance(params, kind):
         return [params or kind()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, kind) for one in params):
-        raise RequestError(f"{name} must be {kind.__name__}, or a list with one for each prompt, got {shown(params)}")
+        raise RequestError(
+            f"{name} must be {kind.__name__}, or a list with one for each prompt, got {shown(params)}"
+        )
     if len(params) != count:
-        raise RequestError(f"{name} must be one or one for each prompt: got {len(params)} for {count} prompts")
+        raise RequestError(
+            f"{name} must be one or one for each prompt: got {len(params)} for {count} prompts"
+        )
     return list(params)
 
 
@@ -500,18 +559,26 @@ def _with(params: PoolingParams, changes: Mapping[str, Any]) -> PoolingParams:
     for name, value in changes.items():
         before = getattr(params, name)
         if value is not None and before not in (None, value):
-            raise RequestError(f"{name}: the call says {shown(value)}, and its PoolingParams {shown(before)}")
+            raise RequestError(
+                f"{name}: the call says {shown(value)}, and its PoolingParams {shown(before)}"
+            )
     wanted = {name: value for name, value in changes.items() if value is not None}
     return replace(params, **wanted) if wanted else params
 
 
-def _score_of(pair: int, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], plan: ScorePlan) -> ScoringRequestOutput:
+def _score_of(
+    pair: int, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], plan: ScorePlan
+) -> ScoringRequestOutput:
     """Return the score of a pair of texts, with the ids, tokens and metrics of what was computed for it."""
     mine = [outputs[place] for place in plan.of_pair(pair)]
     failed = next((one for one in mine if one.outputs is None), None)
     return ScoringRequestOutput(
         "_".join(one.request_id for one in mine),
-        None if failed is not None else ScoringOutput(plan.score([one.outputs.data for one in mine if one.outputs is not None])),
+        None
+        if failed is not None
+        else ScoringOutput(
+            plan.score([one.outputs.data for one in mine if one.outputs is not None])
+        ),
         [token for one in mine for token in one.prompt_token_ids],
         num_cached_tokens=sum(one.num_cached_tokens for one in mine),
         finish_reason=(failed or mine[-1]).finish_reason,
@@ -530,7 +597,9 @@ def _fields_of_each(count: int, **given: Any) -> list[dict[str, Any]]:
             continue
         each = value if isinstance(value, list | tuple) else [value] * count
         if len(each) != count:
-            raise RequestError(f"{name} must be one or one for each prompt: got {len(each)} for {count} prompts")
+            raise RequestError(
+                f"{name} must be one or one for each prompt: got {len(each)} for {count} prompts"
+            )
         for place, one in enumerate(each):
             fields[place][name] = one
     return fields
@@ -539,5 +608,11 @@ def _fields_of_each(count: int, **given: Any) -> list[dict[str, Any]]:
 def _conversations(messages: Any) -> Sequence[Any]:
     """Return a list of conversations, given one (a list of messages) or several."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(f'messages must be a list like [{{"role": "user", "content": "…"}}], or a list of such lists, got {shown(messages)}')
-    return messages if all(isinstance(one, Sequence) and not isinstance(one, str | bytes) for one in messages) else [messages]
+        raise RequestError(
+            f'messages must be a list like [{{"role": "user", "content": "…"}}], or a list of such lists, got {shown(messages)}'
+        )
+    return (
+        messages
+        if all(isinstance(one, Sequence) and not isinstance(one, str | bytes) for one in messages)
+        else [messages]
+    )

@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     from dovetail.config import EngineConfig
     from dovetail.front.adapters import AdapterStore
     from dovetail.front.engine_args import EngineArgs
-    from dovetail.front.engine_info import CacheConfig, DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from dovetail.front.engine_info import (
+        CacheConfig,
+        DecodingConfig,
+        LoRAConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+    )
     from dovetail.registry.registry import Registry
 
 logger = logging.getLogger("dovetail")
@@ -45,10 +52,18 @@ logger = logging.getLogger("dovetail")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_SHOWN = ("device", "ranks", "dtype", "quantization", "attention")  # of what the executor chose, in a repr
+_SHOWN = (
+    "device",
+    "ranks",
+    "dtype",
+    "quantization",
+    "attention",
+)  # of what the executor chose, in a repr
 
 
-def exclusive(method: Callable[Concatenate[LLMEngine, P], R]) -> Callable[Concatenate[LLMEngine, P], R]:
+def exclusive(
+    method: Callable[Concatenate[LLMEngine, P], R],
+) -> Callable[Concatenate[LLMEngine, P], R]:
     """Serialize calls of a method; if the engine has a thread, run them there, between steps."""
 
     @wraps(method)
@@ -91,13 +106,19 @@ class LLMEngine(SaysWhatIsMissing):
         self.core = assembly.core
         self.capacity = assembly.capacity
         self._groups: dict[str, RequestGroup[LiveRequest]] = {}
-        self._intake = Intake(assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed))
+        self._intake = Intake(
+            assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed)
+        )
         self._builder = OutputBuilder(None, self._as_ids)
-        self.constraints_of = assembly.constraints  # makes a request's `Constraint`s; simulations, which compile nothing, replace it
+        self.constraints_of = (
+            assembly.constraints
+        )  # makes a request's `Constraint`s; simulations, which compile nothing, replace it
         self._closed = False
         self._listed: set[str] = set()  # ids of requests that came by `add_list`
         self._numbers = itertools.count()  # for `new_ids`
-        self._calling = threading.Condition()  # held during a call; released while a step waits for an arrival
+        self._calling = (
+            threading.Condition()
+        )  # held during a call; released while a step waits for an arrival
         self._thread: EngineThread | None = None  # runs all calls, once started
         if not isinstance(self.core.clock, VirtualClock):  # which advances when it waits
             self.core.plan_timing.wait_until = self._wait_until
@@ -140,12 +161,25 @@ class LLMEngine(SaysWhatIsMissing):
         return cls.from_config(engine_config_of(engine_args))
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "running" if self.core.dead is None else f"dead: {self.core.dead}"
+        state = (
+            "closed"
+            if self._closed
+            else "running"
+            if self.core.dead is None
+            else f"dead: {self.core.dead}"
+        )
         parts = [f"model={self.config.model.path!r}", f"max_num_seqs={self.config.max_num_seqs!r}"]
-        parts += [f"{key}={getattr(self.config, key).label!r}" for key in ("scheduler", "kv_cache", "executor")]
+        parts += [
+            f"{key}={getattr(self.config, key).label!r}"
+            for key in ("scheduler", "kv_cache", "executor")
+        ]
         parts += [
             f"max_model_len={self.capacity.max_model_len}",
-            *(f"{key}={self.capacity.details[key]!r}" for key in _SHOWN if key in self.capacity.details),
+            *(
+                f"{key}={self.capacity.details[key]!r}"
+                for key in _SHOWN
+                if key in self.capacity.details
+            ),
         ]
         return f"{type(self).__name__}({', '.join(parts)}, unfinished={len(self._groups)}, {state})"
 
@@ -168,7 +202,10 @@ class LLMEngine(SaysWhatIsMissing):
         return list(itertools.islice(free, count))
 
     @exclusive
-    def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams | PoolingParams, Mapping[str, Any]]]) -> None:
+    def add_list(
+        self,
+        requests: Iterable[tuple[str, Prompt, SamplingParams | PoolingParams, Mapping[str, Any]]],
+    ) -> None:
         """Add all requests (id, prompt, params, other arguments of `add_request` by name), or none. They are exempt from `limits.max_waiting`. Raises
         as `add_request`."""
         ids: list[str] = []
@@ -224,8 +261,15 @@ class LLMEngine(SaysWhatIsMissing):
             extra = self._assembly.extra_with(extra, trace_headers)
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams | PoolingParams):
-            raise RequestError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
-        request_checks.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
+            raise RequestError(
+                f"params must be SamplingParams or PoolingParams, got {type(params).__name__}"
+            )
+        request_checks.at_most(
+            "unfinished requests",
+            len(self._groups) - len(self._listed) + 1,
+            self.config.limits,
+            "max_waiting",
+        )
         fields = RequestFields(
             arrival_time=self._on_our_clock(arrival_time),
             priority=priority,
@@ -247,7 +291,12 @@ class LLMEngine(SaysWhatIsMissing):
         return self.now() + (seconds - time.time())
 
     def _add(
-        self, request_id: str, prompt: Prompt, given: SamplingParams | PoolingParams, fields: RequestFields, extra: Mapping[str, Any] | None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        given: SamplingParams | PoolingParams,
+        fields: RequestFields,
+        extra: Mapping[str, Any] | None,
     ) -> None:
         self._check_open()
         checked = self._intake.check(request_id, prompt, given, fields, extra)
@@ -257,14 +306,26 @@ class LLMEngine(SaysWhatIsMissing):
         extras = self._assembly.check_extra(extra)
         came = self.now() if checked.fields.arrival_time is None else checked.fields.arrival_time
         texts = self._intake.texts(params, checked.token_ids)
-        sampling = self._assembly.sampling(params, self._intake.seed_of(params), self._intake.bad_word_ids(params))
+        sampling = self._assembly.sampling(
+            params, self._intake.seed_of(params), self._intake.bad_word_ids(params)
+        )
         constraints = self.constraints_of(params)
         watchers = [text if params.stop else None for text in texts]
         adapter = None
         if checked.fields.lora_request is not None and self._assembly.adapters is not None:
             adapter = self._assembly.adapters.get(checked.fields.lora_request)
-        samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints, adapter)
-        self._groups[request_id] = group = RequestGroup(request_id, checked.text, self._as_ids(checked.token_ids), params, samples, pools=pools)
+        samples = make_samples(
+            checked,
+            sampling,
+            self.core.earliest_arrival(came),
+            watchers,
+            extras,
+            constraints,
+            adapter,
+        )
+        self._groups[request_id] = group = RequestGroup(
+            request_id, checked.text, self._as_ids(checked.token_ids), params, samples, pools=pools
+        )
         group.metrics.arrival_time = came
         self._builder.expect(group, texts)
         try:
@@ -289,10 +350,15 @@ class LLMEngine(SaysWhatIsMissing):
         return self._intake.pooling
 
     @exclusive
-    def checked_prompts(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
+    def checked_prompts(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt. Raises as `add_request` does of a request with such a prompt and parameters; adds none."""
         self._check_open()
-        return [self._intake.check("unnamed", prompt, params, RequestFields(), None).token_ids for prompt in prompts]
+        return [
+            self._intake.check("unnamed", prompt, params, RequestFields(), None).token_ids
+            for prompt in prompts
+        ]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -310,7 +376,9 @@ class LLMEngine(SaysWhatIsMissing):
             if (group := self._groups.pop(one, None)) is not None:
                 for sample in group.samples:
                     self.core.abort(sample)
-                if self.core.dead is None:  # or its other samples are still to be delivered, as failed
+                if (
+                    self.core.dead is None
+                ):  # or its other samples are still to be delivered, as failed
                     self._forget(group)
 
     def step(self) -> list[EngineOutput]:
@@ -334,12 +402,16 @@ class LLMEngine(SaysWhatIsMissing):
     @exclusive
     def has_unfinished_requests(self) -> bool:
         """Return True if `step` has something to compute or to return."""
-        return self.core.has_unfinished() or (self._thread is not None and self._thread.has_unclaimed)
+        return self.core.has_unfinished() or (
+            self._thread is not None and self._thread.has_unclaimed
+        )
 
     def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
         """Do what `has_unfinished_requests` does. Raises `RequestError` for a number other than 0: there is one engine."""
         if virtual_engine != 0:
-            raise RequestError(f"virtual_engine must be 0, got {shown(virtual_engine)}: there is one engine")
+            raise RequestError(
+                f"virtual_engine must be 0, got {shown(virtual_engine)}: there is one engine"
+            )
         return self.has_unfinished_requests()
 
     @exclusive
@@ -357,7 +429,9 @@ class LLMEngine(SaysWhatIsMissing):
         return dataclasses.replace(self.core.update_stats())
 
     @exclusive
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Invalidate all cached K and V: later requests reuse nothing computed before. Return True. Raises `RequestError` for an option of vLLM's
         that isn't False."""
         if reset_running_requests or reset_connector:
@@ -385,7 +459,12 @@ class LLMEngine(SaysWhatIsMissing):
     def __enter__(self) -> LLMEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # vLLM's accessors
@@ -408,7 +487,9 @@ class LLMEngine(SaysWhatIsMissing):
 
     def get_cache_config(self) -> CacheConfig:
 
-        return engine_info.cache_config(self.config, self.capacity, enable_prefix_caching=self.core.kv.capabilities.reuse)
+        return engine_info.cache_config(
+            self.config, self.capacity, enable_prefix_caching=self.core.kv.capabilities.reuse
+        )
 
     def get_parallel_config(self) -> ParallelConfig:
 
@@ -500,6 +581,12 @@ def request_ids(value: Any) -> list[str]:
     """Return an id, or several, as a list. Raises `RequestError` for anything else."""
     if (text := plain_text(value)) is not None:
         return [text]
-    if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray | memoryview) or not all(isinstance(one, str) for one in value):
-        raise RequestError(f"a request id must be a string, and several a list of strings, got {shown(value)}")
+    if (
+        not isinstance(value, Sequence | Set)
+        or isinstance(value, bytes | bytearray | memoryview)
+        or not all(isinstance(one, str) for one in value)
+    ):
+        raise RequestError(
+            f"a request id must be a string, and several a list of strings, got {shown(value)}"
+        )
     return [str.__str__(one) for one in value]

@@ -27,28 +27,50 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
 
     __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
 
-    def __init__(self, token_ids: NDArray[Any], logprobs: NDArray[Any], ranks: NDArray[Any], texts: TextsInOrder | None) -> None:
+    def __init__(
+        self,
+        token_ids: NDArray[Any],
+        logprobs: NDArray[Any],
+        ranks: NDArray[Any],
+        texts: TextsInOrder | None,
+    ) -> None:
         """`token_ids` [n, 1 + k], `logprobs` [n, 1 + k], `ranks` [n] of the tokens themselves."""
-        self._token_ids, self._logprobs, self._ranks, self._texts = token_ids, logprobs, ranks, texts
+        self._token_ids, self._logprobs, self._ranks, self._texts = (
+            token_ids,
+            logprobs,
+            ranks,
+            texts,
+        )
 
     @classmethod
-    def of_steps(cls, steps: Sequence[tuple[HostLogprobs, int]], asked: int, texts: TokenTexts | None) -> TokenLogprobs:
+    def of_steps(
+        cls, steps: Sequence[tuple[HostLogprobs, int]], asked: int, texts: TokenTexts | None
+    ) -> TokenLogprobs:
         """Collect the log-probabilities of tokens, each at a position of its step's, and the first `asked` alternatives. Adds the tokens to `texts`,
         None without a tokenizer. Keeps no step's arrays."""
         token_ids = np.array([hosts.token_ids[position, : 1 + asked] for hosts, position in steps])
         logprobs = np.array([hosts.logprobs[position, : 1 + asked] for hosts, position in steps])
         ranks = np.array([hosts.ranks[position] for hosts, position in steps])
-        return cls(token_ids, logprobs, ranks, None if texts is None else texts.append(token_ids[:, 0].tolist()))
+        return cls(
+            token_ids,
+            logprobs,
+            ranks,
+            None if texts is None else texts.append(token_ids[:, 0].tolist()),
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
         """Return one or more parts of the same tokens, one after the other."""
-        token_ids, logprobs, ranks = zip(*((part._token_ids, part._logprobs, part._ranks) for part in parts), strict=True)
+        token_ids, logprobs, ranks = zip(
+            *((part._token_ids, part._logprobs, part._ranks) for part in parts), strict=True
+        )
         texts = parts[0]._texts
         for part in parts[1:]:
             if texts is not None and part._texts is not None:
                 texts = texts.joined(part._texts)
-        return cls(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks), texts)
+        return cls(
+            np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks), texts
+        )
 
     def end(self, rest: str) -> None:
         """Add the rest of the text, U+FFFD, to that of the last token, which has none, or only a name."""

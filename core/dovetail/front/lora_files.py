@@ -31,11 +31,19 @@ T = TypeVar("T")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MERGE = "merge the adapter into its base model with PEFT's merge_and_unload, and serve that"
 _MAX_CONFIG, _MAX_HEADER, _SLACK = 1 << 20, 16 << 20, 1 << 20  # bytes
-_MAX_NAME, _MAX_PATTERNS = 512, 100  # characters of a module's name; patterns that aren't plain names
+_MAX_NAME, _MAX_PATTERNS = (
+    512,
+    100,
+)  # characters of a module's name; patterns that aren't plain names
 _CONFIG_BOUNDS = JsonBounds(parts=100_000, depth=MAX_DEPTH)
 _TENSOR_PARTS, _OTHER_PARTS = 7, 1_000  # of a header: for each tensor, and for its metadata
 _MAX_DIMENSION = 1 << 40
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # of tensors, as numpy reads them
+_DTYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+}  # of tensors, as numpy reads them
 _OFF: tuple[Any, ...] = (False, [], {})
 _TRAINING = NoEffect("of training")
 _FROM_TENSORS = NoEffect("the tensors say which modules are adapted")
@@ -61,7 +69,9 @@ KEYS = FileKeys(
         "megatron_core": NoEffect("only with `megatron_config`"),
         "runtime_config": NoEffect("where PEFT computes"),
         "peft_version": NoEffect("the version that wrote the file"),
-        **dict.fromkeys(("auto_mapping", "inference_mode", "task_type"), NoEffect("which class PEFT makes")),
+        **dict.fromkeys(
+            ("auto_mapping", "inference_mode", "task_type"), NoEffect("which class PEFT makes")
+        ),
         **dict.fromkeys(("corda_config", "eva_config", "loftq_config"), _TRAINING),
         **dict.fromkeys(("lora_dropout", "lora_ga_config", "velora_config"), _TRAINING),
         "bias": Refused("it changes biases of the model", ("none",)),
@@ -69,7 +79,9 @@ KEYS = FileKeys(
         "modules_to_save": Refused("it replaces whole modules of the model", _OFF),
         "trainable_token_indices": Refused("it changes embeddings of tokens", _OFF),
         "target_parameters": Refused("it changes parameters that are no linear layers", _OFF),
-        "alora_invocation_tokens": Refused("an activated LoRA changes only what follows certain tokens", _OFF),
+        "alora_invocation_tokens": Refused(
+            "an activated LoRA changes only what follows certain tokens", _OFF
+        ),
         "lora_bias": Refused("it has biases", _OFF),
         "layer_replication": Refused("it repeats layers of the model", _OFF),
         "use_qalora": Refused("QA-LoRA pools its inputs", _OFF),
@@ -80,8 +92,18 @@ KEYS = FileKeys(
         "use_bdlora": Refused("BD-LoRA's matrices are block-diagonal", _OFF),
     },
 )
-_KEEPS_WEIGHTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")  # values of `init_lora_weights` that leave the base model as it was
-_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_KEEPS_WEIGHTS = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "eva",
+    "mica",
+    "orthogonal",
+)  # values of `init_lora_weights` that leave the base model as it was
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight"
+)
 _LAYER = re.compile(r".*\.(\d+)\.")
 _TAIL = re.compile(r"\blayers?\.\d.*")
 _PLAIN = re.compile(r"[\w.-]+")  # a pattern that is a name
@@ -101,18 +123,32 @@ class AdapterFiles:
         `RequestError`."""
         directory, path = Path(path), path[:200]
         try:
-            outside = within is not None and not directory.resolve().is_relative_to(within.resolve())
+            outside = within is not None and not directory.resolve().is_relative_to(
+                within.resolve()
+            )
             is_there = directory.is_dir()
-        except (OSError, ValueError, RuntimeError) as error:  # it is too long, has a null byte, or is a link to itself
-            raise RequestError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from None
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # it is too long, has a null byte, or is a link to itself
+            raise RequestError(
+                f"{path} can't be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
         if outside:
             raise RequestError(f"{path} isn't below the folder of adapters")
         if not is_there:
-            raise RequestError(f"{path} is no directory here: give one that has {CONFIG}; `hf download` fetches an adapter from the hub to one")
+            raise RequestError(
+                f"{path} is no directory here: give one that has {CONFIG}; `hf download` fetches an adapter from the hub to one"
+            )
         for name in (CONFIG, WEIGHTS):
             if not (directory / name).exists():
                 others = sorted(file.name for file in directory.glob("adapter_model*.bin"))
-                hint = f", only {others[0]}: save the adapter as safetensors, since unpickling runs code" if others and name == WEIGHTS else ""
+                hint = (
+                    f", only {others[0]}: save the adapter as safetensors, since unpickling runs code"
+                    if others and name == WEIGHTS
+                    else ""
+                )
                 raise RequestError(f"{path} has no {name}{hint}")
         config, weights = ((directory / name).resolve() for name in (CONFIG, WEIGHTS))
         stats = [file.stat() for file in (config, weights)]
@@ -121,7 +157,11 @@ class AdapterFiles:
                 raise RequestError(f"{path}: {file.name} isn't below the folder of adapters")
             if not stat.S_ISREG(one.st_mode):
                 raise RequestError(f"{path}: {file.name} is no regular file")
-        return cls(config, weights, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats))
+        return cls(
+            config,
+            weights,
+            tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +188,11 @@ def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterConte
     """Read and check an adapter for a model of that capacity. Raises `RequestError` naming the file and what is wrong."""
     config_bytes = _read(files.config, _MAX_CONFIG, "that is no config of an adapter")
     config = _Config.read(config_bytes, capacity.max_rank)
-    weights = _read(files.weights, most_bytes(capacity), f"no adapter of rank {capacity.max_rank} for this model is as large")
+    weights = _read(
+        files.weights,
+        most_bytes(capacity),
+        f"no adapter of rank {capacity.max_rank} for this model is as large",
+    )
     tensors = _tensors(weights, 2 * len(capacity.modules))
     modules = _paired(tensors, capacity)
     config.check_modules(modules)
@@ -166,11 +210,17 @@ def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterConte
         with np.errstate(over="ignore"):
             scaled = b * np.float32(scale)
         if not (np.isfinite(_as_float32(a_dtype, a)).all() and np.isfinite(scaled).all()):
-            raise RequestError(f"{WEIGHTS}: {peft_name} has numbers that are infinite or no numbers (NaN)")
+            raise RequestError(
+                f"{WEIGHTS}: {peft_name} has numbers that are infinite or no numbers (NaN)"
+            )
         for side, dtype, array in (("A", a_dtype, a), ("B", "F32", scaled)):
             if dtype == "F64":
                 dtype, array = "F32", array.astype(np.float32)
-            header[f"{module}.lora_{side}"] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+            header[f"{module}.lora_{side}"] = {
+                "dtype": dtype,
+                "shape": list(array.shape),
+                "data_offsets": [offset, offset + array.nbytes],
+            }
             written.append(array)
             offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -200,22 +250,46 @@ class _Config:
             raise RequestError(f"{CONFIG} must be an object")
         _refuse(config)
         rank, alpha = _rank("r", config.get("r")), _alpha("lora_alpha", config.get("lora_alpha"))
-        ranks, alphas = _Patterns.read(config, "rank_pattern", _rank), _Patterns.read(config, "alpha_pattern", _alpha)
+        ranks, alphas = (
+            _Patterns.read(config, "rank_pattern", _rank),
+            _Patterns.read(config, "alpha_pattern", _alpha),
+        )
         if (most := max(rank, *ranks.values, 0)) > max_rank:
-            raise RequestError(f"{CONFIG}: it has rank {most}, and this engine takes {max_rank} at most: raise adapters.max_rank (max_lora_rank)")
+            raise RequestError(
+                f"{CONFIG}: it has rank {most}, and this engine takes {max_rank} at most: raise adapters.max_rank (max_lora_rank)"
+            )
         if type(config.get("use_rslora", False)) is not bool:
-            raise RequestError(f"{CONFIG}: use_rslora must be true or false, got {shown(config['use_rslora'])}")
+            raise RequestError(
+                f"{CONFIG}: use_rslora must be true or false, got {shown(config['use_rslora'])}"
+            )
         targets, layers = config.get("target_modules"), config.get("layers_to_transform")
         if not isinstance(targets, str) and not _is_list_of(targets, str):
-            raise RequestError(f"{CONFIG}: target_modules must be a list of names or a pattern, got {shown(targets)}")
+            raise RequestError(
+                f"{CONFIG}: target_modules must be a list of names or a pattern, got {shown(targets)}"
+            )
         if layers is not None and type(layers) is not int and not _is_list_of(layers, int):
-            raise RequestError(f"{CONFIG}: layers_to_transform must be a layer's number or a list of them, got {shown(layers)}")
-        chosen = frozenset(layers if isinstance(layers, list) else () if layers is None else (layers,))
-        return cls(rank, alpha, ranks, alphas, bool(config.get("use_rslora")), tuple(targets) if isinstance(targets, list) else (), chosen)
+            raise RequestError(
+                f"{CONFIG}: layers_to_transform must be a layer's number or a list of them, got {shown(layers)}"
+            )
+        chosen = frozenset(
+            layers if isinstance(layers, list) else () if layers is None else (layers,)
+        )
+        return cls(
+            rank,
+            alpha,
+            ranks,
+            alphas,
+            bool(config.get("use_rslora")),
+            tuple(targets) if isinstance(targets, list) else (),
+            chosen,
+        )
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Return the rank of a module's adapter, and the factor of its product."""
-        rank, alpha = self.ranks.value_of(module, self.rank), self.alphas.value_of(module, self.alpha)
+        rank, alpha = (
+            self.ranks.value_of(module, self.rank),
+            self.alphas.value_of(module, self.alpha),
+        )
         return rank, 0.0 if rank == 0 else alpha / (math.sqrt(rank) if self.rs else rank)
 
     def check_modules(self, names: Iterable[str]) -> None:
@@ -230,7 +304,9 @@ class _Config:
                 layers.add(int(number[1]))
         for target in self.targets:
             if target not in found:
-                raise RequestError(f"{WEIGHTS} has no weights for {shown(target)}, which {CONFIG} names in target_modules: is it whole?")
+                raise RequestError(
+                    f"{WEIGHTS} has no weights for {shown(target)}, which {CONFIG} names in target_modules: is it whole?"
+                )
         if self.layers and self.layers != layers:
             raise RequestError(
                 f"{WEIGHTS} has weights for the layers {sorted(layers)}, and {CONFIG} names {sorted(self.layers)} in layers_to_transform"
@@ -240,7 +316,9 @@ class _Config:
 def _refuse(config: Mapping[str, Any]) -> None:
     """Raise `RequestError` for what can't be honoured."""
     if config.get("peft_type") != "LORA":
-        raise RequestError(f"{CONFIG}: peft_type is {shown(config.get('peft_type'))}: only LORA is served; {MERGE}")
+        raise RequestError(
+            f"{CONFIG}: peft_type is {shown(config.get('peft_type'))}: only LORA is served; {MERGE}"
+        )
     if reasons := KEYS.reasons_against(config):
         raise RequestError(f"{CONFIG}: {'; '.join(reasons)}; {MERGE}")
     if (init := config.get("init_lora_weights")) is not None and init not in _KEEPS_WEIGHTS:
@@ -261,8 +339,16 @@ def _paired(
         if len(name) > _MAX_NAME:
             raise RequestError(f"{WEIGHTS}: {shown(name)} has more than {_MAX_NAME} characters")
         if (match := _KEY.fullmatch(name)) is None:
-            kind = "an adapter of embeddings" if "lora_embedding" in name else "a magnitude of DoRA" if "lora_magnitude" in name else "no A or B"
-            raise RequestError(f"{WEIGHTS}: {shown(name)} is {kind} of a linear layer, which isn't served; {MERGE}")
+            kind = (
+                "an adapter of embeddings"
+                if "lora_embedding" in name
+                else "a magnitude of DoRA"
+                if "lora_magnitude" in name
+                else "no A or B"
+            )
+            raise RequestError(
+                f"{WEIGHTS}: {shown(name)} is {kind} of a linear layer, which isn't served; {MERGE}"
+            )
         sides.setdefault(match["module"], {})[match["side"]] = tensor
     tails = {_tail(module): module for module in capacity.modules}
     paired = {}
@@ -273,7 +359,9 @@ def _paired(
                 f"{WEIGHTS}: {shown(name)} is no layer of this model that adapters may change, like {next(iter(capacity.modules), 'none')}"
             )
         if len(sides_of) < 2:
-            raise RequestError(f"{WEIGHTS}: {shown(name)} lacks its {'lora_B' if 'A' in sides_of else 'lora_A'}")
+            raise RequestError(
+                f"{WEIGHTS}: {shown(name)} lacks its {'lora_B' if 'A' in sides_of else 'lora_A'}"
+            )
         if len(sides_of["A"][1].shape) != 2 or len(sides_of["B"][1].shape) != 2:
             raise RequestError(f"{WEIGHTS}: {shown(name)}: A and B must be matrices")
         paired[name] = module, sides_of["A"], _as_float32(*sides_of["B"])
@@ -288,29 +376,58 @@ def _tensors(content: bytes, most: int) -> dict[str, tuple[str, NDArray[Any]]]:
     if len(content) < 8 or not 2 <= size <= min(_MAX_HEADER, len(content) - 8):
         raise RequestError(f"{WEIGHTS} isn't a whole safetensors file")
     try:
-        header = read_json(content[8 : 8 + size], JsonBounds(_TENSOR_PARTS * most + _OTHER_PARTS, 3))
+        header = read_json(
+            content[8 : 8 + size], JsonBounds(_TENSOR_PARTS * most + _OTHER_PARTS, 3)
+        )
     except WrongJsonError as error:
-        raise RequestError(f"{WEIGHTS}: its header isn't that of an adapter for this model: {error}") from None
+        raise RequestError(
+            f"{WEIGHTS}: its header isn't that of an adapter for this model: {error}"
+        ) from None
     try:
-        entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"]
+        entries = [
+            (name, entry["dtype"], entry["shape"], *entry["data_offsets"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file") from None
     tensors, end = {}, 0
     for name, _, shape, begin, after in entries:
-        if not isinstance(shape, list) or not _is_list_of([begin, after], int) or not 0 <= begin <= after <= len(content):
+        if (
+            not isinstance(shape, list)
+            or not _is_list_of([begin, after], int)
+            or not 0 <= begin <= after <= len(content)
+        ):
             raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file")
-        if len(shape) > 2 or not _is_list_of(shape, int) or not all(0 <= one < _MAX_DIMENSION for one in shape):
+        if (
+            len(shape) > 2
+            or not _is_list_of(shape, int)
+            or not all(0 <= one < _MAX_DIMENSION for one in shape)
+        ):
             raise RequestError(f"{WEIGHTS}: {shown(name)}: A and B must be matrices")
     for name, dtype, shape, begin, after in sorted(entries, key=lambda entry: entry[3:]):
         if dtype not in _DTYPES:
-            raise RequestError(f"{WEIGHTS}: {shown(name)} is of type {shown(dtype)}: an adapter has {', '.join(_DTYPES)}")
+            raise RequestError(
+                f"{WEIGHTS}: {shown(name)} is of type {shown(dtype)}: an adapter has {', '.join(_DTYPES)}"
+            )
         count = math.prod(shape)
-        if begin != end or after - begin != count * np.dtype(_DTYPES[dtype]).itemsize or 8 + size + after > len(content):
-            raise RequestError(f"{WEIGHTS} isn't a whole safetensors file: {shown(name)} would be at bytes {begin} to {after}")
-        tensors[name] = dtype, np.frombuffer(content, _DTYPES[dtype], count, 8 + size + begin).reshape(shape)
+        if (
+            begin != end
+            or after - begin != count * np.dtype(_DTYPES[dtype]).itemsize
+            or 8 + size + after > len(content)
+        ):
+            raise RequestError(
+                f"{WEIGHTS} isn't a whole safetensors file: {shown(name)} would be at bytes {begin} to {after}"
+            )
+        tensors[name] = (
+            dtype,
+            np.frombuffer(content, _DTYPES[dtype], count, 8 + size + begin).reshape(shape),
+        )
         end = after
     if 8 + size + end != len(content):
-        raise RequestError(f"{WEIGHTS} isn't a whole safetensors file: {len(content) - 8 - size - end} bytes belong to no tensor")
+        raise RequestError(
+            f"{WEIGHTS} isn't a whole safetensors file: {len(content) - 8 - size - end} bytes belong to no tensor"
+        )
     return tensors
 
 
@@ -324,7 +441,9 @@ def _as_float32(dtype: str, tensor: NDArray[Any]) -> NDArray[np.float32]:
 def _read(path: Path, most: int, too_large: str) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # which allocates as much
+            content = file.read(
+                min(os.fstat(file.fileno()).st_size, most) + 1
+            )  # which allocates as much
     except OSError as error:
         raise RequestError(f"{path.name} can't be read: {error.strerror or error}") from None
     if len(content) > most:
@@ -341,7 +460,9 @@ class _Patterns(Generic[T]):
     others: list[tuple[int, SchemaValidator]]  # ascending
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], name: str, value_of: Callable[[str, Any], T]) -> _Patterns[T]:
+    def read(
+        cls, config: Mapping[str, Any], name: str, value_of: Callable[[str, Any], T]
+    ) -> _Patterns[T]:
         """Raises `RequestError` for what is no pattern, or one that can't be matched in linear time."""
         patterns = config.get(name) or {}
         if not isinstance(patterns, Mapping):
@@ -352,13 +473,18 @@ class _Patterns(Generic[T]):
             if _PLAIN.fullmatch(pattern):
                 names[pattern] = index
             elif len(others) == _MAX_PATTERNS:
-                raise RequestError(f"{CONFIG}: {name} has more than {_MAX_PATTERNS} patterns: name the modules")
+                raise RequestError(
+                    f"{CONFIG}: {name} has more than {_MAX_PATTERNS} patterns: name the modules"
+                )
             else:
                 others.append((index, _matcher(pattern, name)))
         return cls([value_of(name, value) for value in patterns.values()], names, others)
 
     def value_of(self, module: str, otherwise: T) -> T:
-        first = min((self.names[end] for end in _ends_of(module) if end in self.names), default=len(self.values))
+        first = min(
+            (self.names[end] for end in _ends_of(module) if end in self.names),
+            default=len(self.values),
+        )
         for index, matcher in self.others:
             if index > first:
                 break
@@ -371,19 +497,27 @@ class _Patterns(Generic[T]):
 def _matcher(pattern: str, name: str) -> SchemaValidator:
     """Return a validator of the names that end with a pattern, as PEFT matches it, but in linear time: by Rust's regular expressions."""
     if len(pattern) > _MAX_NAME:
-        raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} has more than {_MAX_NAME} characters: name the modules")
+        raise RequestError(
+            f"{CONFIG}: {name}: {shown(pattern)} has more than {_MAX_NAME} characters: name the modules"
+        )
     try:
         for whole in (pattern, rf"^(?:.*\.)?(?:{pattern})$"):
-            matcher = SchemaValidator(core_schema.str_schema(pattern=whole, regex_engine="rust-regex"))
+            matcher = SchemaValidator(
+                core_schema.str_schema(pattern=whole, regex_engine="rust-regex")
+            )
     except SchemaError as error:
         reason = " ".join(str(error).split())[-200:]
-        raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} is no pattern that can be matched in linear time: {reason}") from None
+        raise RequestError(
+            f"{CONFIG}: {name}: {shown(pattern)} is no pattern that can be matched in linear time: {reason}"
+        ) from None
     return matcher
 
 
 def _rank(name: str, value: Any) -> int:
     if (rank := plain_integer(value)) is None or rank < 0:
-        raise RequestError(f"{CONFIG}: {name} must be a rank, an integer of 0 or more, got {shown(value)}")
+        raise RequestError(
+            f"{CONFIG}: {name} must be a rank, an integer of 0 or more, got {shown(value)}"
+        )
     return rank
 
 

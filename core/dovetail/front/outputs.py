@@ -78,7 +78,18 @@ EngineOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 class RequestGroup(Generic[S]):
     """One user request: its samples, and what the outputs of all have in common."""
 
-    __slots__ = ("kind", "metrics", "params", "pools", "prompt", "prompt_log", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
+    __slots__ = (
+        "kind",
+        "metrics",
+        "params",
+        "pools",
+        "prompt",
+        "prompt_log",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "samples",
+    )
 
     def __init__(
         self,
@@ -98,7 +109,9 @@ class RequestGroup(Generic[S]):
         self.kind = OutputKind(params.output_kind)
         self.samples = samples
         self.metrics = RequestMetrics(samples[0].arrival_time)
-        self.prompt_logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
+        self.prompt_logprobs: list[TokenLogprobMap | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
         self.prompt_log: LogprobLog | None = None  # once there are any
 
     def update_metrics(self) -> None:
@@ -114,22 +127,47 @@ class RequestGroup(Generic[S]):
 class SampleOutput:
     """One sample's text and log-probabilities so far."""
 
-    __slots__ = ("finish", "group", "index", "logprobs", "plain", "pooled", "request", "sent_tokens", "text", "unread", "watches")
+    __slots__ = (
+        "finish",
+        "group",
+        "index",
+        "logprobs",
+        "plain",
+        "pooled",
+        "request",
+        "sent_tokens",
+        "text",
+        "unread",
+        "watches",
+    )
 
-    def __init__(self, group: RequestGroup[Any], index: int, text: IncrementalText | None, log: LogprobLog | None) -> None:
+    def __init__(
+        self,
+        group: RequestGroup[Any],
+        index: int,
+        text: IncrementalText | None,
+        log: LogprobLog | None,
+    ) -> None:
         params = group.params
         self.group = group
         self.index = index
         self.request = group.samples[index]
         self.text = text
-        self.watches = text is not None and bool(params.stop)  # the engine shows its tokens to the text before they come here
+        self.watches = text is not None and bool(
+            params.stop
+        )  # the engine shows its tokens to the text before they come here
         self.unread: list[int] = []  # tokens that aren't part of the text yet
         self.finish: Finish | None = None
         self.pooled: NDArray[np.float32] | None = None  # its result, if it pools
         self.logprobs = log
         self.sent_tokens = 0  # of its tokens, already part of a delta
         # Nothing but tokens to report, one by one or at the end: the quick way.
-        self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and group.kind is not OutputKind.CUMULATIVE
+        self.plain = (
+            params.n == 1
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+            and group.kind is not OutputKind.CUMULATIVE
+        )
 
     def read(self) -> None:
         """Make text of the tokens that aren't."""
@@ -137,7 +175,9 @@ class SampleOutput:
             self.text.append(self.unread)
             self.unread = []
 
-    def take(self, kind: OutputKind, as_ids: Callable[[Iterable[int]], Sequence[int]]) -> CompletionOutput:
+    def take(
+        self, kind: OutputKind, as_ids: Callable[[Iterable[int]], Sequence[int]]
+    ) -> CompletionOutput:
         """What is new (delta), or all there is."""
         finish, tokens, text, log = self.finish, self.request.output_token_ids, "", self.logprobs
         logprobs: Sequence[TokenLogprobMap] | None = None
@@ -168,7 +208,9 @@ class SampleOutput:
 class OutputBuilder:
     """Feeds text and log-probabilities of each delivery to the samples that it expects, and makes the outputs."""
 
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: Callable[[Iterable[int]], Sequence[int]] = tuple) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, as_ids: Callable[[Iterable[int]], Sequence[int]] = tuple
+    ) -> None:
         """`as_ids`: the type of the token ids in outputs."""
         self._samples: dict[SampleState, SampleOutput] = {}
         self._as_ids = as_ids
@@ -188,7 +230,11 @@ class OutputBuilder:
         """Return the text of a sample whose deltas may be taken by its `delta_of`, instead of by deliveries: of a request for text and nothing else.
         None for another."""
         sample = self._samples[request]
-        return sample.text if sample.plain and sample.group.kind is OutputKind.DELTA and not sample.watches else None
+        return (
+            sample.text
+            if sample.plain and sample.group.kind is OutputKind.DELTA and not sample.watches
+            else None
+        )
 
     def ended_by(self, delivery: News) -> set[RequestGroup[Any]]:
         """The requests all of whose samples have finished, by this delivery."""
@@ -198,7 +244,11 @@ class OutputBuilder:
     def build(self, delivery: News, now: float) -> list[EngineOutput]:
         """In the order in which requests first appear in the delivery."""
         outputs: list[EngineOutput] = []
-        samples, finished, changed = self._samples, delivery.finished, dict[RequestGroup[Any], list[SampleOutput]]()
+        samples, finished, changed = (
+            self._samples,
+            delivery.finished,
+            dict[RequestGroup[Any], list[SampleOutput]](),
+        )
         for request, hosts in delivery.prompt_logprobs:
             self._add_prompt_logprobs(samples[request].group, hosts)
         for request, hosts, position in delivery.logprobs:
@@ -233,13 +283,19 @@ class OutputBuilder:
     def _has_finished(self, group: RequestGroup[Any]) -> bool:
         return all(self._samples[request].finish is not None for request in group.samples)
 
-    def _output(self, group: RequestGroup[Any], fresh: Sequence[SampleOutput]) -> RequestOutput | None:
+    def _output(
+        self, group: RequestGroup[Any], fresh: Sequence[SampleOutput]
+    ) -> RequestOutput | None:
         """A request's output after this delivery, in which the samples `fresh` changed; None, if its kind says to wait."""
         kind, finished = group.kind, self._has_finished(group)
         if kind is OutputKind.FINAL and not finished:
             return None
         group.update_metrics()
-        samples = fresh if kind is OutputKind.DELTA else [self._samples[request] for request in group.samples]
+        samples = (
+            fresh
+            if kind is OutputKind.DELTA
+            else [self._samples[request] for request in group.samples]
+        )
         return RequestOutput(
             group.request_id,
             group.prompt,
@@ -272,14 +328,31 @@ class OutputBuilder:
             sample.text.append(tokens)
         sample.sent_tokens += len(tokens)
         if metrics.first_token_time is None:
-            metrics.first_token_time, metrics.first_scheduled_time = request.first_token_time, request.first_scheduled_time
+            metrics.first_token_time, metrics.first_scheduled_time = (
+                request.first_token_time,
+                request.first_scheduled_time,
+            )
         text = "" if sample.text is None else sample.text.take_delta()
         completion = CompletionOutput(0, text, self._as_ids(tokens))
-        return RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request.cached_tokens, metrics)
+        return RequestOutput(
+            group.request_id,
+            group.prompt,
+            group.prompt_token_ids,
+            [completion],
+            False,
+            None,
+            request.cached_tokens,
+            metrics,
+        )
 
     def _feed(self, sample: SampleOutput, tokens: Sequence[int], finish: Finish | None) -> None:
         """Its text grows by `tokens`; not by a last one that stopped it, unless asked for."""
-        stopped_by_it = finish is not None and finish.reason == "stop" and not isinstance(finish.stop_reason, str) and not finish.keeps_token
+        stopped_by_it = (
+            finish is not None
+            and finish.reason == "stop"
+            and not isinstance(finish.stop_reason, str)
+            and not finish.keeps_token
+        )
         if sample.text is None or (sample.watches and not stopped_by_it):
             return
         if sample.watches:
@@ -295,7 +368,9 @@ class OutputBuilder:
             sample.logprobs.end()
         if sample.text is not None:
             sample.read()
-            sample.text.flush(stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop")
+            sample.text.flush(
+                stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop"
+            )
         sample.group.metrics.finished_time = now
 
     def _add_prompt_logprobs(self, group: RequestGroup[Any], hosts: HostLogprobs) -> None:
@@ -304,7 +379,9 @@ class OutputBuilder:
             return
         if group.prompt_log is None:
             group.prompt_log = self._prompt_log_of(group)
-        left = len(group.prompt_token_ids) - len(known)  # 0 in a re-prefill after a preemption: they are there already
+        left = len(group.prompt_token_ids) - len(
+            known
+        )  # 0 in a re-prefill after a preemption: they are there already
         added = min(left, len(hosts.ranks))
         for position in range(added):
             group.prompt_log.add(hosts, position)
@@ -318,7 +395,10 @@ class OutputBuilder:
             return None
         if tokenizer is None or not params.detokenize:
             return LogprobLog(params.logprobs, None)
-        return LogprobLog(params.logprobs, TokenTexts(tokenizer, params.skip_special_tokens, group.prompt_token_ids))
+        return LogprobLog(
+            params.logprobs,
+            TokenTexts(tokenizer, params.skip_special_tokens, group.prompt_token_ids),
+        )
 
     def _prompt_log_of(self, group: RequestGroup[Any]) -> LogprobLog:
         asked, tokenizer = group.params.prompt_logprobs or 0, self.tokenizer
@@ -329,7 +409,9 @@ class OutputBuilder:
         return LogprobLog(asked, texts)
 
 
-def by_sample(samples: Sequence[K], token_ids: Sequence[int]) -> Iterable[tuple[K, tuple[int, ...]]]:
+def by_sample(
+    samples: Sequence[K], token_ids: Sequence[int]
+) -> Iterable[tuple[K, tuple[int, ...]]]:
     """Return each sample with its new tokens, as those of one follow each other: nearly always a single one."""
     if not any(map(is_, samples, islice(samples, 1, None))):
         return zip(samples, zip(token_ids, strict=True), strict=True)

@@ -24,7 +24,10 @@ from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail.sentence_transformers_files import OWN_FILE, SIMILARITIES, has_marks, read_own
 
-QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of stored prompts for the two sides of a search
+QUERY, DOCUMENT = (
+    ("query",),
+    ("document", "passage", "corpus"),
+)  # names of stored prompts for the two sides of a search
 YES_OR_NO = (  # Qwen3-Reranker's, with its default instruction
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -32,7 +35,9 @@ YES_OR_NO = (  # Qwen3-Reranker's, with its default instruction
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 _NEEDS_LAST = SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=OutputKind.FINAL)
-_NEEDS_ALL = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, output_kind=OutputKind.FINAL)
+_NEEDS_ALL = SamplingParams(
+    max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, output_kind=OutputKind.FINAL
+)
 PYTHON_CALLS: Mapping[str, str] = {
     "embed": "embed() makes embeddings",
     "token_embed": 'encode(…, pooling_task="token_embed") makes one for each token',
@@ -49,31 +54,54 @@ class PoolingFacts:
     capacity: PoolingCapacity
     max_tokens: int  # of a prompt
     limit: str  # the setting that says so
-    prompts: Mapping[str, str] = field(default_factory=dict)  # stored in the checkpoint, by name: they are put before texts
+    prompts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # stored in the checkpoint, by name: they are put before texts
     default_prompt: str | None = None  # the name of one for texts that name none
     template: str | None = None  # of a pair; None: the tokenizer's form of a pair
     similarity: str = "cosine"  # of two embeddings: a key of `SIMILARITY`
-    cut_at: int | None = None  # tokens to which texts are cut unless requests say otherwise; None: they aren't cut
-    call_of: Mapping[str, str] = field(default_factory=lambda: dict(PYTHON_CALLS))  # what callers call for each task, for errors
+    cut_at: int | None = (
+        None  # tokens to which texts are cut unless requests say otherwise; None: they aren't cut
+    )
+    call_of: Mapping[str, str] = field(
+        default_factory=lambda: dict(PYTHON_CALLS)
+    )  # what callers call for each task, for errors
 
     @classmethod
-    def of(cls, capacity: PoolingCapacity, model_dir: Path, template: str | None, max_model_len: int, max_step_tokens: int) -> PoolingFacts:
+    def of(
+        cls,
+        capacity: PoolingCapacity,
+        model_dir: Path,
+        template: str | None,
+        max_model_len: int,
+        max_step_tokens: int,
+    ) -> PoolingFacts:
         """Return the facts of an engine, with the prompts that a checkpoint of sentence-transformers stores. Raises `ModelLoadError` for a file with
         invalid values."""
         path = model_dir / OWN_FILE
         stored = read_own(model_dir)
         prompts, default = stored.get("prompts") or {}, stored.get("default_prompt_name")
-        if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
+        if not isinstance(prompts, Mapping) or not all(
+            isinstance(text, str) for text in prompts.values()
+        ):
             raise ModelLoadError(f"{path}: prompts must map names to texts, got {shown(prompts)}")
         if default is not None and default not in prompts:
-            raise ModelLoadError(f"{path}: default_prompt_name {shown(default)} names none of its prompts")
+            raise ModelLoadError(
+                f"{path}: default_prompt_name {shown(default)} names none of its prompts"
+            )
         config = read_json_object(model_dir / "config.json", missing_ok=True)
         if template is None and capacity.generates and config.get("model_type") == "qwen3":
             template = YES_OR_NO
         fits_step = not capacity.indivisible or max_model_len <= max_step_tokens
-        most, limit = (max_model_len, "max_model_len") if fits_step else (max_step_tokens, "max_num_batched_tokens")
+        most, limit = (
+            (max_model_len, "max_model_len")
+            if fits_step
+            else (max_step_tokens, "max_num_batched_tokens")
+        )
         similarity = stored.get("similarity_fn_name") or SIMILARITIES[0]
-        cut_at = max_model_len if has_marks(model_dir, config) else None  # as sentence-transformers does
+        cut_at = (
+            max_model_len if has_marks(model_dir, config) else None
+        )  # as sentence-transformers does
         return cls(capacity, most, limit, dict(prompts), default, template, similarity, cut_at)
 
     @property
@@ -88,7 +116,9 @@ class PoolingFacts:
             return True
         if "embed" in self.capacity.tasks:
             return False
-        raise RequestError(f"score: this model has {len(self.capacity.labels)} labels, and a score needs a model of one, or embeddings; {self.calls}")
+        raise RequestError(
+            f"score: this model has {len(self.capacity.labels)} labels, and a score needs a model of one, or embeddings; {self.calls}"
+        )
 
     def row_pooling(self, params: PoolingParams) -> RowPooling:
         """Return what a request with these parameters pools. Raises `RequestError`."""
@@ -96,7 +126,9 @@ class PoolingFacts:
         task: PoolingTask = can.tasks[0]
         if params.task == "score":
             if "classify" not in can.tasks or len(can.labels) != 1:
-                raise RequestError(f"task: this model scores no prompt of its own; {self.call_of['score']}; {self.calls}")
+                raise RequestError(
+                    f"task: this model scores no prompt of its own; {self.call_of['score']}; {self.calls}"
+                )
             task = "classify"
         elif params.task is not None:
             task = params.task
@@ -119,9 +151,13 @@ class PoolingFacts:
         if not task.endswith("embed"):
             raise RequestError(f"dimensions: only embeddings can be cut, and the task is {task}")
         if can.dimensions is not None and wanted not in can.dimensions:
-            raise RequestError(f"dimensions must be one of {', '.join(map(str, can.dimensions))} for this model, got {wanted}")
+            raise RequestError(
+                f"dimensions must be one of {', '.join(map(str, can.dimensions))} for this model, got {wanted}"
+            )
         if wanted > can.size:
-            raise RequestError(f"dimensions must be at most {can.size}, the size of this model's embeddings, got {wanted}")
+            raise RequestError(
+                f"dimensions must be at most {can.size}, the size of this model's embeddings, got {wanted}"
+            )
 
     def core_params(self, pooling: RowPooling) -> SamplingParams:
         """Return the parameters of such a request for the core. Those that need all states ask for log-probabilities of the prompt, so that no
@@ -150,7 +186,9 @@ class ScorePlan:
 
     prompts: PromptSource
     params: PoolingParams
-    places: list[tuple[int, int]] | None  # of each pair's two prompts, which are compared; None: each prompt is a pair
+    places: (
+        list[tuple[int, int]] | None
+    )  # of each pair's two prompts, which are compared; None: each prompt is a pair
     similarity: str = "cosine"  # of these
 
     def of_pair(self, pair: int) -> tuple[int, ...]:
@@ -182,16 +220,26 @@ class PoolingIntake:
         self._tokenizer = tokenizer
         self._check_chars = check_chars
 
-    def source(self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None = None) -> PromptSource:
+    def source(
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None = None
+    ) -> PromptSource:
         """Return the source of the same prompts, tokenized, with stored prompts before texts that are to be embedded, or
         that name one. Raises `RequestError`."""
-        heads = [self._head(content_of(prompt), one, name) for prompt, one in zip(prompts, params, strict=True)]
+        heads = [
+            self._head(content_of(prompt), one, name)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
         texts = [content_of(prompt) for prompt in prompts]
-        chars = [len(head) + len(text) if isinstance(text, str) else 0 for head, text in zip(heads, texts, strict=True)]
+        chars = [
+            len(head) + len(text) if isinstance(text, str) else 0
+            for head, text in zip(heads, texts, strict=True)
+        ]
 
         def make(part: slice) -> list[Prompt]:
             pairs = zip(heads[part], prompts[part], strict=True)
-            return self._encoded([head + content_of(prompt) if head else prompt for head, prompt in pairs])
+            return self._encoded(
+                [head + content_of(prompt) if head else prompt for head, prompt in pairs]
+            )
 
         return self._checked(PromptSource(chars, make), params)
 
@@ -199,13 +247,17 @@ class PoolingIntake:
         """Return what is put before a prompt."""
         if not isinstance(content, str):
             if name is not None:
-                raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
+                raise RequestError(
+                    "prompt_name: a stored prompt is put before texts; these are token ids"
+                )
             return ""
         if name is not None or self.facts.row_pooling(params).task.endswith("embed"):
             return self._stored(name)
         return ""
 
-    def cut(self, token_ids: Sequence[Any], params: PoolingParams, *, is_text: bool = True) -> Sequence[Any]:
+    def cut(
+        self, token_ids: Sequence[Any], params: PoolingParams, *, is_text: bool = True
+    ) -> Sequence[Any]:
         """Truncate a prompt as its parameters say, otherwise a text as the checkpoint does: at the
         side that the tokenizer names, keeping the special tokens around it. Raises `RequestError`."""
         most = self._most(params) if is_text or cuts(params) else None
@@ -215,7 +267,9 @@ class PoolingIntake:
         begun = len(head) if list(token_ids[: len(head)]) == head else 0
         ended = len(tail) if tail and list(token_ids[-len(tail) :]) == tail else 0
         if most <= begun + ended:
-            raise RequestError(f"truncate_prompt_tokens must be more than {begun + ended}, the special tokens around a text, got {most}")
+            raise RequestError(
+                f"truncate_prompt_tokens must be more than {begun + ended}, the special tokens around a text, got {most}"
+            )
         if self._tokenizer().truncates_left:
             return [*token_ids[:begun], *token_ids[len(token_ids) - (most - begun) :]]
         return [*token_ids[: most - ended], *token_ids[len(token_ids) - ended :]]
@@ -224,7 +278,9 @@ class PoolingIntake:
         """Return how many numbers are pooled of tokenized prompts. Raises `RequestError`."""
         pooling = self.facts.row_pooling(params)
         can = self.facts.capacity
-        size = (pooling.dimensions or can.size) if pooling.task.endswith("embed") else len(can.labels)
+        size = (
+            (pooling.dimensions or can.size) if pooling.task.endswith("embed") else len(can.labels)
+        )
         if not pooling.task.startswith("token_"):
             return size * len(prompts)
         most = self._most(params) or self.facts.max_tokens
@@ -237,16 +293,22 @@ class PoolingIntake:
     def _stored(self, name: str | None) -> str:
         stored = self.facts.prompts
         if name is not None and name not in stored:
-            raise RequestError(f"prompt_name: the model stores no prompt named {shown(name)}; it has {', '.join(map(repr, stored)) or 'none'}")
+            raise RequestError(
+                f"prompt_name: the model stores no prompt named {shown(name)}; it has {', '.join(map(repr, stored)) or 'none'}"
+            )
         chosen = self.facts.default_prompt if name is None else name
         return "" if chosen is None else stored[chosen]
 
-    def plan_scores(self, pairs: Sequence[tuple[str, str]], params: PoolingParams, template: str | None = None) -> ScorePlan:
+    def plan_scores(
+        self, pairs: Sequence[tuple[str, str]], params: PoolingParams, template: str | None = None
+    ) -> ScorePlan:
         """Plan the scores of queries and documents, whose texts aren't joined yet. A bi-encoder embeds each different text once, with its stored
         prompts for queries and documents. Raises `RequestError`."""
         if not self.facts.scores_pairs:
             if template is not None:
-                raise RequestError("template: this model compares embeddings of the two texts, and has no prompt of both")
+                raise RequestError(
+                    "template: this model compares embeddings of the two texts, and has no prompt of both"
+                )
             return self._plan_cosines(pairs, params)
         params = replace(params, task="score")
         template = self.facts.template if template is None else checked_template(template)
@@ -264,10 +326,14 @@ class PoolingIntake:
                 return [*self._tokenizer().encode_pairs(pairs[part], most)]
             return [*self._filled(template, pairs[part], most)]
 
-        return ScorePlan(self._checked(PromptSource(chars, make), [params] * len(chars)), params, None)
+        return ScorePlan(
+            self._checked(PromptSource(chars, make), [params] * len(chars)), params, None
+        )
 
     def _texts(self, texts: Sequence[str]) -> list[TokenizedText]:
-        return [prompt for prompt in self._encoded(texts) if isinstance(prompt, TokenizedText)]  # as all of them are
+        return [
+            prompt for prompt in self._encoded(texts) if isinstance(prompt, TokenizedText)
+        ]  # as all of them are
 
     def _most(self, params: PoolingParams) -> int | None:
         """Return the number of tokens to which a prompt is cut; None: it isn't."""
@@ -280,8 +346,14 @@ class PoolingIntake:
         if params.task not in (None, "embed", "score"):
             raise RequestError(f"task: scores of this model compare embeddings, got {params.task}")
         places: dict[tuple[int, str], int] = {}
-        found = [tuple(places.setdefault((side, text), len(places)) for side, text in enumerate(pair)) for pair in pairs]
-        names = [next((name for name in names if name in self.facts.prompts), None) for names in (QUERY, DOCUMENT)]
+        found = [
+            tuple(places.setdefault((side, text), len(places)) for side, text in enumerate(pair))
+            for pair in pairs
+        ]
+        names = [
+            next((name for name in names if name in self.facts.prompts), None)
+            for names in (QUERY, DOCUMENT)
+        ]
         heads = ["" if name is None else self._stored(name) for name in names]
         texts = list(places)
         chars = [len(heads[side]) + len(text) for side, text in texts]
@@ -299,7 +371,9 @@ class PoolingIntake:
             self._check_chars(chars, cuts(one))
         return prompts
 
-    def _filled(self, template: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[TokenizedText]:
+    def _filled(
+        self, template: str, pairs: Sequence[tuple[str, str]], most: int | None
+    ) -> list[TokenizedText]:
         """Return the prompts of a template; documents are cut to make them fit."""
         before, _, rest = template.partition("{query}")
         between, _, after = rest.partition("{document}")
@@ -315,32 +389,54 @@ class PoolingIntake:
                 if query not in heads:
                     heads[query] = len(self._tokenizer().encode(f"{before}{query}{between}"))
                 if heads[query] + len(tail) >= most:
-                    raise RequestError(f"truncate_prompt_tokens: {most} tokens leave no room for the document, as the rest of the prompt takes them")
-                prompts[place] = TokenizedText(prompt.text, [*prompt.token_ids[: most - len(tail)], *tail])
+                    raise RequestError(
+                        f"truncate_prompt_tokens: {most} tokens leave no room for the document, as the rest of the prompt takes them"
+                    )
+                prompts[place] = TokenizedText(
+                    prompt.text, [*prompt.token_ids[: most - len(tail)], *tail]
+                )
         return prompts
 
 
 def _ids_of(prompt: Prompt) -> Sequence[Any]:
-    ids: Sequence[Any] = prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt)
+    ids: Sequence[Any] = (
+        prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt)
+    )
     return ids
 
 
 def checked_template(template: Any) -> str:
     """Return a template of pairs. Raises `RequestError` unless it has a place for the query, and after it one for the document."""
-    if not isinstance(template, str) or template.count("{query}") != 1 or template.partition("{query}")[2].count("{document}") != 1:
-        raise RequestError(f"template must have {{query}} and, after it, {{document}}, each once, got {shown(template)}")
+    if (
+        not isinstance(template, str)
+        or template.count("{query}") != 1
+        or template.partition("{query}")[2].count("{document}") != 1
+    ):
+        raise RequestError(
+            f"template must have {{query}} and, after it, {{document}}, each once, got {shown(template)}"
+        )
     return template
 
 
-def paired(data_1: Any, data_2: Any, names: tuple[str, str] = ("data_1", "data_2")) -> list[tuple[str, str]]:
+def paired(
+    data_1: Any, data_2: Any, names: tuple[str, str] = ("data_1", "data_2")
+) -> list[tuple[str, str]]:
     """Return pairs of texts: one with each of several, or each of several with that at its place. Raises `RequestError` with these names."""
     sides = [[data] if isinstance(data, str) else data for data in (data_1, data_2)]
     for name, side in zip(names, sides, strict=True):
-        if not isinstance(side, Sequence) or not side or not all(isinstance(text, str) for text in side):
-            raise RequestError(f"{name} must be a text, or a list of one text or more, got {shown(side)}")
+        if (
+            not isinstance(side, Sequence)
+            or not side
+            or not all(isinstance(text, str) for text in side)
+        ):
+            raise RequestError(
+                f"{name} must be a text, or a list of one text or more, got {shown(side)}"
+            )
     queries, documents = sides
     if len(queries) == 1:
         queries = [*queries] * len(documents)
     if len(queries) != len(documents):
-        raise RequestError(f"{names[0]} must be one text, or as many as {names[1]}: got {len(queries)} and {len(documents)}")
+        raise RequestError(
+            f"{names[0]} must be one text, or as many as {names[1]}: got {len(queries)} and {len(documents)}"
+        )
     return list(zip(queries, documents, strict=True))

@@ -18,8 +18,12 @@ PROMPT_COST = 32  # of a prompt beside its characters, in characters
 class PromptSource:
     """Prompts to make, in order."""
 
-    chars: Sequence[int]  # of each prompt's text, 0 for token ids; checked against the limits of one prompt
-    make: Callable[[slice], list[Prompt]]  # returns some of them; thread safe; raises `RequestError`
+    chars: Sequence[
+        int
+    ]  # of each prompt's text, 0 for token ids; checked against the limits of one prompt
+    make: Callable[
+        [slice], list[Prompt]
+    ]  # returns some of them; thread safe; raises `RequestError`
 
     @property
     def total_chars(self) -> int:

@@ -15,7 +15,9 @@ from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
 
-Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
+Prompt = (
+    str | Sequence[int] | Mapping[str, Any] | TokenizedText
+)  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
 _PROMPT_KEYS = 8  # vLLM's prompts have six, of which None asks for nothing
 _COUNTS = {  # of lists and mappings: what an error calls their length, and its limit
     "stop": ("the number of strings", "max_stop_strings"),
@@ -29,7 +31,9 @@ _COUNTS = {  # of lists and mappings: what an error calls their length, and its 
 
 def cuts(params: SamplingParams | PoolingParams | None) -> bool:
     """Tell whether a request truncates its prompt, whose text may then be longer than what fits."""
-    return getattr(params, "truncate_prompt_tokens", None) is not None  # other types are refused later
+    return (
+        getattr(params, "truncate_prompt_tokens", None) is not None
+    )  # other types are refused later
 
 
 def is_text(prompt: Any) -> bool:
@@ -45,7 +49,9 @@ def content_of(prompt: Any) -> Any:
         prompt = {key: value for key, value in prompt.items() if value is not None}
     if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
         keys = shown(list(prompt))
-        raise RequestError(f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got the keys {keys}')
+        raise RequestError(
+            f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got the keys {keys}'
+        )
     [(key, content)] = prompt.items()
     if (key == "prompt") != isinstance(content, str):
         expected = "text" if key == "prompt" else "a list of token ids"
@@ -83,7 +89,9 @@ def check_counts(asked: Any, limits: Limits) -> None:
 def check_template_chars(text: str, limits: Limits) -> None:
     """Raise `RequestError` if a chat template is too long. Call it before anything else reads one of a request."""
     if (chars := len(text)) > (most := limits.max_template_chars):
-        raise RequestError(f"a chat template must have at most {most:,} characters (limits.max_template_chars), got {chars:,}")
+        raise RequestError(
+            f"a chat template must have at most {most:,} characters (limits.max_template_chars), got {chars:,}"
+        )
 
 
 def check_params(params: SamplingParams, limits: Limits) -> None:
@@ -91,9 +99,19 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     at_most("n", params.n, limits, "max_n")
     check_counts(params, limits)
     if params.stop:
-        at_most("stop: the characters of all strings together", sum(map(len, params.stop)), limits, "max_stop_chars")
+        at_most(
+            "stop: the characters of all strings together",
+            sum(map(len, params.stop)),
+            limits,
+            "max_stop_chars",
+        )
     if params.bad_words:
-        at_most("bad_words: the characters of all together", sum(map(len, params.bad_words)), limits, "max_bad_word_chars")
+        at_most(
+            "bad_words: the characters of all together",
+            sum(map(len, params.bad_words)),
+            limits,
+            "max_bad_word_chars",
+        )
     if params.logprobs:
         at_most("logprobs", params.logprobs, limits, "max_logprobs")
     if params.prompt_logprobs:
@@ -107,20 +125,34 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
 def check_structured(structured: Structured, limits: Limits) -> None:
     """Check a structured-output spec against its limits. Whether it compiles is known only later."""
     if structured.kind is not None:
-        at_most(f"structured.{structured.kind}: its characters", len(structured.text), limits, "max_grammar_chars")
-        at_most(f"structured.{structured.kind}: brackets within each other", structured.depth(), limits, "max_grammar_depth")
+        at_most(
+            f"structured.{structured.kind}: its characters",
+            len(structured.text),
+            limits,
+            "max_grammar_chars",
+        )
+        at_most(
+            f"structured.{structured.kind}: brackets within each other",
+            structured.depth(),
+            limits,
+            "max_grammar_depth",
+        )
     if structured.after is not None:
         at_most("structured.after: its characters", len(structured.after), limits, "max_stop_chars")
 
 
-def check_prompt_chars(chars: int, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False) -> None:
+def check_prompt_chars(
+    chars: int, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False
+) -> None:
     """Raise `RequestError` if a prompt's text of `chars` characters is too long to be tokenized. `cut`:
     `truncate_prompt_tokens` cuts it to what fits."""
     most = limits.max_prompt_chars
     if most is None and chars > max_model_len:  # otherwise the vocabulary isn't searched
         most = _most_chars(max_model_len, tokenizer, cut=cut)
     if most is not None and chars > most:
-        raise RequestError(f"the prompt has {chars} characters: at most {most} are tokenized (limits.max_prompt_chars)")
+        raise RequestError(
+            f"the prompt has {chars} characters: at most {most} are tokenized (limits.max_prompt_chars)"
+        )
 
 
 def _most_chars(max_model_len: int, tokenizer: Tokenizer, *, cut: bool) -> int:
@@ -128,7 +160,9 @@ def _most_chars(max_model_len: int, tokenizer: Tokenizer, *, cut: bool) -> int:
     return max(fits, MAX_CUT_CHARS) if cut else fits
 
 
-def check_conversation_chars(source: Any, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False) -> None:
+def check_conversation_chars(
+    source: Any, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False
+) -> None:
     """Raise `RequestError` if a conversation is too long to be rendered. `source`: its messages, tools and variables. They may have twice the
     characters of a prompt, since they hold roles, too, and text that the chat template leaves out. `cut`: as in `check_prompt_chars`."""
     most = limits.max_prompt_chars
@@ -158,7 +192,9 @@ def check_extra(extra: Any, limits: Limits) -> None:
     if extra is None:
         return
     if not isinstance(extra, Mapping):
-        raise RequestError(f"extra must map distributions to what their components want to know, got {shown(extra)}")
+        raise RequestError(
+            f"extra must map distributions to what their components want to know, got {shown(extra)}"
+        )
     _check_size("extra", extra, limits)
     if is_deep(extra):
         raise RequestError(f"extra: more than {MAX_DEPTH} containers within each other")
@@ -166,7 +202,9 @@ def check_extra(extra: Any, limits: Limits) -> None:
 
 def _check_size(name: str, value: Any, limits: Limits) -> None:
     if value and is_larger(value, limits.max_extra_size):
-        raise RequestError(f"{name}: all items and characters in it must be at most {limits.max_extra_size} (limits.max_extra_size) together")
+        raise RequestError(
+            f"{name}: all items and characters in it must be at most {limits.max_extra_size} (limits.max_extra_size) together"
+        )
 
 
 def check_name(what: str, name: str, limits: Limits) -> None:

@@ -122,7 +122,9 @@ class FollowingTexts:
         """True if the text before has begun and ends with a whole character."""
         if self._pieces is not None:
             return not _begun_character(self._pieces.joined(before))
-        return bool(before) and before[-1] not in self._special_ids and bool(self._whole(before[-1]))
+        return (
+            bool(before) and before[-1] not in self._special_ids and bool(self._whole(before[-1]))
+        )
 
     def _whole(self, token: int) -> str | None:
         """Return a token's text within a text; None if it isn't whole characters, or isn't
@@ -138,7 +140,10 @@ class FollowingTexts:
     def _decoded(self, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
         if (pieces := self._pieces) is not None:
             begun = _begun_character(pieces.joined(before))
-            return [codecs.getincrementaldecoder("utf-8")("replace").decode(begun + pieces[token]) for token in tokens]
+            return [
+                codecs.getincrementaldecoder("utf-8")("replace").decode(begun + pieces[token])
+                for token in tokens
+            ]
         window = WindowText(self._tokenizer, before[:-MAX_HALF], self._skip)
         window.append(before[-MAX_HALF:])
         return [window.following(token) for token in tokens]
@@ -163,10 +168,14 @@ def speller(tokenizer: Tokenizer, /) -> Callable[[int], bytes] | None:
         return None
 
 
-def texts_of_prompt(tokenizer: Tokenizer, prompt: str | None, token_ids: Sequence[int]) -> TokenTexts:
+def texts_of_prompt(
+    tokenizer: Tokenizer, prompt: str | None, token_ids: Sequence[int]
+) -> TokenTexts:
     """Return what makes the texts of a prompt's tokens, to be given all of them in order.
     `prompt`: its text, or None if it was given as ids."""
-    return TokenTexts(tokenizer, skip_special_tokens=False, unwritten=unwritten(tokenizer, prompt, token_ids))
+    return TokenTexts(
+        tokenizer, skip_special_tokens=False, unwritten=unwritten(tokenizer, prompt, token_ids)
+    )
 
 
 def unwritten(tokenizer: Tokenizer, prompt: str | None, token_ids: Sequence[int]) -> Container[int]:

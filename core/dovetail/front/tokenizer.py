@@ -29,19 +29,25 @@ TOKENIZER_CONFIG = FileKeys(
         "chat_template": Used("the template of conversations"),
         "tokenizer_class": Used("transformers' class"),
         "truncation_side": Used("the side at which texts that pool are cut"),
-        "model_max_length": Used("the longest text, for checkpoints of sentence-transformers without `max_seq_length`"),
+        "model_max_length": Used(
+            "the longest text, for checkpoints of sentence-transformers without `max_seq_length`"
+        ),
         "model_input_names": Used("whether models are given the token types of pairs"),
         "max_len": NoEffect("an old name of `model_max_length`"),
         "*_token": _ITS_CLASS,
         "*_special_tokens": _ITS_CLASS,
-        **dict.fromkeys(("add_prefix_space", "added_tokens_decoder", "do_lower_case", "legacy"), _ITS_CLASS),
+        **dict.fromkeys(
+            ("add_prefix_space", "added_tokens_decoder", "do_lower_case", "legacy"), _ITS_CLASS
+        ),
         **dict.fromkeys(("split_special_tokens", "backend", "from_slow", "use_fast"), _ITS_CLASS),
         "auto_map": NoEffect("the checkpoint's own code is never run"),
         "clean_up_tokenization_spaces": NoEffect("texts are streamed as they are decoded"),
         "spaces_between_special_tokens": NoEffect("texts are streamed as they are decoded"),
         "padding_side": NoEffect("nothing is padded"),
         "pad_to_multiple_of": NoEffect("nothing is padded"),
-        **dict.fromkeys(("max_length", "stride", "truncation_strategy"), NoEffect("of calls in transformers")),
+        **dict.fromkeys(
+            ("max_length", "stride", "truncation_strategy"), NoEffect("of calls in transformers")
+        ),
         "pad_token_type_id": NoEffect("nothing is padded"),
         "processor_class": NoEffect("images, video and audio aren't served"),
         "response_schema": NoEffect("the server's parsers read answers"),
@@ -49,15 +55,35 @@ TOKENIZER_CONFIG = FileKeys(
     },
     unknown="left",
 )
-CHAT_TEMPLATE = FileKeys("chat_template.json", {"chat_template": Used("the template of conversations, if the tokenizer has none")})
+CHAT_TEMPLATE = FileKeys(
+    "chat_template.json",
+    {"chat_template": Used("the template of conversations, if the tokenizer has none")},
+)
 PROCESSORS = FileKeys(
     "preprocessor_config.json",
     {"*": NoEffect("images, video and audio aren't served")},
 )
-_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
-_MAX_PARTS = 4_000_000  # of such a file: 262,000 tokens and 515,000 merges, each a list, are 800,000
-_ENCODING_METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "_convert_encoding")  # of transformers' classes
-GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
+_JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+)
+_MAX_PARTS = (
+    4_000_000  # of such a file: 262,000 tokens and 515,000 merges, each a list, are 800,000
+)
+_ENCODING_METHODS = (
+    "__call__",
+    "_encode_plus",
+    "_batch_encode_plus",
+    "_convert_encoding",
+)  # of transformers' classes
+GENERIC = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)  # `tokenizer_class` of a tokenizer.json that needs no class of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +108,14 @@ class Tokenizer(ABC):
         transformers."""
         directory = Path(directory)
         if not directory.is_dir():
-            raise ModelLoadError(f"{directory} isn't a directory: a tokenizer is loaded from a model's local directory")
+            raise ModelLoadError(
+                f"{directory} isn't a directory: a tokenizer is loaded from a model's local directory"
+            )
         _check_files(directory)
         try:
-            tokenizer = _loader(directory).from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+            tokenizer = _loader(directory).from_pretrained(
+                directory, trust_remote_code=False, local_files_only=True
+            )
         except (MissingExtraError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # transformers raises whatever its parts do, panics of the tokenizers library included
@@ -98,7 +128,9 @@ class Tokenizer(ABC):
             content = read_json_object(path)
             CHAT_TEMPLATE.check(content, path)
             tokenizer.chat_template = content.get("chat_template")
-        if (directory / MODULES.file).is_file() and read_transformer(directory)[1].get("do_lower_case"):
+        if (directory / MODULES.file).is_file() and read_transformer(directory)[1].get(
+            "do_lower_case"
+        ):
             _lower_case(tokenizer, directory)
         return TransformersTokenizer(tokenizer)
 
@@ -175,7 +207,9 @@ class Tokenizer(ABC):
         """Encode each text like `encode`; on all cores, unless the tokenizer is written in Python."""
 
     @abstractmethod
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], most: int | None = None
+    ) -> list[TokenizedText]:
         """Encode each pair of texts as the model expects it, cut to `most` tokens: of the longer text as many as needed. Raises `RequestError` for
         text that isn't Unicode, and if that is impossible."""
 
@@ -221,12 +255,19 @@ class TransformersTokenizer(Tokenizer):
     def special_ids(self) -> frozenset[int]:
         if self.backend is None:
             return frozenset(self.own.all_special_ids)
-        return frozenset(token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            token_id
+            for token_id, token in self.backend.get_added_tokens_decoder().items()
+            if token.special
+        )
 
     @property
     def bytes_of(self) -> Callable[[int], bytes] | None:
         decoder = getattr(self.backend, "decoder", None)
-        is_byte_level = type(decoder).__name__ == "ByteLevel" and type(decoder).__module__ == "tokenizers.decoders"
+        is_byte_level = (
+            type(decoder).__name__ == "ByteLevel"
+            and type(decoder).__module__ == "tokenizers.decoders"
+        )
         return self._bytes_of if is_byte_level else None
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -260,9 +301,16 @@ class TransformersTokenizer(Tokenizer):
         if not texts:
             return []  # transformers can't
         if self._encodes_plainly:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+            encodings = self.backend.encode_batch_fast(
+                list(texts), add_special_tokens=special_tokens
+            )
             return [encoding.ids for encoding in encodings]
-        encoded = self.own(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
+        encoded = self.own(
+            list(texts),
+            add_special_tokens=special_tokens,
+            return_attention_mask=False,
+            verbose=False,
+        )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
@@ -281,10 +329,14 @@ class TransformersTokenizer(Tokenizer):
         own_kinds = kinds[: kinds.index(PreTrainedTokenizerFast)]
         plain = not any(name in vars(kind) for kind in own_kinds for name in _ENCODING_METHODS)
         if plain:
-            self.own("a", verbose=False)  # has the library neither cut nor pad, and treat special tokens as configured
+            self.own(
+                "a", verbose=False
+            )  # has the library neither cut nor pad, and treat special tokens as configured
         return plain
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], most: int | None = None
+    ) -> list[TokenizedText]:
         for pair in pairs:
             for text in pair:
                 check_unicode(text)
@@ -292,11 +344,24 @@ class TransformersTokenizer(Tokenizer):
             return []  # transformers can't
         firsts, seconds = map(list, zip(*pairs, strict=True))
         # The tokenizers library keeps what it cuts off, and of a pair all combinations of it: it never cuts here.
-        own_cut = {"truncation": "longest_first", "max_length": most} if self.backend is None and most is not None else {}
+        own_cut = (
+            {"truncation": "longest_first", "max_length": most}
+            if self.backend is None and most is not None
+            else {}
+        )
         try:
-            encoded = self.own(firsts, seconds, return_token_type_ids=True, return_attention_mask=False, verbose=False, **own_cut)
+            encoded = self.own(
+                firsts,
+                seconds,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+                verbose=False,
+                **own_cut,
+            )
         except Exception as error:  # a tokenizer in Python may raise anything
-            raise RequestError(f"truncate_prompt_tokens: a pair of texts can't be cut to {most} tokens: {error}") from None
+            raise RequestError(
+                f"truncate_prompt_tokens: a pair of texts can't be cut to {most} tokens: {error}"
+            ) from None
         made = []
         for place, pair in enumerate(pairs):
             ids: list[int] = encoded["input_ids"][place]
@@ -328,9 +393,15 @@ class TransformersTokenizer(Tokenizer):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self.backend is not None:
-            text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            text: str = self.backend.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens
+            )
         else:
-            text = self.own.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+            text = self.own.decode(
+                list(token_ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
         return text
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:
@@ -339,10 +410,17 @@ class TransformersTokenizer(Tokenizer):
 
     def described(self) -> dict[str, Any]:
         own, templates = self.own, self.chat_templates
-        settings = {name: own.init_kwargs[name] for name in _SETTINGS if isinstance(own.init_kwargs.get(name), bool | int | str)}
+        settings = {
+            name: own.init_kwargs[name]
+            for name in _SETTINGS
+            if isinstance(own.init_kwargs.get(name), bool | int | str)
+        }
         added = {
             str(number): {"content": token.content, "special": token.special}
-            | {name: getattr(token, name) for name in ("lstrip", "rstrip", "normalized", "single_word")}
+            | {
+                name: getattr(token, name)
+                for name in ("lstrip", "rstrip", "normalized", "single_word")
+            }
             for number, token in own.added_tokens_decoder.items()
         }
         return {
@@ -350,18 +428,24 @@ class TransformersTokenizer(Tokenizer):
             **settings,
             **self.special_tokens,
             "added_tokens_decoder": added,
-            "chat_template": templates.get("default") if templates.keys() <= {"default"} else templates,
+            "chat_template": templates.get("default")
+            if templates.keys() <= {"default"}
+            else templates,
         }
 
 
 def kept_of_pair(sides: Sequence[int | None], most: int, *, left: bool) -> list[int]:
     """Return the places of the tokens that remain of a pair of texts cut to `most` tokens: all special ones, and of the longer text as few as
     needed. `sides`: 0 or 1 for a token of either text, None for a special one. `left`: texts lose their beginnings. Raises `RequestError`."""
-    first, second = ([place for place, side in enumerate(sides) if side == number] for number in (0, 1))
+    first, second = (
+        [place for place, side in enumerate(sides) if side == number] for number in (0, 1)
+    )
     special = len(sides) - len(first) - len(second)
     room = most - special
     if room < 1:
-        raise RequestError(f"truncate_prompt_tokens must be more than {special}, the special tokens of a pair, got {most}")
+        raise RequestError(
+            f"truncate_prompt_tokens must be more than {special}, the special tokens of a pair, got {most}"
+        )
     if len(first) <= len(second):
         of_first = min(len(first), room // 2)
         of_second = room - of_first
@@ -376,14 +460,24 @@ def _dropped(places: Sequence[int], kept: int, left: bool) -> Sequence[int]:
     return places[: len(places) - kept] if left else places[kept:]
 
 
-_SETTINGS = ("model_max_length", "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "legacy", "padding_side")
+_SETTINGS = (
+    "model_max_length",
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "clean_up_tokenization_spaces",
+    "legacy",
+    "padding_side",
+)
 
 
 def _byte_of_char() -> dict[str, int]:
     """The alphabet of byte-level BPE, as GPT-2 set it: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 BYTE_OF_CHAR = _byte_of_char()
@@ -391,7 +485,9 @@ BYTE_OF_CHAR = _byte_of_char()
 
 def check_unicode(text: str) -> None:
     if error := unicode_error(text):
-        raise RequestError(f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}")
+        raise RequestError(
+            f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}"
+        )
 
 
 def _check_files(directory: Path) -> None:
@@ -411,7 +507,9 @@ def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
 
 def _is_empty(tokenizer: Any) -> bool:
     """True if the tokenizer has special tokens alone: transformers makes such a one, for some models, of a directory without tokenizer files."""
-    return len(tokenizer) < 100 and not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    return len(tokenizer) < 100 and not set(tokenizer.get_vocab()) - set(
+        tokenizer.all_special_tokens
+    )
 
 
 def _lower_case(tokenizer: Any, directory: Path) -> None:
@@ -420,16 +518,22 @@ def _lower_case(tokenizer: Any, directory: Path) -> None:
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ModelLoadError(f"{directory}: do_lower_case: this tokenizer is written in Python, and has no normalizer")
+        raise ModelLoadError(
+            f"{directory}: do_lower_case: this tokenizer is written in Python, and has no normalizer"
+        )
     own = backend.normalizer
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), *([] if own is None else [own])]
+    )
 
 
 def _loader(directory: Path) -> Any:
     """The transformers class that loads it. `AutoTokenizer` would find the same, but imports torch, which takes seconds and may be missing."""
     try:
         config = read_json_object(directory / "tokenizer_config.json")
-        generic = config.get("tokenizer_class") in GENERIC and (directory / "tokenizer.json").is_file()
+        generic = (
+            config.get("tokenizer_class") in GENERIC and (directory / "tokenizer.json").is_file()
+        )
     except ModelLoadError:  # AutoTokenizer says what is wrong
         generic = False
     try:

@@ -42,7 +42,9 @@ class Argument:
 
     name: str
     key: str | None  # of `engine.yaml`; None: it is left out
-    becomes: Callable[[Any], Mapping[str, Any] | None]  # the keys to set instead of it; None: this value is refused
+    becomes: Callable[
+        [Any], Mapping[str, Any] | None
+    ]  # the keys to set instead of it; None: this value is refused
     says: str  # how values are translated, or why it can be left out
     otherwise: str  # what is said of any other value; empty: the key's own check says it
     taken: tuple[Any, ...]  # examples
@@ -81,13 +83,21 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if given and is_default:
             continue
         if given:
-            raise ConfigError(f"{name} sets {given[0]}, which is given as well: leave one of them out")
+            raise ConfigError(
+                f"{name} sets {given[0]}, which is given as well: leave one of them out"
+            )
         overrides |= instead
         if instead != {name: value} and not is_default:
             _tell(row, value, instead)
     off = [section for section, value in overrides.items() if value is None]
-    kept = {key: value for key, value in overrides.items() if not any(key.startswith(f"{section}.") for section in off)}
-    return dict(sorted(kept.items(), key=lambda item: item[0].count(".")))  # a section before its keys
+    kept = {
+        key: value
+        for key, value in overrides.items()
+        if not any(key.startswith(f"{section}.") for section in off)
+    }
+    return dict(
+        sorted(kept.items(), key=lambda item: item[0].count("."))
+    )  # a section before its keys
 
 
 def check_spelling(name: str) -> None:
@@ -95,7 +105,11 @@ def check_spelling(name: str) -> None:
     if name in TABLE or name.partition(".")[0] in EngineConfig.model_fields:
         return
     stem = _VERB.sub("", name)  # what it is about: names that only share a verb are no hint
-    alike = [known for known in (*EngineConfig.model_fields, *TABLE) if did_you_mean(stem, [_VERB.sub("", known)])]
+    alike = [
+        known
+        for known in (*EngineConfig.model_fields, *TABLE)
+        if did_you_mean(stem, [_VERB.sub("", known)])
+    ]
     if near := did_you_mean(name, alike):
         raise ConfigError(f"{name}: unknown key{near}")
 
@@ -109,7 +123,9 @@ def is_given(key: str, overrides: Mapping[str, Any]) -> bool:
     if key in overrides or (not option and f"{key}.name" in overrides):
         return True
     around = overrides.get(outer)
-    return option in around if isinstance(around, Mapping) else option == "name" and around is not None
+    return (
+        option in around if isinstance(around, Mapping) else option == "name" and around is not None
+    )
 
 
 SECRETS = {"hf_token"}  # arguments whose values are never shown
@@ -123,7 +139,9 @@ def _tell(row: Argument, value: Any, instead: Mapping[str, Any]) -> None:
     if instead:
         here = "here " + ", ".join(f"{key}={shown(new)}" for key, new in instead.items())
     else:
-        here = f"left out, {row.says}" if row.key is None else f"left out, {row.key} has its default"
+        here = (
+            f"left out, {row.says}" if row.key is None else f"left out, {row.key} has its default"
+        )
     logger.warning("%s: %s", _shown(row.name, value), here)
 
 
@@ -159,18 +177,49 @@ def _never_matters(name: str, example: Any, why: str, default: Any = None) -> Ar
     return Argument(name, None, lambda value: {}, why, "", (example,), (), default)
 
 
-def _renamed(name: str, key: str, values: Mapping[Any, Any], otherwise: str, refused: Any, default: Any = None) -> Argument:
+def _renamed(
+    name: str,
+    key: str,
+    values: Mapping[Any, Any],
+    otherwise: str,
+    refused: Any,
+    default: Any = None,
+) -> Argument:
     """These values have others here; a value of None leaves the key to its default."""
     instead = {value: {} if new is None else {key: new} for value, new in values.items()}
-    says = ", ".join(f"`{value!r}` is `{new!r}`" for value, new in values.items() if new is not None and new != value) or "the same"
-    return Argument(name, key, lambda value: _look_up(instead, value), says, otherwise, tuple(values), (refused,), default)
+    says = (
+        ", ".join(
+            f"`{value!r}` is `{new!r}`"
+            for value, new in values.items()
+            if new is not None and new != value
+        )
+        or "the same"
+    )
+    return Argument(
+        name,
+        key,
+        lambda value: _look_up(instead, value),
+        says,
+        otherwise,
+        tuple(values),
+        (refused,),
+        default,
+    )
 
 
 def _switch_of_section(name: str, key: str) -> Argument:
     """True gives a section its defaults, False takes it away, with what other arguments set of it."""
     instead: Mapping[Any, Mapping[str, Any]] = {None: {}, True: {key: {}}, False: {key: None}}
     says = "`True` is an empty section, `False` is `null`, whatever other arguments say of it"
-    return Argument(name, key, lambda value: _look_up(instead, value), says, f"{name} is true or false", tuple(instead), ("yes",))
+    return Argument(
+        name,
+        key,
+        lambda value: _look_up(instead, value),
+        says,
+        f"{name} is true or false",
+        tuple(instead),
+        ("yes",),
+    )
 
 
 def _number(name: str, key: str, example: int, automatic: Any = None) -> Argument:
@@ -181,9 +230,17 @@ def _number(name: str, key: str, example: int, automatic: Any = None) -> Argumen
             return {}
         return {key: value} if as_number(value) is not None else None
 
-    says = "`None` " + ("" if automatic is None else f"or `{automatic}` ") + "leaves it to the engine"
+    says = (
+        "`None` " + ("" if automatic is None else f"or `{automatic}` ") + "leaves it to the engine"
+    )
     return Argument(
-        name, key, becomes, says, f"{key} must be a number", (example, None) if automatic is None else (example, None, automatic), ("many",)
+        name,
+        key,
+        becomes,
+        says,
+        f"{key} must be a number",
+        (example, None) if automatic is None else (example, None, automatic),
+        ("many",),
     )
 
 
@@ -195,12 +252,29 @@ def _ranks(name: str) -> Argument:
             return None
         return {} if value == 1 else {"executor.name": "dovetail:tensor", "executor.size": value}
 
-    says = "`1` is the executor `local`, as by default; more is the executor `tensor` with this `size`"
-    return Argument(name, "executor.size", becomes, says, "executor.size must be a whole number, 1 or more", (1, 2), (0, "many"), 1)
+    says = (
+        "`1` is the executor `local`, as by default; more is the executor `tensor` with this `size`"
+    )
+    return Argument(
+        name,
+        "executor.size",
+        becomes,
+        says,
+        "executor.size must be a whole number, 1 or more",
+        (1, 2),
+        (0, "many"),
+        1,
+    )
 
 
 def _same_key(
-    name: str, values: Mapping[Any, Any], taken: Any, says: str, refused: tuple[Any, ...] = (), otherwise: str = "", default: Any = None
+    name: str,
+    values: Mapping[Any, Any],
+    taken: Any,
+    says: str,
+    refused: tuple[Any, ...] = (),
+    otherwise: str = "",
+    default: Any = None,
 ) -> Argument:
     """A key of `engine.yaml` too: some values have other names here, None for the default, some are refused; the rest is the key's own business."""
 
@@ -208,7 +282,9 @@ def _same_key(
         value = _plain(value)
         if among(value, refused):
             return None
-        instead = _look_up({old: {} if new is None else {name: new} for old, new in values.items()}, value)
+        instead = _look_up(
+            {old: {} if new is None else {name: new} for old, new in values.items()}, value
+        )
         return {name: value} if instead is None else instead
 
     return Argument(name, name, becomes, says, otherwise, (*values, taken), refused, default)
@@ -229,9 +305,20 @@ def _speculation(name: str) -> Argument:
         "methods `ngram`, `suffix`, `mtp`, `eagle3` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields "
         "are options"
     )
-    taken = ({"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"}, {"model": "demo-draft", "num_speculative_tokens": 4}, None)
-    refused = ("small", *({"method": method, "model": "m"} for method in ("eagle", "medusa")), {"model": "some/EAGLE-head"})
-    return Argument(name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused)
+    taken = (
+        {"method": "ngram", "num_speculative_tokens": 4},
+        {"method": "suffix"},
+        {"model": "demo-draft", "num_speculative_tokens": 4},
+        None,
+    )
+    refused = (
+        "small",
+        *({"method": method, "model": "m"} for method in ("eagle", "medusa")),
+        {"model": "some/EAGLE-head"},
+    )
+    return Argument(
+        name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused
+    )
 
 
 def _processors(name: str) -> Argument:
@@ -239,19 +326,30 @@ def _processors(name: str) -> Argument:
 
     def becomes(value: Any) -> Mapping[str, Any] | None:
         given = list(value) if isinstance(value, list | tuple) else [value]
-        if any(callable(one) or (isinstance(one, str) and _PATH_OF_CLASS.fullmatch(one)) for one in given):
+        if any(
+            callable(one) or (isinstance(one, str) and _PATH_OF_CLASS.fullmatch(one))
+            for one in given
+        ):
             return None
         return {} if value is None else {name: value}
 
     refused = (["my.processors:MyProcessor"], ["my.processors.MyProcessor"])
-    return Argument(name, name, becomes, "names of plugins are the same", _PROCESSORS, (None, []), refused)
+    return Argument(
+        name, name, becomes, "names of plugins are the same", _PROCESSORS, (None, []), refused
+    )
 
 
 def _pooler(name: str) -> Argument:
     """vLLM's settings of pooling, as a mapping or an object of its class."""
 
     def becomes(value: Any) -> Mapping[str, Any] | None:
-        given = value if isinstance(value, Mapping) else getattr(value, "__dict__", None) if value is not None else {}
+        given = (
+            value
+            if isinstance(value, Mapping)
+            else getattr(value, "__dict__", None)
+            if value is not None
+            else {}
+        )
         if given is None:
             return None
         instead: dict[str, Any] = {}
@@ -268,7 +366,15 @@ def _pooler(name: str) -> Argument:
 
     says = "`pooling_type` is `pooling.method`, `normalize` is `pooling.normalize`"
     taken = (None, {"pooling_type": "MEAN", "normalize": False})
-    return Argument(name, "pooling", becomes, says, _POOLERS, taken, ({"pooling_type": "STEP"}, {"step_tag_id": 3}, "CLS"))
+    return Argument(
+        name,
+        "pooling",
+        becomes,
+        says,
+        _POOLERS,
+        taken,
+        ({"pooling_type": "STEP"}, {"step_tag_id": 3}, "CLS"),
+    )
 
 
 _DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
@@ -277,7 +383,9 @@ _PROCESSORS = (
     "vLLM's classes don't run here: a logits processor is a plugin (docs/plugins/logits_processor.md), which is named here, "
     "logits_processors=['dry'], and by requests: SamplingParams(logits_processors={'dry': {…}})"
 )
-_PATH_OF_CLASS = re.compile(r"[\w.]+:[A-Z]\w*|\w+(\.\w+)+")  # "package.module:Class" or "package.module.Class"
+_PATH_OF_CLASS = re.compile(
+    r"[\w.]+:[A-Z]\w*|\w+(\.\w+)+"
+)  # "package.module:Class" or "package.module.Class"
 _DECIDES = "the checkpoint decides what it can do, and each call says what to compute"
 _EXPERTS = planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
@@ -299,8 +407,22 @@ _ROWS = (
     # Devices
     _ranks("tensor_parallel_size"),
     _anyway("pipeline_parallel_size", 1, why=_ONE_DEVICE, otherwise=MACHINES, refused=2),
-    _anyway("data_parallel_size", 1, why=_ONE_DEVICE, otherwise=f"start an engine for each device (executor.device). {MACHINES}", refused=2),
-    _anyway("distributed_executor_backend", None, "uni", "mp", why="ranks are processes of this host", otherwise=MACHINES, refused="ray"),
+    _anyway(
+        "data_parallel_size",
+        1,
+        why=_ONE_DEVICE,
+        otherwise=f"start an engine for each device (executor.device). {MACHINES}",
+        refused=2,
+    ),
+    _anyway(
+        "distributed_executor_backend",
+        None,
+        "uni",
+        "mp",
+        why="ranks are processes of this host",
+        otherwise=MACHINES,
+        refused="ray",
+    ),
     _anyway("enable_expert_parallel", *_OFF, why=_ONE_DEVICE, otherwise=_EXPERTS, refused=True),
     _anyway(
         "disable_custom_all_reduce",
@@ -309,15 +431,31 @@ _ROWS = (
         otherwise="set executor.all_reduce=nccl for several ranks; one has nothing to reduce",
         refused=True,
     ),
-    _renamed("device", "executor.device", {"auto": None, "cpu": "cpu", "cuda": "cuda"}, "executor.device names a device", "tpu"),
+    _renamed(
+        "device",
+        "executor.device",
+        {"auto": None, "cpu": "cpu", "cuda": "cuda"},
+        "executor.device names a device",
+        "tpu",
+    ),
     _anyway("worker_use_ray", *_OFF, why=_ONE_DEVICE, otherwise=MACHINES, refused=True),
     # Memory
-    _never_matters("swap_space", 4, "a request that is preempted is computed again, nothing is swapped"),
-    _anyway(
-        "cpu_offload_gb", 0, why="all weights are on the device", otherwise="weights can't be offloaded: choose a smaller model or dtype", refused=4
+    _never_matters(
+        "swap_space", 4, "a request that is preempted is computed again, nothing is swapped"
     ),
     _anyway(
-        "enable_sleep_mode", *_OFF, why="nothing sleeps", otherwise="`LLM.close()` gives the device's memory back; make a new LLM then", refused=True
+        "cpu_offload_gb",
+        0,
+        why="all weights are on the device",
+        otherwise="weights can't be offloaded: choose a smaller model or dtype",
+        refused=4,
+    ),
+    _anyway(
+        "enable_sleep_mode",
+        *_OFF,
+        why="nothing sleeps",
+        otherwise="`LLM.close()` gives the device's memory back; make a new LLM then",
+        refused=True,
     ),
     _same_key("gpu_memory_utilization", {None: None}, 0.8, "`None` leaves it to the engine"),
     _number("kv_cache_memory_bytes", "kv_cache_memory", 2**30),
@@ -328,20 +466,77 @@ _ROWS = (
     _same_key("max_num_batched_tokens", {None: None}, 2048, "`None` leaves it to the engine"),
     _same_key("max_model_len", {-1: None}, 512, "`-1` is the model's own length, as `None`"),
     _same_key("block_size", {None: None}, 16, "`None` is `auto`"),
-    _same_key("kv_cache_dtype", {None: None}, "fp8", "`fp8` is e4m3", ("fp8_e5m2",), "K and V are kept in e4m3: fp8", "auto"),
-    _renamed("calculate_kv_scales", "kv_cache_scales", {True: "calibrate", False: None}, "kv_cache_scales is auto or calibrate", "yes", False),
-    _renamed("mamba_ssm_cache_dtype", "state_dtype", {"auto": None, "float32": "float32"}, "state_dtype is float32 or bfloat16", "float16", "auto"),
-    # The prefix cache
-    _renamed("enable_prefix_caching", "kv_cache.reuse", {None: None, True: True, False: False}, "kv_cache.reuse is true or false", "lru"),
-    _renamed("prefix_caching_hash_algo", "kv_cache.hash", {"sha256": "sha256", "xxhash": "xxh3"}, "kv_cache.hash is xxh3 or sha256", "builtin", None),
-    # Steps
-    _renamed("enforce_eager", "cuda_graphs", {True: False, False: True}, "cuda_graphs is true or false", "yes", False),
-    _renamed("async_scheduling", "overlap", {None: None, True: True, False: False}, "overlap is true or false", "yes"),
+    _same_key(
+        "kv_cache_dtype",
+        {None: None},
+        "fp8",
+        "`fp8` is e4m3",
+        ("fp8_e5m2",),
+        "K and V are kept in e4m3: fp8",
+        "auto",
+    ),
     _renamed(
-        "scheduling_policy", "scheduler", {name: f"dovetail:{name}" for name in ("fcfs", "priority")}, "scheduler names a policy", "random", "fcfs"
+        "calculate_kv_scales",
+        "kv_cache_scales",
+        {True: "calibrate", False: None},
+        "kv_cache_scales is auto or calibrate",
+        "yes",
+        False,
+    ),
+    _renamed(
+        "mamba_ssm_cache_dtype",
+        "state_dtype",
+        {"auto": None, "float32": "float32"},
+        "state_dtype is float32 or bfloat16",
+        "float16",
+        "auto",
+    ),
+    # The prefix cache
+    _renamed(
+        "enable_prefix_caching",
+        "kv_cache.reuse",
+        {None: None, True: True, False: False},
+        "kv_cache.reuse is true or false",
+        "lru",
+    ),
+    _renamed(
+        "prefix_caching_hash_algo",
+        "kv_cache.hash",
+        {"sha256": "sha256", "xxhash": "xxh3"},
+        "kv_cache.hash is xxh3 or sha256",
+        "builtin",
+        None,
+    ),
+    # Steps
+    _renamed(
+        "enforce_eager",
+        "cuda_graphs",
+        {True: False, False: True},
+        "cuda_graphs is true or false",
+        "yes",
+        False,
+    ),
+    _renamed(
+        "async_scheduling",
+        "overlap",
+        {None: None, True: True, False: False},
+        "overlap is true or false",
+        "yes",
+    ),
+    _renamed(
+        "scheduling_policy",
+        "scheduler",
+        {name: f"dovetail:{name}" for name in ("fcfs", "priority")},
+        "scheduler names a policy",
+        "random",
+        "fcfs",
     ),
     _anyway(
-        "scheduler_cls", None, why="`scheduler` chooses one", otherwise="write a scheduler plugin, and name it: scheduler", refused="my.Scheduler"
+        "scheduler_cls",
+        None,
+        why="`scheduler` chooses one",
+        otherwise="write a scheduler plugin, and name it: scheduler",
+        refused="my.Scheduler",
     ),
     _anyway(
         "enable_chunked_prefill",
@@ -351,17 +546,57 @@ _ROWS = (
         otherwise="scheduler=prefill_first keeps them apart",
         refused=False,
     ),
-    _anyway("max_num_partial_prefills", 1, why="the scheduler decides", otherwise=_SCHEDULERS, refused=2),
-    _anyway("max_long_partial_prefills", 1, why="the scheduler decides", otherwise=_SCHEDULERS, refused=2),
-    _anyway("long_prefill_token_threshold", 0, why="the scheduler decides", otherwise=_SCHEDULERS, refused=1024),
-    _anyway("preemption_mode", None, "recompute", why="preemption is by computing again", otherwise="only recompute is there", refused="swap"),
-    _anyway("num_scheduler_steps", 1, why="each step is planned", otherwise="overlap hides the time of planning; leave it out", refused=8),
+    _anyway(
+        "max_num_partial_prefills", 1, why="the scheduler decides", otherwise=_SCHEDULERS, refused=2
+    ),
+    _anyway(
+        "max_long_partial_prefills",
+        1,
+        why="the scheduler decides",
+        otherwise=_SCHEDULERS,
+        refused=2,
+    ),
+    _anyway(
+        "long_prefill_token_threshold",
+        0,
+        why="the scheduler decides",
+        otherwise=_SCHEDULERS,
+        refused=1024,
+    ),
+    _anyway(
+        "preemption_mode",
+        None,
+        "recompute",
+        why="preemption is by computing again",
+        otherwise="only recompute is there",
+        refused="swap",
+    ),
+    _anyway(
+        "num_scheduler_steps",
+        1,
+        why="each step is planned",
+        otherwise="overlap hides the time of planning; leave it out",
+        refused=8,
+    ),
     _never_matters("use_v2_block_manager", True, "there is one: `kv_cache` chooses it"),
     _never_matters("max_seq_len_to_capture", 8192, "CUDA graphs serve every length"),
     _anyway(
-        "additional_config", None, {}, why="there is nothing to add to", otherwise="options belong to components: see configuration", refused={"x": 1}
+        "additional_config",
+        None,
+        {},
+        why="there is nothing to add to",
+        otherwise="options belong to components: see configuration",
+        refused={"x": 1},
     ),
-    _anyway("compilation_config", None, {}, 0, why="CUDA graphs are recorded at the start", otherwise="cuda_graphs is the only switch", refused=3),
+    _anyway(
+        "compilation_config",
+        None,
+        {},
+        0,
+        why="CUDA graphs are recorded at the start",
+        otherwise="cuda_graphs is the only switch",
+        refused=3,
+    ),
     _renamed(
         "attention_backend",
         "attention",
@@ -380,7 +615,13 @@ _ROWS = (
     _same_key("seed", {None: None}, 7, "`None` is 0", default=0),
     _same_key("generation_config", {"vllm": "none"}, "auto", "`vllm` is `none`", default="auto"),
     _same_key("tokenizer", {None: None}, "demo", "`None` is the model's"),
-    _same_key("load_format", {None: None, "hf": None}, "dummy", "`None` and `hf` are `auto`", default="auto"),
+    _same_key(
+        "load_format",
+        {None: None, "hf": None},
+        "dummy",
+        "`None` and `hf` are `auto`",
+        default="auto",
+    ),
     _same_key("quantization", {None: None}, "fp8", "`None` is as the checkpoint says"),
     _never_matters(
         "trust_remote_code",
@@ -388,7 +629,14 @@ _ROWS = (
         "a checkpoint's code never runs: a model type that is defined only there is refused",
         False,
     ),
-    _anyway("model_loader_extra_config", None, {}, why="there is one loader", otherwise="there is one loader, without options", refused={"x": 1}),
+    _anyway(
+        "model_loader_extra_config",
+        None,
+        {},
+        why="there is one loader",
+        otherwise="there is one loader, without options",
+        refused={"x": 1},
+    ),
     _anyway(
         "worker_extension_cls",
         None,
@@ -397,7 +645,14 @@ _ROWS = (
         otherwise="write a plugin: a model, sampler or executor",
         refused="my.Worker",
     ),
-    _anyway("profiler_config", None, {}, why="observers tell", otherwise="observers=['perfetto'] writes a trace", refused={"profiler": "torch"}),
+    _anyway(
+        "profiler_config",
+        None,
+        {},
+        why="observers tell",
+        otherwise="observers=['perfetto'] writes a trace",
+        refused={"profiler": "torch"},
+    ),
     _anyway(
         "tokenizer_mode",
         "auto",
@@ -406,11 +661,29 @@ _ROWS = (
         otherwise="only auto is supported; `tokenizer` names others",
         refused="mistral",
     ),
-    _never_matters("skip_tokenizer_init", True, "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without"),
+    _never_matters(
+        "skip_tokenizer_init",
+        True,
+        "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without",
+    ),
     _anyway("revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),
-    _anyway("tokenizer_revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),
-    _anyway("code_revision", None, why="a checkpoint's code never runs", otherwise="a checkpoint's code never runs: leave it out", refused="v1"),
-    _anyway("download_dir", None, why="models are where the hub's cache is", otherwise="set the environment variable HF_HOME", refused="/models"),
+    _anyway(
+        "tokenizer_revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"
+    ),
+    _anyway(
+        "code_revision",
+        None,
+        why="a checkpoint's code never runs",
+        otherwise="a checkpoint's code never runs: leave it out",
+        refused="v1",
+    ),
+    _anyway(
+        "download_dir",
+        None,
+        why="models are where the hub's cache is",
+        otherwise="set the environment variable HF_HOME",
+        refused="/models",
+    ),
     _anyway(
         "hf_token",
         None,
@@ -426,37 +699,154 @@ _ROWS = (
         otherwise=f"{_EDIT_CONFIG}; pooling={{'score_tokens': ['yes', 'no']}} makes a generator score",
         refused={"rope_theta": 1e6},
     ),
-    _anyway("hf_config", None, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"rope_theta": 1e6}),
-    _anyway("eos", None, -1, why="the checkpoint names its EOS", otherwise="say it in SamplingParams: stop_token_ids", refused=2),
-    _anyway("rope_scaling", None, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"factor": 2.0}),
-    _anyway("disable_sliding_window", False, why="config.json holds", otherwise="lower max_model_len to the window instead", refused=True),
-    _anyway("model_impl", "auto", why="native models come first", otherwise=_MODEL_IMPL, refused="transformers"),
-    _anyway("config_format", "auto", "hf", why="config.json is read", otherwise="convert the checkpoint to transformers' layout", refused="mistral"),
-    _anyway("override_generation_config", None, {}, why="generation_config.json holds", otherwise="say it in SamplingParams", refused={"top_k": 5}),
-    _anyway("limit_mm_per_prompt", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"image": 1}),
-    _anyway("mm_processor_kwargs", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"size": 1}),
-    _anyway("task", "auto", "generate", "embed", "embedding", "classify", "score", "reward", why=_DECIDES, otherwise=_DECIDES, refused="transcribe"),
-    _anyway("runner", "auto", "generate", "pooling", why=_DECIDES, otherwise=_DECIDES, refused="draft"),
-    _anyway("convert", "auto", "none", "embed", why=_DECIDES, otherwise=f"{_DECIDES}; {_POOLERS}", refused="classify"),
+    _anyway(
+        "hf_config",
+        None,
+        why="config.json holds",
+        otherwise=_EDIT_CONFIG,
+        refused={"rope_theta": 1e6},
+    ),
+    _anyway(
+        "eos",
+        None,
+        -1,
+        why="the checkpoint names its EOS",
+        otherwise="say it in SamplingParams: stop_token_ids",
+        refused=2,
+    ),
+    _anyway(
+        "rope_scaling",
+        None,
+        why="config.json holds",
+        otherwise=_EDIT_CONFIG,
+        refused={"factor": 2.0},
+    ),
+    _anyway(
+        "disable_sliding_window",
+        False,
+        why="config.json holds",
+        otherwise="lower max_model_len to the window instead",
+        refused=True,
+    ),
+    _anyway(
+        "model_impl",
+        "auto",
+        why="native models come first",
+        otherwise=_MODEL_IMPL,
+        refused="transformers",
+    ),
+    _anyway(
+        "config_format",
+        "auto",
+        "hf",
+        why="config.json is read",
+        otherwise="convert the checkpoint to transformers' layout",
+        refused="mistral",
+    ),
+    _anyway(
+        "override_generation_config",
+        None,
+        {},
+        why="generation_config.json holds",
+        otherwise="say it in SamplingParams",
+        refused={"top_k": 5},
+    ),
+    _anyway(
+        "limit_mm_per_prompt", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"image": 1}
+    ),
+    _anyway(
+        "mm_processor_kwargs", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"size": 1}
+    ),
+    _anyway(
+        "task",
+        "auto",
+        "generate",
+        "embed",
+        "embedding",
+        "classify",
+        "score",
+        "reward",
+        why=_DECIDES,
+        otherwise=_DECIDES,
+        refused="transcribe",
+    ),
+    _anyway(
+        "runner", "auto", "generate", "pooling", why=_DECIDES, otherwise=_DECIDES, refused="draft"
+    ),
+    _anyway(
+        "convert",
+        "auto",
+        "none",
+        "embed",
+        why=_DECIDES,
+        otherwise=f"{_DECIDES}; {_POOLERS}",
+        refused="classify",
+    ),
     # What requests ask for
     _switch_of_section("enable_lora", "adapters"),
     _number("max_loras", "adapters.slots", 8),
     _number("max_lora_rank", "adapters.max_rank", 64),
     _number("max_cpu_loras", "adapters.host_copies", 64),
-    _anyway("lora_dtype", None, "auto", why="adapters have the model's type", otherwise="adapters have the model's type", refused="float16"),
-    _anyway("fully_sharded_loras", *_OFF, why="ranks share adapters as they do weights", otherwise="ranks share them already", refused=True),
-    _anyway("lora_target_modules", None, why="adapters name modules", otherwise="each adapter names its modules: leave it out", refused=["q_proj"]),
+    _anyway(
+        "lora_dtype",
+        None,
+        "auto",
+        why="adapters have the model's type",
+        otherwise="adapters have the model's type",
+        refused="float16",
+    ),
+    _anyway(
+        "fully_sharded_loras",
+        *_OFF,
+        why="ranks share adapters as they do weights",
+        otherwise="ranks share them already",
+        refused=True,
+    ),
+    _anyway(
+        "lora_target_modules",
+        None,
+        why="adapters name modules",
+        otherwise="each adapter names its modules: leave it out",
+        refused=["q_proj"],
+    ),
     _never_matters("lora_extra_vocab_size", 256, "adapters of embeddings are refused"),
-    _anyway("enable_lora_bias", *_OFF, why="adapters have no biases", otherwise="adapters with biases aren't served: merge them", refused=True),
-    _anyway("enable_prompt_adapter", *_OFF, why="there are no soft prompts", otherwise=SOFT_PROMPTS, refused=True),
+    _anyway(
+        "enable_lora_bias",
+        *_OFF,
+        why="adapters have no biases",
+        otherwise="adapters with biases aren't served: merge them",
+        refused=True,
+    ),
+    _anyway(
+        "enable_prompt_adapter",
+        *_OFF,
+        why="there are no soft prompts",
+        otherwise=SOFT_PROMPTS,
+        refused=True,
+    ),
     *(
         _anyway(name, None, 0, why="there are no soft prompts", otherwise=SOFT_PROMPTS, refused=8)
         for name in ("max_prompt_adapters", "max_prompt_adapter_token")
     ),
     _speculation("speculative_config"),
-    _anyway("speculative_model", None, why="`speculation` chooses", otherwise=_DRAFTERS, refused="small"),
-    _anyway("num_speculative_tokens", None, why="`speculation` says it", otherwise="set speculation.max_drafts", refused=3),
-    _anyway("structured_outputs_config", None, {}, why="grammar decides", otherwise="name the backend: grammar", refused={"backend": "xgrammar"}),
+    _anyway(
+        "speculative_model", None, why="`speculation` chooses", otherwise=_DRAFTERS, refused="small"
+    ),
+    _anyway(
+        "num_speculative_tokens",
+        None,
+        why="`speculation` says it",
+        otherwise="set speculation.max_drafts",
+        refused=3,
+    ),
+    _anyway(
+        "structured_outputs_config",
+        None,
+        {},
+        why="grammar decides",
+        otherwise="name the backend: grammar",
+        refused={"backend": "xgrammar"},
+    ),
     _renamed(
         "guided_decoding_backend",
         "grammar",
@@ -466,30 +856,77 @@ _ROWS = (
     ),
     _anyway("enable_prompt_embeds", *_OFF, why=_PROMPTS, otherwise=_PROMPTS, refused=True),
     _anyway(
-        "enable_return_routed_experts", *_OFF, why="outputs have tokens", otherwise="outputs have tokens and their log-probabilities", refused=True
+        "enable_return_routed_experts",
+        *_OFF,
+        why="outputs have tokens",
+        otherwise="outputs have tokens and their log-probabilities",
+        refused=True,
     ),
     *(_pooler(name) for name in ("pooler_config", "override_pooler_config")),
     *(
-        _anyway(name, None, why="one engine computes all", otherwise=_TRANSFER, refused={"kv_role": "kv_both"})
+        _anyway(
+            name,
+            None,
+            why="one engine computes all",
+            otherwise=_TRANSFER,
+            refused={"kv_role": "kv_both"},
+        )
         for name in ("kv_transfer_config", "kv_events_config", "ec_transfer_config")
     ),
-    _anyway("reasoning_parser", None, "", why="text is parsed by the server alone", otherwise=_SERVER, refused="qwen3"),
+    _anyway(
+        "reasoning_parser",
+        None,
+        "",
+        why="text is parsed by the server alone",
+        otherwise=_SERVER,
+        refused="qwen3",
+    ),
     _processors("logits_processors"),
     _anyway(
-        "logprobs_mode", "raw_logprobs", why="they are those of the raw distribution", otherwise="only raw_logprobs is there", refused="raw_logits"
+        "logprobs_mode",
+        "raw_logprobs",
+        why="they are those of the raw distribution",
+        otherwise="only raw_logprobs is there",
+        refused="raw_logits",
     ),
     _number("max_logprobs", "limits.max_logprobs", 20),
     # What it tells
-    _renamed("disable_log_stats", "observers", {True: None, False: ["log"]}, "observers=['log'] logs", "no", True),
-    _anyway("disable_log_requests", None, True, why="no request is logged", otherwise="observers hear of each request: write one", refused=False),
-    _anyway("enable_log_requests", *_OFF, why="no request is logged", otherwise="observers hear of each request: write one", refused=True),
+    _renamed(
+        "disable_log_stats",
+        "observers",
+        {True: None, False: ["log"]},
+        "observers=['log'] logs",
+        "no",
+        True,
+    ),
+    _anyway(
+        "disable_log_requests",
+        None,
+        True,
+        why="no request is logged",
+        otherwise="observers hear of each request: write one",
+        refused=False,
+    ),
+    _anyway(
+        "enable_log_requests",
+        *_OFF,
+        why="no request is logged",
+        otherwise="observers hear of each request: write one",
+        refused=True,
+    ),
     _never_matters("use_tqdm_on_load", True, "`LLM` shows no bar while it loads"),
-    _anyway("served_model_name", None, why="`LLM` serves nothing", otherwise=_SERVER, refused="my-model"),
+    _anyway(
+        "served_model_name", None, why="`LLM` serves nothing", otherwise=_SERVER, refused="my-model"
+    ),
     *(row for group in GROUPS for row in _rows_of(group)),
     Argument(
         "otlp_traces_endpoint",
         "observers",
-        lambda value: {"observers": [{"name": "dovetail:otlp", "endpoint": value}]} if isinstance(value, str) else None,
+        lambda value: (
+            {"observers": [{"name": "dovetail:otlp", "endpoint": value}]}
+            if isinstance(value, str)
+            else None
+        ),
         "the observer `otlp` with this `endpoint`",
         "it must be a URL, to which the observer otlp sends spans",
         ("http://localhost:4318/v1/traces", None),
@@ -499,6 +936,10 @@ _ROWS = (
 
 TABLE: dict[str, Argument] = {row.name: row for row in _ROWS}
 
-ARGUMENTS: Mapping[str, bool] = {name: field.annotation is bool for name, field in EngineConfig.model_fields.items() if name != "model"} | {
+ARGUMENTS: Mapping[str, bool] = {
+    name: field.annotation is bool
+    for name, field in EngineConfig.model_fields.items()
+    if name != "model"
+} | {
     row.name: row.is_switch for row in TABLE.values()
 }  # those of `LLM()` besides the model; True: a switch, without a value on a command line

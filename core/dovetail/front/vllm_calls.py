@@ -18,14 +18,18 @@ from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
 from dovetail.vllm_only import VllmOnly
 
 _OBSERVERS = "write an observer plugin, and name it: observers"
-_TOKENIZED = "the parameters of a request have truncate_prompt_tokens; give token ids for anything else"
+_TOKENIZED = (
+    "the parameters of a request have truncate_prompt_tokens; give token ids for anything else"
+)
 
 CALL_TABLE: Mapping[str, VllmOnly] = {
     "prompt_adapter_request": VllmOnly(SOFT_PROMPTS),
     "use_beam_search": VllmOnly(BEAM_SEARCH, (False,)),
     "guided_options_request": VllmOnly("say it in the sampling parameters: structured_outputs"),
     "tokenization_kwargs": VllmOnly(_TOKENIZED, ({},)),
-    "chat_template_content_format": VllmOnly("it is found out from the template: leave it out", ("auto",)),
+    "chat_template_content_format": VllmOnly(
+        "it is found out from the template: leave it out", ("auto",)
+    ),
     "mm_processor_kwargs": VllmOnly(TEXT_ONLY, ({},)),
     "multi_modal_data": VllmOnly(TEXT_ONLY, ({},)),
     "trace_headers": VllmOnly("requests of LLMEngine.add_request carry them", ({},)),
@@ -91,7 +95,9 @@ def by_position(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> 
     if method == "add_request" and _is_older(given):
         names = ("lora_request", "trace_headers", "prompt_adapter_request", "priority")
     if len(given) > len(names):
-        raise RequestError(f"{method}() takes at most {len(names)} more arguments by position, {', '.join(names)}, got {len(given)}")
+        raise RequestError(
+            f"{method}() takes at most {len(names)} more arguments by position, {', '.join(names)}, got {len(given)}"
+        )
     placed = dict(zip(names, given, strict=False))
     if twice := placed.keys() & named.keys():
         raise RequestError(f"{method}(): {min(twice)} is given by position and by name")

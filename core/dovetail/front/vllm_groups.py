@@ -97,7 +97,9 @@ GROUPS = (
     Group(
         "kernels are chosen by what was measured: leave it out",
         {
-            **dict.fromkeys(("moe_backend", "linear_backend", "sparse_indexer_topk_backend"), "auto"),
+            **dict.fromkeys(
+                ("moe_backend", "linear_backend", "sparse_indexer_topk_backend"), "auto"
+            ),
             "mamba_backend": "triton",
             **_unset("mamba_ssu_algorithm", "gdn_prefill_backend"),
             **_unset("kda_prefill_backend", "kda_decode_backend", "enable_flashinfer_autotune"),
@@ -295,7 +297,10 @@ GROUPS = (
     ),
     Group(
         "the logger `dovetail` is Python's, its level that of the environment variable DOVETAIL_LOG",
-        {"aggregate_engine_logging": False, **_unset("logging_config", "log_level", "log_config_file")},
+        {
+            "aggregate_engine_logging": False,
+            **_unset("logging_config", "log_level", "log_config_file"),
+        },
     ),
     Group(
         "`dovetail serve` prepares prompts in threads of its own, and watches its processes",

@@ -7,22 +7,48 @@ from typing import Any
 from dovetail.errors import UnsupportedError
 
 METHOD_TABLE = {  # a method or attribute of their engines -> what to do instead
-    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "nothing sleeps: `close()` gives the device's memory back; make a new engine then"),
-    **dict.fromkeys(("start_profile", "stop_profile"), "observers=['perfetto'] writes a trace of steps and requests from the beginning"),
-    **dict.fromkeys(("collective_rpc", "apply_model"), "code that works on the model belongs into a plugin: write a model, sampler or executor"),
-    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), "nothing pauses: abort the requests, and send them again later"),
     **dict.fromkeys(
-        ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+        ("sleep", "wake_up", "is_sleeping"),
+        "nothing sleeps: `close()` gives the device's memory back; make a new engine then",
+    ),
+    **dict.fromkeys(
+        ("start_profile", "stop_profile"),
+        "observers=['perfetto'] writes a trace of steps and requests from the beginning",
+    ),
+    **dict.fromkeys(
+        ("collective_rpc", "apply_model"),
+        "code that works on the model belongs into a plugin: write a model, sampler or executor",
+    ),
+    **dict.fromkeys(
+        ("pause_generation", "resume_generation", "is_paused"),
+        "nothing pauses: abort the requests, and send them again later",
+    ),
+    **dict.fromkeys(
+        (
+            "init_weight_transfer_engine",
+            "start_weight_update",
+            "update_weights",
+            "finish_weight_update",
+        ),
         "weights are loaded once: close the engine, and make one of the new checkpoint",
     ),
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), "models of text alone are served"),
-    **dict.fromkeys(("enqueue", "wait_for_completion"), "`generate` takes a list of prompts; `stream` returns at once, and its outputs as they come"),
+    **dict.fromkeys(
+        ("enqueue", "wait_for_completion"),
+        "`generate` takes a list of prompts; `stream` returns at once, and its outputs as they come",
+    ),
     "renderer": "`generate` takes the text, or its token ids",
     "preprocess_chat": "the tokenizer renders chat templates: get_tokenizer().apply_chat_template(…)",
     "set_tokenizer": "name it when the engine is made: tokenizer",
     "get_world_size": "get_parallel_config().world_size of an LLMEngine",
-    **dict.fromkeys(("model_config", "vllm_config"), "an LLMEngine's get_model_config() and get_scheduler_config() tell such facts"),
-    **dict.fromkeys(("engine_core", "model_executor"), "that is inside of vLLM; an LLMEngine has `core`, `config` and `capacity`"),
+    **dict.fromkeys(
+        ("model_config", "vllm_config"),
+        "an LLMEngine's get_model_config() and get_scheduler_config() tell such facts",
+    ),
+    **dict.fromkeys(
+        ("engine_core", "model_executor"),
+        "that is inside of vLLM; an LLMEngine has `core`, `config` and `capacity`",
+    ),
 }
 NANOVLLM_TABLE = dict.fromkeys(  # those of nano-vllm's `LLM`, which is the engine itself
     ("add_request", "step", "is_finished", "exit"),

@@ -30,28 +30,52 @@ def speculation_of(name: str, value: Any) -> Mapping[str, Any] | None:
         return None
     given = {key: one for key, one in value.items() if one is not None}
     method = given.pop("method", None) or _method_of(given.get("model"))
-    method = "mtp" if isinstance(method, str) and method.endswith("_mtp") else method  # by families of models
-    if method not in _DRAFTER_FIELDS or (method in ("ngram", "suffix") and given.pop("model", "ngram") not in _LOOKUP):
+    method = (
+        "mtp" if isinstance(method, str) and method.endswith("_mtp") else method
+    )  # by families of models
+    if method not in _DRAFTER_FIELDS or (
+        method in ("ngram", "suffix") and given.pop("model", "ngram") not in _LOOKUP
+    ):
         return None
     ours: dict[str, Any] = {}
     if (most := given.pop("num_speculative_tokens", None)) is not None:
         ours["max_drafts"] = most
-    if method == "ngram" and (lookup := {"prompt_lookup_min", "prompt_lookup_max"} & set(given)):  # of one, the other is the same
-        given = {"prompt_lookup_min": given[min(lookup)], "prompt_lookup_max": given[max(lookup)]} | given
+    if method == "ngram" and (
+        lookup := {"prompt_lookup_min", "prompt_lookup_max"} & set(given)
+    ):  # of one, the other is the same
+        given = {
+            "prompt_lookup_min": given[min(lookup)],
+            "prompt_lookup_max": given[max(lookup)],
+        } | given
     if given.get("suffix_decoding_max_cached_requests", 0) != 0:
-        raise ConfigError(f"{name}: suffix_decoding_max_cached_requests: set kept_tokens and kept_clients of speculation.drafter")
+        raise ConfigError(
+            f"{name}: suffix_decoding_max_cached_requests: set kept_tokens and kept_clients of speculation.drafter"
+        )
     options = {}
     for field, one in given.items():
         if field not in _DRAFTER_FIELDS[method]:
-            raise ConfigError(f"{name}: {field!s:.80}: method {method} takes {', '.join(['num_speculative_tokens', *_DRAFTER_FIELDS[method]])}")
+            raise ConfigError(
+                f"{name}: {field!s:.80}: method {method} takes {', '.join(['num_speculative_tokens', *_DRAFTER_FIELDS[method]])}"
+            )
         options[_DRAFTER_FIELDS[method][field]] = one
-    return {"speculation": {"drafter": {"name": f"dovetail:{'model' if method == 'draft_model' else method}", **options}, **ours}}
+    return {
+        "speculation": {
+            "drafter": {
+                "name": f"dovetail:{'model' if method == 'draft_model' else method}",
+                **options,
+            },
+            **ours,
+        }
+    }
 
 
 def _method_of(model: Any) -> str | None:
     """Return the method that `model` implies."""
     if isinstance(model, str) and "eagle3" in model.lower():
         return "eagle3"
-    if not isinstance(model, str) or any(head in model.lower() for head in ("eagle", "medusa", "mtp", "mlp_speculator", "mlp-speculator")):
+    if not isinstance(model, str) or any(
+        head in model.lower()
+        for head in ("eagle", "medusa", "mtp", "mlp_speculator", "mlp-speculator")
+    ):
         return None
     return "ngram" if model in _LOOKUP else "draft_model"

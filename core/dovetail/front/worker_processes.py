@@ -23,7 +23,14 @@ from dovetail.errors import DovetailError
 
 OUT_OF_MEMORY = b'"memory"\n'  # a worker's last answer
 PING = b"null"  # a request whose answer, an empty list, shows that the worker runs
-_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")  # what Python and the time of day need; no secrets
+_ENVIRONMENT = (
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "PATH",
+    "SYSTEMROOT",
+    "TZ",
+)  # what Python and the time of day need; no secrets
 _STARTS_S = 60.0  # how long a process may take to start
 
 
@@ -44,16 +51,26 @@ class WorkerProcess:
         paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         command = [sys.executable, "-I", "-S", str(script), json.dumps(paths), *arguments]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+        }
         try:  # in a session of its own: Ctrl-C in a terminal is for the engine
-            self._process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, **pipes, env=environment, start_new_session=True
+            )
         except OSError as error:
-            raise DovetailError(f"the process that {does} doesn't start: {command[0]}: {error.strerror}") from error
+            raise DovetailError(
+                f"the process that {does} doesn't start: {command[0]}: {error.strerror}"
+            ) from error
         self.end = weakref.finalize(self, _end, self._process, os.getpid())
         try:
             self.ask(PING, _STARTS_S)
         except WorkerEndedError:
-            raise DovetailError(f"the process that {does} doesn't start: {' '.join(command[:4])}") from None
+            raise DovetailError(
+                f"the process that {does} doesn't start: {' '.join(command[:4])}"
+            ) from None
 
     @property
     def alive(self) -> bool:
@@ -79,7 +96,9 @@ class WorkerProcess:
             return json.loads(line)
         self.end()
         ended_by = -(self._process.returncode or 0)
-        if line or ended_by == signal.SIGABRT:  # native code aborts where Python would raise `MemoryError`
+        if (
+            line or ended_by == signal.SIGABRT
+        ):  # native code aborts where Python would raise `MemoryError`
             raise WorkerEndedError("memory")
         late = time.monotonic() - begun >= seconds or ended_by == getattr(signal, "SIGXCPU", -1)
         raise WorkerEndedError("time" if late else "ended")

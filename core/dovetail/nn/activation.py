@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(  # by `hidden_act` of Hugging Face configs
-    {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = (
+    MappingProxyType(  # by `hidden_act` of Hugging Face configs
+        {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+    )
 )
 
 
@@ -30,7 +32,9 @@ class ClampedSwiGLU:
     limit: float
 
 
-Activation = str | ClampedSwiGLU  # a key of `ACTIVATIONS`, multiplied by up; another function of both; or `RELU2` of up alone
+Activation = (
+    str | ClampedSwiGLU
+)  # a key of `ACTIVATIONS`, multiplied by up; another function of both; or `RELU2` of up alone
 
 
 def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from dovetail.nn.kernels.adapters import SortedTokens
 
 MOST_OUTPUTS = 128  # of a piece
-Summed = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # y, x, slot -> y with what that adapter adds
+Summed = Callable[
+    [torch.Tensor, torch.Tensor, int], torch.Tensor
+]  # y, x, slot -> y with what that adapter adds
 
 
 class TokenSlots:
@@ -67,7 +69,9 @@ class StepAdapters:
     def of(self, count: int) -> TokenSlots:
         """Return the slots of the `count` tokens of a layer's input: all of the step, or those wanted. Raises `DovetailError` for another number."""
         if count not in self._of:
-            raise DovetailError(f"a layer with adapters was given {count} tokens in a step of {' or '.join(map(str, self._of))}")
+            raise DovetailError(
+                f"a layer with adapters was given {count} tokens in a step of {' or '.join(map(str, self._of))}"
+            )
         return self._of[count]
 
 
@@ -81,7 +85,10 @@ class Outputs:
 
     def pieces(self) -> list[tuple[int, int, int]]:
         """Return (start, end, module) of pieces of at most `MOST_OUTPUTS`, one for each program of a kernel."""
-        return [(at, min(at + MOST_OUTPUTS, self.end), self.module) for at in range(self.start, self.end, MOST_OUTPUTS)]
+        return [
+            (at, min(at + MOST_OUTPUTS, self.end), self.module)
+            for at in range(self.start, self.end, MOST_OUTPUTS)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,9 @@ class LayerAdapters:
     """The adapters of one layer, which may merge several modules of a checkpoint (q, k and v). Ranks hold their shares, as of the weight."""
 
     step: StepAdapters
-    a: torch.Tensor  # [slots + 1, modules * rank, in]; 0 beyond an adapter's own rank, and in slot 0
+    a: (
+        torch.Tensor
+    )  # [slots + 1, modules * rank, in]; 0 beyond an adapter's own rank, and in slot 0
     b: torch.Tensor  # [slots + 1, out, rank]; likewise
     outputs: tuple[Outputs, ...]  # ascending, of all outputs of the layer
     pieces: torch.Tensor  # the same in pieces [any, 3], for kernels
@@ -106,11 +115,15 @@ class LayerAdapters:
             from dovetail.nn.kernels import adapters as kernels
 
             with suppress(KernelUnavailable):
-                kernels.add(y, x, self.a, self.b, self.pieces, MOST_OUTPUTS, tokens.sorted(len(self.a)))
+                kernels.add(
+                    y, x, self.a, self.b, self.pieces, MOST_OUTPUTS, tokens.sorted(len(self.a))
+                )
                 return y
         return self._added(y, x, tokens.slots, self._sum)
 
-    def added_by_heads(self, y: torch.Tensor, x: torch.Tensor, outputs: slice, *, from_left: bool) -> torch.Tensor:
+    def added_by_heads(
+        self, y: torch.Tensor, x: torch.Tensor, outputs: slice, *, from_left: bool
+    ) -> torch.Tensor:
         """Add to y in place, and return it, what the tokens' adapters compute of x head by head, where
         the layer has the same number of outputs for each head, of which `outputs` are used.
 
@@ -119,7 +132,9 @@ class LayerAdapters:
 
         def summed(y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:
             a = self.a[slot].float()  # [rank, in]
-            b = self.b[slot].float().view(x.shape[1], -1, a.shape[0])[:, outputs]  # [heads, outputs, rank]
+            b = (
+                self.b[slot].float().view(x.shape[1], -1, a.shape[0])[:, outputs]
+            )  # [heads, outputs, rank]
             if from_left:
                 added = torch.einsum("thp,hpr->thr", x.float(), b) @ a
             else:
@@ -128,7 +143,9 @@ class LayerAdapters:
 
         return self._added(y, x, self.step.of(len(x)).slots, summed)
 
-    def _added(self, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, summed: Summed) -> torch.Tensor:
+    def _added(
+        self, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, summed: Summed
+    ) -> torch.Tensor:
         """Replace, in y, the rows of tokens with an adapter by `summed` of them."""
         on_cpu = x.device.type == "cpu"
         for slot in set(slots.tolist()) - {0} if on_cpu else range(1, len(self.a)):
@@ -143,6 +160,12 @@ class LayerAdapters:
     def _sum(self, y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:
         """Return y plus what the adapter in a slot computes for all tokens."""
         rank = self.b.shape[2]
-        inner = F.linear(x.float(), self.a[slot].float()).to(x.dtype).float()  # [tokens, modules * rank]
-        parts = [inner[:, part.module * rank :][:, :rank] @ self.b[slot, part.start : part.end].float().t() for part in self.outputs]
+        inner = (
+            F.linear(x.float(), self.a[slot].float()).to(x.dtype).float()
+        )  # [tokens, modules * rank]
+        parts = [
+            inner[:, part.module * rank :][:, :rank]
+            @ self.b[slot, part.start : part.end].float().t()
+            for part in self.outputs
+        ]
         return (y.float() + torch.cat(parts, 1)).to(y.dtype)

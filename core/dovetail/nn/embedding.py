@@ -72,10 +72,19 @@ class LMHead(Layer):
 
     adapters: LayerAdapters | None = None  # None: it has no bank
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext, *, tied: VocabParallelEmbedding | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        context: BuildContext,
+        *,
+        tied: VocabParallelEmbedding | None = None,
+    ) -> None:
         super().__init__()
         self.group, self.vocab_size = context.parallel, vocab_size
-        self.weight = tied.weight if tied is not None else vocab_weight(vocab_size, hidden_size, context)
+        self.weight = (
+            tied.weight if tied is not None else vocab_weight(vocab_size, hidden_size, context)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = linear(hidden, self.weight)
@@ -85,9 +94,13 @@ class LMHead(Layer):
             return logits
         return self.group.all_gather(logits, dim=-1)[:, : self.vocab_size]
 
-    def _adapted(self, adapters: LayerAdapters, logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _adapted(
+        self, adapters: LayerAdapters, logits: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
         """Return this rank's logits with what adapters add. The last rank may have rows past the end of the vocabulary."""
         own = adapters.b.shape[1]
         if own == logits.shape[1]:
             return adapters.added_to(logits, hidden)
-        return torch.cat((adapters.added_to(logits[:, :own].contiguous(), hidden), logits[:, own:]), dim=1)
+        return torch.cat(
+            (adapters.added_to(logits[:, :own].contiguous(), hidden), logits[:, own:]), dim=1
+        )

@@ -79,7 +79,14 @@ class MergedColumnParallelLinear(LinearLayer):
     x [tokens, in] or a residual stream, normed first if `norm` is given -> [tokens, sum of this rank's sizes].
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str | None, Columns], context: BuildContext, *, bias: bool) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str | None, Columns],
+        context: BuildContext,
+        *,
+        bias: bool,
+    ) -> None:
         super().__init__()
         weights: dict[str | None, Part] = {}
         biases: dict[str | None, Part] = {}
@@ -96,7 +103,9 @@ class MergedColumnParallelLinear(LinearLayer):
             return self._unfused(adapted, x, norm)
         return self.format.columns(self.weight, x, self.bias, norm)
 
-    def _unfused(self, adapted: LayerAdapters, x: torch.Tensor | Residual, norm: RMSNorm | None) -> torch.Tensor:
+    def _unfused(
+        self, adapted: LayerAdapters, x: torch.Tensor | Residual, norm: RMSNorm | None
+    ) -> torch.Tensor:
         """Return the outputs with what adapters add."""
         if isinstance(x, Residual):
             x = x.summed() if norm is None else x.normed(norm)
@@ -105,7 +114,9 @@ class MergedColumnParallelLinear(LinearLayer):
         return adapted.added_to(self.format.columns(self.weight, x, self.bias), x)
 
 
-def interleaved(pieces: Mapping[str, int], groups: int, group: ParallelGroup, what: str) -> dict[str | None, Columns]:
+def interleaved(
+    pieces: Mapping[str, int], groups: int, group: ParallelGroup, what: str
+) -> dict[str | None, Columns]:
     """Return the parts of a layer whose outputs in the checkpoint are `groups` equal groups, each of `pieces` (name -> size) in order, and here first
     all groups' first pieces, then all second ones, …: of q and a gate for each head, "q0", "q1", …, "gate0", …. Ranks split the groups. Raises
     `UnsupportedError` that names `what` if they can't."""
@@ -113,7 +124,10 @@ def interleaved(pieces: Mapping[str, int], groups: int, group: ParallelGroup, wh
     starts = range(group.rank * own * size, (group.rank + 1) * own * size, size)
     parts, at = dict[str | None, Columns](), 0
     for name, piece in pieces.items():
-        parts |= {f"{name}{index}": Columns(groups * size, start + at, piece) for index, start in enumerate(starts)}
+        parts |= {
+            f"{name}{index}": Columns(groups * size, start + at, piece)
+            for index, start in enumerate(starts)
+        }
         at += piece
     return parts
 
@@ -121,16 +135,27 @@ def interleaved(pieces: Mapping[str, int], groups: int, group: ParallelGroup, wh
 class ReplicatedLinear(MergedColumnParallelLinear):
     """x [tokens, in] -> [tokens, out], all of them on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, context: BuildContext, *, bias: bool = False) -> None:
-        super().__init__(in_features, {None: Columns(out_features, 0, out_features)}, context, bias=bias)
+    def __init__(
+        self, in_features: int, out_features: int, context: BuildContext, *, bias: bool = False
+    ) -> None:
+        super().__init__(
+            in_features, {None: Columns(out_features, 0, out_features)}, context, bias=bias
+        )
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """x [tokens, in] -> this rank's share of the outputs [tokens, out / size]."""
 
-    def __init__(self, in_features: int, out_features: int, context: BuildContext, *, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, context: BuildContext, *, bias: bool
+    ) -> None:
         size = share(out_features, context.parallel, "out_features")
-        super().__init__(in_features, {None: Columns(out_features, context.parallel.rank * size, size)}, context, bias=bias)
+        super().__init__(
+            in_features,
+            {None: Columns(out_features, context.parallel.rank * size, size)},
+            context,
+            bias=bias,
+        )
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -141,34 +166,66 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """
 
     def __init__(
-        self, hidden_size: int, heads: int, kv_heads: int, head_size: int, context: BuildContext, *, bias: bool, gated: bool = False
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        context: BuildContext,
+        *,
+        bias: bool,
+        gated: bool = False,
     ) -> None:
         own = share(heads, context.parallel, "num_attention_heads")
-        q: dict[str | None, Columns] = {"q": Columns(heads * head_size, context.parallel.rank * own * head_size, own * head_size)}
+        q: dict[str | None, Columns] = {
+            "q": Columns(
+                heads * head_size, context.parallel.rank * own * head_size, own * head_size
+            )
+        }
         if gated:
-            q = interleaved({"q": head_size, "gate": head_size}, heads, context.parallel, "num_attention_heads")
+            q = interleaved(
+                {"q": head_size, "gate": head_size}, heads, context.parallel, "num_attention_heads"
+            )
         kv: dict[str | None, Columns] = {}
         if kv_heads:
             first_kv, own_kv = kv_share(kv_heads, context.parallel)
-            kv["k"] = kv["v"] = Columns(kv_heads * head_size, first_kv * head_size, own_kv * head_size)
+            kv["k"] = kv["v"] = Columns(
+                kv_heads * head_size, first_kv * head_size, own_kv * head_size
+            )
         gates = dict(list(q.items())[own:])
-        super().__init__(hidden_size, {**dict(list(q.items())[:own]), **kv, **gates}, context, bias=bias)
+        super().__init__(
+            hidden_size, {**dict(list(q.items())[:own]), **kv, **gates}, context, bias=bias
+        )
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """x [tokens, hidden], normed first if `norm` is given -> activation(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, context: BuildContext, *, bias: bool, activation: str = "silu", stacked: bool = False
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        context: BuildContext,
+        *,
+        bias: bool,
+        activation: str = "silu",
+        stacked: bool = False,
     ) -> None:
         """`activation`: a key of `dovetail.nn.activation.ACTIVATIONS`, named like `hidden_act` in a Hugging Face config; only silu is fused into
         the product's kernels. `stacked`: the checkpoint has both in one tensor, gates first. Raises `UnsupportedError` for any other activation."""
         if activation not in ACTIVATIONS:
-            raise UnsupportedError(f"hidden_act = {activation!r} is not implemented (implemented: {', '.join(ACTIVATIONS)})")
+            raise UnsupportedError(
+                f"hidden_act = {activation!r} is not implemented (implemented: {', '.join(ACTIVATIONS)})"
+            )
         size = share(intermediate_size, context.parallel, "intermediate_size")
         outputs, first = intermediate_size * (2 if stacked else 1), context.parallel.rank * size
         up = first + outputs - intermediate_size
-        super().__init__(hidden_size, {"gate": Columns(outputs, first, size), "up": Columns(outputs, up, size)}, context, bias=bias)
+        super().__init__(
+            hidden_size,
+            {"gate": Columns(outputs, first, size), "up": Columns(outputs, up, size)},
+            context,
+            bias=bias,
+        )
         self.activation = activation
 
     def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
@@ -183,12 +240,16 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(LinearLayer):
     """This rank's share of the inputs [tokens, in / size] -> [tokens, out], summed over the ranks. The first rank adds the bias."""
 
-    def __init__(self, in_features: int, out_features: int, context: BuildContext, *, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, context: BuildContext, *, bias: bool
+    ) -> None:
         super().__init__()
         self.group = context.parallel
         size = share(in_features, self.group, "in_features")
         part = Part((out_features, in_features), 1, self.group.rank * size, size)
-        self.weight = Weight((out_features, size), {None: part}, context, later=context.weights_later)
+        self.weight = Weight(
+            (out_features, size), {None: part}, context, later=context.weights_later
+        )
         self.bias = whole((out_features,), context) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +274,9 @@ class RowParallelLinear(LinearLayer):
 
     def _share(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's share of the sum [tokens, out], in the memory `into` if given."""
-        y = self.format.columns(self.weight, x, self.bias if self.group.rank == 0 else None, into=into)
+        y = self.format.columns(
+            self.weight, x, self.bias if self.group.rank == 0 else None, into=into
+        )
         return y if (adapted := self.adapted) is None else adapted.added_to(y, x)
 
 
@@ -223,7 +286,9 @@ class LatentUpLinear(LinearLayer):
     Its weight [heads * (key + value), latent] is that of a linear layer, this rank's heads of it, and is never quantized.
     """
 
-    def __init__(self, latent: int, heads: int, key: int, value: int, context: BuildContext) -> None:
+    def __init__(
+        self, latent: int, heads: int, key: int, value: int, context: BuildContext
+    ) -> None:
         """`heads`: of the whole model. Raises `UnsupportedError` if they can't be split over the ranks."""
         super().__init__()
         own = share(heads, context.parallel, "num_attention_heads")
@@ -243,13 +308,23 @@ class LatentUpLinear(LinearLayer):
         """Return what queries [tokens, heads, key] multiply latents by, [tokens, heads, latent]."""
         y = torch.bmm(q.transpose(0, 1), self._sides()[0]).transpose(0, 1)
         adapted = self.adapted
-        return y if adapted is None else adapted.added_by_heads(y, q, slice(0, self.sizes[0]), from_left=True)
+        return (
+            y
+            if adapted is None
+            else adapted.added_by_heads(y, q, slice(0, self.sizes[0]), from_left=True)
+        )
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the values [tokens, heads, value] of weighted sums of latents [tokens, heads, latent]."""
         y = torch.bmm(latents.transpose(0, 1), self._sides()[1].transpose(1, 2)).transpose(0, 1)
         adapted = self.adapted
-        return y if adapted is None else adapted.added_by_heads(y, latents, slice(self.sizes[0], sum(self.sizes)), from_left=False)
+        return (
+            y
+            if adapted is None
+            else adapted.added_by_heads(
+                y, latents, slice(self.sizes[0], sum(self.sizes)), from_left=False
+            )
+        )
 
     def _sides(self) -> Sequence[torch.Tensor]:
         """Return the matrices of K and V: [heads, key, latent] and [heads, value, latent]."""

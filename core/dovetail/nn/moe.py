@@ -36,13 +36,23 @@ class Router(Layer):
     """x [tokens, hidden] -> logits [tokens, experts] float32, the same on every rank. Its weight is never quantized. `shared`: the last logit is one
     more, of an expert that all tokens go through; its weight [1, hidden] has the shard id "shared"."""
 
-    def __init__(self, hidden: int, count: int, context: BuildContext, *, bias: bool = False, shared: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        count: int,
+        context: BuildContext,
+        *,
+        bias: bool = False,
+        shared: bool = False,
+    ) -> None:
         super().__init__()
         parts: dict[str | None, Part] = {None: Part((count, hidden), 0, 0, count)}
         if shared:
             parts["shared"] = Part((1, hidden), 0, 0, 1, at=count)
         self.outputs = count + shared
-        self.weight = Weight((-(-self.outputs // ALIGNED) * ALIGNED if shared else count, hidden), parts, context)
+        self.weight = Weight(
+            (-(-self.outputs // ALIGNED) * ALIGNED if shared else count, hidden), parts, context
+        )
         self.bias = whole((count,), context) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,15 +61,21 @@ class Router(Layer):
 
             with suppress(KernelUnavailable):
                 return routing.logits(x, self.weight, self.bias)[:, : self.outputs]
-        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())[:, : self.outputs]
+        return F.linear(
+            x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+        )[:, : self.outputs]
 
 
-def choose(logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids [tokens, k] int32 of each token's largest logits [tokens, experts], descending, ties by lowest id; and their softmax [tokens,
     k] float32 over all experts, or, if `normalize`, over the chosen ones. `shared`: the last logit isn't among these; its expert is added to the ids
     of every token, weighted by the logit's sigmoid. Raises `UnsupportedError` if there are fewer than k experts."""
     if k > logits.shape[1] - shared:
-        raise UnsupportedError(f"{k} experts per token are more than all {logits.shape[1] - shared}")
+        raise UnsupportedError(
+            f"{k} experts per token are more than all {logits.shape[1] - shared}"
+        )
     if use_kernels(logits[:1]) and logits.stride(1) == 1:
         from dovetail.nn.kernels import routing
 
@@ -67,9 +83,15 @@ def choose(logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = Fals
             return routing.choose(logits, k, normalize, shared)
     if shared:
         ids, weights = choose(logits[:, :-1], k, normalize=normalize)
-        return F.pad(ids, (0, 1), value=logits.shape[1] - 1), torch.cat((weights, logits[:, -1:].float().sigmoid()), dim=1)
+        return F.pad(ids, (0, 1), value=logits.shape[1] - 1), torch.cat(
+            (weights, logits[:, -1:].float().sigmoid()), dim=1
+        )
     values, ids = (x[:, :k] for x in logits.float().sort(dim=-1, descending=True, stable=True))
-    shares = values.softmax(-1) if normalize else (values - logits.float().logsumexp(-1, keepdim=True)).exp()
+    shares = (
+        values.softmax(-1)
+        if normalize
+        else (values - logits.float().logsumexp(-1, keepdim=True)).exp()
+    )
     return ids.to(torch.int32).contiguous(), shares.contiguous()
 
 
@@ -107,43 +129,74 @@ class Experts(nn.Module):
         activation, for `bias` without `stacked`, and if `inner` can't be split over the ranks."""
         super().__init__()
         if isinstance(activation, str) and activation not in (*ACTIVATIONS, RELU2):
-            raise UnsupportedError(f"activation {activation!r} of experts is not implemented (implemented: {', '.join((*ACTIVATIONS, RELU2))})")
+            raise UnsupportedError(
+                f"activation {activation!r} of experts is not implemented (implemented: {', '.join((*ACTIVATIONS, RELU2))})"
+            )
         if bias and stacked is None:
-            raise UnsupportedError("biases of experts are implemented only for checkpoints with all experts in one tensor (stacked)")
+            raise UnsupportedError(
+                "biases of experts are implemented only for checkpoints with all experts in one tensor (stacked)"
+            )
         self.group, self.activation, self.stacked = context.parallel, activation, stacked
         self.share_per_token = (per_token or count) / count
         self.shared = count if shared else None  # its id
         self.layouts = (stacked, None) if stacked is not None and stacked.optional else (stacked,)
         size = share(inner, self.group, "the inner size of experts")
         names = ("up",) if activation == RELU2 else ("gate", "up")
-        held, at = len(names) * size, range(0, len(names) * size, size)  # outputs of the first layer
+        held, at = (
+            len(names) * size,
+            range(0, len(names) * size, size),
+        )  # outputs of the first layer
 
         def first_parts(expert: int | None, layout: Stacked | None) -> dict[str | None, Part]:
             """The parts of an expert's first layer; without an expert, of all biases."""
             rows = inner if layout is None else len(names) * inner
             stride = 2 if layout is not None and layout.interleaved else 1
             next_name = 0 if layout is None else 1 if stride == 2 else inner
-            starts = [stride * self.group.rank * size + index * next_name for index in range(len(names))]
+            starts = [
+                stride * self.group.rank * size + index * next_name for index in range(len(names))
+            ]
             shape, dim = ((rows, hidden), 0) if expert is not None else ((count, rows), 1)
             whose = None if layout is None or expert is None else (expert, count)
             turned = layout is not None and layout.transposed and expert is not None
             return {
-                self._part(name, layout): Part(shape, dim, start, size, place, stride=stride, expert=whose, transposed=turned)
+                self._part(name, layout): Part(
+                    shape, dim, start, size, place, stride=stride, expert=whose, transposed=turned
+                )
                 for name, start, place in zip(names, starts, at, strict=True)
             }
 
         def down_part(expert: int, layout: Stacked | None) -> Part:
             whose = None if layout is None else (expert, count)
-            return Part((hidden, inner), 1, self.group.rank * size, size, expert=whose, transposed=layout is not None and layout.transposed)
+            return Part(
+                (hidden, inner),
+                1,
+                self.group.rank * size,
+                size,
+                expert=whose,
+                transposed=layout is not None and layout.transposed,
+            )
 
         def gate_up_of(expert: int) -> dict[str | None, Part]:
-            return {name: part for layout in self._layouts_of(expert) for name, part in first_parts(expert, layout).items()}
+            return {
+                name: part
+                for layout in self._layouts_of(expert)
+                for name, part in first_parts(expert, layout).items()
+            }
 
         def down_of(expert: int) -> dict[str | None, Part]:
-            return {self._part(None, layout): down_part(expert, layout) for layout in self._layouts_of(expert)}
+            return {
+                self._part(None, layout): down_part(expert, layout)
+                for layout in self._layouts_of(expert)
+            }
 
-        self.gate_up = nn.ParameterList(Weight((held, hidden), gate_up_of(index), context, later=True) for index in range(count + shared))
-        self.down = nn.ParameterList(Weight((hidden, size), down_of(index), context, later=True) for index in range(count + shared))
+        self.gate_up = nn.ParameterList(
+            Weight((held, hidden), gate_up_of(index), context, later=True)
+            for index in range(count + shared)
+        )
+        self.down = nn.ParameterList(
+            Weight((hidden, size), down_of(index), context, later=True)
+            for index in range(count + shared)
+        )
         self.gate_up_bias = self.down_bias = None
         if bias:
             self.gate_up_bias = Weight((count, held), first_parts(None, stacked), context)
@@ -158,18 +211,30 @@ class Experts(nn.Module):
         """Return the shard id of a part in a layout: each has its own if there are two."""
         return name if layout is None or len(self.layouts) == 1 else f"{name or 'down'} of all"
 
-    def take_format(self, form: WeightFormat, device: torch.device, of_shared: WeightFormat | None = None) -> None:
+    def take_format(
+        self, form: WeightFormat, device: torch.device, of_shared: WeightFormat | None = None
+    ) -> None:
         """Allocate the weights on `device` in format `form`, those of the shared expert in `of_shared` if given. A shared expert in the format of
         the others is computed with them. Raises `UnsupportedError` if a format can't store a size."""
         self.format, apart = form, of_shared is not None and of_shared != form
         self._shared_format = of_shared if apart else None
         for name in ("gate_up", "down"):
             weights = list(getattr(self, name))
-            last = [of_shared.allocate(weights.pop(), device)] if of_shared is not None and apart else []
+            last = (
+                [of_shared.allocate(weights.pop(), device)]
+                if of_shared is not None and apart
+                else []
+            )
             setattr(self, name, nn.ParameterList([*form.allocate_experts(weights, device), *last]))
         own_bias = self.down_bias if self.group.rank == 0 else None
         routed = len(self.gate_up) - apart
-        self._layers = ExpertLayers(list(self.gate_up)[:routed], list(self.down)[:routed], self.gate_up_bias, own_bias, self.activation)
+        self._layers = ExpertLayers(
+            list(self.gate_up)[:routed],
+            list(self.down)[:routed],
+            self.gate_up_bias,
+            own_bias,
+            self.activation,
+        )
 
     def placed_weights(self) -> list[Any]:
         """Return the weights that have a format, but for those of the shared expert."""
@@ -179,7 +244,9 @@ class Experts(nn.Module):
         """Return the weights of the shared expert, if there is one."""
         return [] if self.shared is None else [self.gate_up[self.shared], self.down[self.shared]]
 
-    def add_to(self, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def add_to(
+        self, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
         """Add to the stream, for each token, the weighted sum of its experts' outputs for x [tokens, hidden], the normed stream. `ids` [tokens, k]
         int32: distinct, from 0 to count - 1. `weights` [tokens, k] float32."""
         form, inner = self._shared_format, None
@@ -222,8 +289,19 @@ class Experts(nn.Module):
                 one = shared if index == self.shared else f"{prefix}{index}."
                 for name, own in (("gate", gate), ("up", up)):
                     if (part := self._part(name, layout)) in first.parts:
-                        yield WeightRule(f"{one}{own}.weight" if layout is None else f"{prefix}{both}", first, part)
-                yield WeightRule(f"{one}{down}.weight" if layout is None else f"{prefix}{down}", back, self._part(None, layout))
+                        yield WeightRule(
+                            f"{one}{own}.weight" if layout is None else f"{prefix}{both}",
+                            first,
+                            part,
+                        )
+                yield WeightRule(
+                    f"{one}{down}.weight" if layout is None else f"{prefix}{down}",
+                    back,
+                    self._part(None, layout),
+                )
         if self.gate_up_bias is not None:
-            yield from (WeightRule(f"{prefix}{both}_bias", self.gate_up_bias, part) for part in self.gate_up_bias.parts)
+            yield from (
+                WeightRule(f"{prefix}{both}_bias", self.gate_up_bias, part)
+                for part in self.gate_up_bias.parts
+            )
             yield WeightRule(f"{prefix}{down}_bias", self.down_bias)

@@ -28,7 +28,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
             with suppress(KernelUnavailable):
                 return kernels.rms_norm(x, weight, eps)
-        wide = x.to(torch.promote_types(x.dtype, weight.dtype))  # torch has no fused norm of two dtypes
+        wide = x.to(
+            torch.promote_types(x.dtype, weight.dtype)
+        )  # torch has no fused norm of two dtypes
         return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), eps).to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
@@ -76,10 +78,14 @@ class QKNorm(Layer):
     q's heads share a weight [head_size], k's another; these are repeated for each head, so that q and k are normed together. Shard ids: "q", "k".
     """
 
-    def __init__(self, heads: int, kv_heads: int, head_size: int, eps: float, context: BuildContext) -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, head_size: int, eps: float, context: BuildContext
+    ) -> None:
         super().__init__()
         self.eps, self.heads = eps, (heads + kv_heads, head_size)
-        parts: dict[str | None, Part] = {"q": Part((head_size,), 0, 0, head_size, at=0, copies=heads)}
+        parts: dict[str | None, Part] = {
+            "q": Part((head_size,), 0, 0, head_size, at=0, copies=heads)
+        }
         if kv_heads:
             parts["k"] = Part((head_size,), 0, 0, head_size, at=heads * head_size, copies=kv_heads)
         self.weight = Weight(((heads + kv_heads) * head_size,), parts, context, scale=True)

@@ -23,17 +23,23 @@ class Part:
     """`size` indices from `start` on along `dim` of a checkpoint's tensor, which go to [at, at + size) along `dim` of the parameter, repeated after
     that for further copies."""
 
-    source_shape: tuple[int, ...]  # of the whole tensor in the checkpoint; of one expert, if that has several
+    source_shape: tuple[
+        int, ...
+    ]  # of the whole tensor in the checkpoint; of one expert, if that has several
     dim: int
     start: int
     size: int
     at: int = 0
     copies: int = 1
     stride: int = 1  # from one index to the next: 2 where gates and ups alternate
-    expert: tuple[int, int] | None = None  # (index, number of them), if the checkpoint's tensor has all experts along a dimension before the others
+    expert: tuple[int, int] | None = (
+        None  # (index, number of them), if the checkpoint's tensor has all experts along a dimension before the others
+    )
     transposed: bool = False  # the checkpoint has [inputs, outputs]
 
-    def read(self, source: Any, transform: Transform | None = None, device: torch.device | None = None) -> torch.Tensor:
+    def read(
+        self, source: Any, transform: Transform | None = None, device: torch.device | None = None
+    ) -> torch.Tensor:
         """Read this part of `source`, a safetensors slice (only this part is read) or a tensor, repeated for its copies. `transform` gets the values
         in float32, on `device` if given. Raises `ModelLoadError` if `source` has another shape, or a dtype that requires a scale."""
         where: dict[str, Any] = {"dim": self.dim, "start": self.start, "size": self.size}
@@ -42,7 +48,9 @@ class Part:
         where |= {"stride": self.stride, "expert": self.expert, "transposed": turned}
         values = cut(source, shapes, **where)
         if not values.is_floating_point() or values.element_size() < 2:
-            raise ModelLoadError(f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}")
+            raise ModelLoadError(
+                f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}"
+            )
         if device is not None:
             values = values.to(device)
         if transform is not None:
@@ -86,13 +94,21 @@ def cut(
     of `Part`. Raises `ModelLoadError` if its shape is none of `shapes`."""
     shape = _shape_of(source)
     if shape not in shapes:
-        raise ModelLoadError(f"expected shape {' or '.join(str(list(one)) for one in shapes)}, found {list(shape)}")
+        raise ModelLoadError(
+            f"expected shape {' or '.join(str(list(one)) for one in shapes)}, found {list(shape)}"
+        )
     index: tuple[int | slice, ...] = () if expert is None else (expert[0],)
     if dim is not None:
-        index += (slice(None),) * (1 - dim if transposed else dim) + (slice(start, start + max(0, (size - 1) * stride + 1)),)
+        index += (slice(None),) * (1 - dim if transposed else dim) + (
+            slice(start, start + max(0, (size - 1) * stride + 1)),
+        )
     values: torch.Tensor = source[index or ...]
     values = values.t() if transposed else values
-    return values if stride == 1 or dim is None else values[(slice(None),) * dim + (slice(None, None, stride),)]
+    return (
+        values
+        if stride == 1 or dim is None
+        else values[(slice(None),) * dim + (slice(None, None, stride),)]
+    )
 
 
 def _shape_of(source: Any) -> tuple[int, ...]:
@@ -120,10 +136,15 @@ class Weight(nn.Parameter):
         later: bool = False,
         plain: bool = False,
     ) -> Weight:
-        covered = sum(part.size * part.copies * (shape[1 - part.dim] if len(shape) == 2 else 1) for part in parts.values())
+        covered = sum(
+            part.size * part.copies * (shape[1 - part.dim] if len(shape) == 2 else 1)
+            for part in parts.values()
+        )
         make = torch.empty if covered == torch.Size(shape).numel() else torch.zeros
         device = torch.device("meta") if later else context.device
-        weight: Weight = super().__new__(cls, make(shape, dtype=context.dtype, device=device), requires_grad=False)
+        weight: Weight = super().__new__(
+            cls, make(shape, dtype=context.dtype, device=device), requires_grad=False
+        )
         weight.parts, weight.scale, weight.plain = dict(parts), scale, plain
         return weight
 
@@ -132,12 +153,16 @@ class Weight(nn.Parameter):
 
     def on(self, device: torch.device) -> Weight:
         """Return a parameter with the same parts on `device`, uninitialized."""
-        weight: Weight = nn.Parameter.__new__(Weight, torch.empty_like(self.data, device=device), requires_grad=False)
+        weight: Weight = nn.Parameter.__new__(
+            Weight, torch.empty_like(self.data, device=device), requires_grad=False
+        )
         weight.parts, weight.scale, weight.plain = self.parts, self.scale, self.plain
         return weight
 
     @torch.no_grad()
-    def load(self, source: Any, shard_id: str | None = None, transform: Transform | None = None) -> None:
+    def load(
+        self, source: Any, shard_id: str | None = None, transform: Transform | None = None
+    ) -> None:
         """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors slice) into place, with `transform` (see
         `WeightRule.transform`) applied and converted to the parameter's dtype and device. Raises `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
@@ -162,5 +187,7 @@ def kv_share(kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
         count = share(kv_heads, group, "num_key_value_heads")
         return group.rank * count, count
     if group.size % kv_heads:
-        raise UnsupportedError(f"num_key_value_heads ({kv_heads}) can't be repeated evenly over {group.size} ranks")
+        raise UnsupportedError(
+            f"num_key_value_heads ({kv_heads}) can't be repeated evenly over {group.size} ranks"
+        )
     return group.rank * kv_heads // group.size, 1

@@ -13,7 +13,9 @@ from dovetail.nn.norm import QKNorm
 from dovetail.nn.rotary import Rotation, apply_rotary
 
 
-def rope_and_store_kv(qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, layer: AttentionLayer) -> torch.Tensor:
+def rope_and_store_kv(
+    qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, layer: AttentionLayer
+) -> torch.Tensor:
     """Norm q and k of qkv [tokens, heads + 2 * kv_heads, head_size] (if `norm` is given), apply the rotary embedding to them, and store k and v in
     the layer's cache. Returns q [tokens, heads, head_size]. May overwrite qkv. For a layer that shares another's cache, qkv is q alone."""
     heads, kv_heads = layer.spec.heads, layer.spec.kv_heads if layer.spec.shares is None else 0

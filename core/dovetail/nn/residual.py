@@ -55,7 +55,9 @@ class Residual:
     def add_parts(self, parts: torch.Tensor) -> None:
         """Add the sum over the first dimension of parts [parts, tokens, hidden], float32 or of the stream's dtype, deferred until the stream is
         read at the latest."""
-        self._parts = parts if self._parts is None else torch.cat((self._parts.float(), parts.float()))
+        self._parts = (
+            parts if self._parts is None else torch.cat((self._parts.float(), parts.float()))
+        )
 
     def place_of_share(self, group: ParallelGroup) -> torch.Tensor | None:
         """Return memory [tokens, hidden] for this rank's share of a sum over `group`, to be filled by the caller: the sum is added to the stream when
@@ -86,7 +88,9 @@ class Residual:
 
         if self._shared is not None:
             return float8_products.narrowed(self._add_shares(norm), group)
-        narrowed = float8_products.normed_and_narrowed(self._x, self._parts, norm.weight, norm.eps, group)
+        narrowed = float8_products.normed_and_narrowed(
+            self._x, self._parts, norm.weight, norm.eps, group
+        )
         self._parts = None
         return narrowed
 

@@ -35,7 +35,9 @@ class Rope:
         return 1.0 / self._periods()
 
     def _periods(self) -> torch.Tensor:
-        return self.theta ** (torch.arange(0, self.head_size, 2, dtype=torch.float32) / self.head_size)
+        return self.theta ** (
+            torch.arange(0, self.head_size, 2, dtype=torch.float32) / self.head_size
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,13 @@ class Llama3Rope(Rope):
     def frequencies(self) -> torch.Tensor:
         plain = 1.0 / self._periods()
         waves = 2 * math.pi / plain
-        long, short = waves > self.original_max_len / self.low_freq_factor, waves < self.original_max_len / self.high_freq_factor
-        blend = (self.original_max_len / waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        long, short = (
+            waves > self.original_max_len / self.low_freq_factor,
+            waves < self.original_max_len / self.high_freq_factor,
+        )
+        blend = (self.original_max_len / waves - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
         blended = (1 - blend) * plain / self.factor + blend * plain
         return torch.where(long, plain / self.factor, torch.where(short, plain, blended))
 
@@ -94,7 +101,9 @@ class YarnRope(Rope):
 
     def _pair_that_turns(self, times: float) -> float:
         """Return the (fractional) dimension pair that rotates `times` times within the original length."""
-        return (self.head_size * math.log(self.original_max_len / (times * 2 * math.pi))) / (2 * math.log(self.theta))
+        return (self.head_size * math.log(self.original_max_len / (times * 2 * math.pi))) / (
+            2 * math.log(self.theta)
+        )
 
     def frequencies(self) -> torch.Tensor:
         low, high = self._pair_that_turns(self.beta_fast), self._pair_that_turns(self.beta_slow)
@@ -103,7 +112,9 @@ class YarnRope(Rope):
         low, high = max(low, 0), min(high, self.head_size - 1)
         if low == high:
             high += 0.001  # avoid an empty ramp; same value as in transformers
-        stretched = ((torch.arange(self.head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        stretched = (
+            (torch.arange(self.head_size // 2, dtype=torch.float32) - low) / (high - low)
+        ).clamp(0, 1)
         kept = 1 - stretched
         periods = self._periods()
         return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
@@ -128,13 +139,17 @@ class _Keys:
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()  # keys that transformers, the reference, ignores: they are for other engines
+    passed_over: tuple[
+        str, ...
+    ] = ()  # keys that transformers, the reference, ignores: they are for other engines
 
 
 _KEYS = {
     "default": _Keys(),
     "linear": _Keys(("factor",)),
-    "llama3": _Keys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "llama3": _Keys(
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    ),
     "yarn": _Keys(
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -149,12 +164,16 @@ def rope_reasons_against(parameters: Mapping[str, Any], *, partial: bool = False
     can. `partial`: the model reads `partial_rotary_factor`."""
     kind = parameters.get("rope_type", "default")
     if kind not in _KEYS:
-        return [f"rope_parameters: rope_type {kind!r} is not implemented (implemented: {', '.join(_KEYS)})"]
+        return [
+            f"rope_parameters: rope_type {kind!r} is not implemented (implemented: {', '.join(_KEYS)})"
+        ]
     required, optional = ("rope_theta", *_KEYS[kind].required), _KEYS[kind].optional
     reasons = []
     for key in required:
         if not _is_number(parameters.get(key)) or parameters[key] <= 0:
-            reasons.append(f"rope_parameters: {key} = {parameters.get(key)!r}, rope_type {kind!r} needs a number > 0")
+            reasons.append(
+                f"rope_parameters: {key} = {parameters.get(key)!r}, rope_type {kind!r} needs a number > 0"
+            )
     for key, value in parameters.items():
         if key in optional and not (value is None or (_is_number(value) and value >= 0)):
             reasons.append(f"rope_parameters: {key} = {value!r} must be a number >= 0")
@@ -162,10 +181,21 @@ def rope_reasons_against(parameters: Mapping[str, Any], *, partial: bool = False
             if not partial:
                 reasons.append(f"partial_rotary_factor = {value!r} is not implemented (only 1)")
             elif not _is_number(value) or not 0 < value <= 1:
-                reasons.append(f"partial_rotary_factor = {value!r} must be more than 0 and at most 1")
-        known = (*required, *optional, *_KEYS[kind].passed_over, "rope_type", "type", "partial_rotary_factor")
+                reasons.append(
+                    f"partial_rotary_factor = {value!r} must be more than 0 and at most 1"
+                )
+        known = (
+            *required,
+            *optional,
+            *_KEYS[kind].passed_over,
+            "rope_type",
+            "type",
+            "partial_rotary_factor",
+        )
         if key not in known and value is not None:
-            reasons.append(f"rope_parameters: {key} = {value!r} is not implemented for rope_type {kind!r}")
+            reasons.append(
+                f"rope_parameters: {key} = {value!r} is not implemented for rope_type {kind!r}"
+            )
     return reasons
 
 
@@ -173,18 +203,29 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def rope_from_config(parameters: Mapping[str, Any], head_size: int, *, partial: bool = False) -> Rope:
+def rope_from_config(
+    parameters: Mapping[str, Any], head_size: int, *, partial: bool = False
+) -> Rope:
     """Return the rope for `rope_parameters` of a Hugging Face config. `partial`: `partial_rotary_factor` gives the share of a head that rotates.
     Raises `UnsupportedError` with the reasons of `rope_reasons_against`."""
     if reasons := rope_reasons_against(parameters, partial=partial):
         raise UnsupportedError("; ".join(reasons))
     if partial and (share := parameters.get("partial_rotary_factor")) is not None:
         head_size = int(head_size * share)
-    return _MAKERS[parameters.get("rope_type", "default")](parameters, parameters["rope_theta"], head_size)
+    return _MAKERS[parameters.get("rope_type", "default")](
+        parameters, parameters["rope_theta"], head_size
+    )
 
 
 def _llama3(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
-    return Llama3Rope(theta, head_size, p["factor"], p["low_freq_factor"], p["high_freq_factor"], p["original_max_position_embeddings"])
+    return Llama3Rope(
+        theta,
+        head_size,
+        p["factor"],
+        p["low_freq_factor"],
+        p["high_freq_factor"],
+        p["original_max_position_embeddings"],
+    )
 
 
 def _yarn(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
@@ -204,7 +245,12 @@ def _yarn(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
 
 def _proportional(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
     share = p.get("partial_rotary_factor")
-    return ProportionalRope(theta, head_size, int((1.0 if share is None else share) * head_size // 2), p.get("factor") or 1.0)
+    return ProportionalRope(
+        theta,
+        head_size,
+        int((1.0 if share is None else share) * head_size // 2),
+        p.get("factor") or 1.0,
+    )
 
 
 _MAKERS: dict[str, Callable[[Mapping[str, Any], float, int], Rope]] = {
@@ -245,7 +291,9 @@ def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     float32, returned in x's dtype."""
     size = rotation.table.shape[1]
     if size < x.shape[-1]:
-        return torch.cat((apply_rotary(x[..., :size], rotation), x[..., size:]), dim=-1) if size else x
+        return (
+            torch.cat((apply_rotary(x[..., :size], rotation), x[..., size:]), dim=-1) if size else x
+        )
     wide = x.float()
     turned = torch.roll(wide, x.shape[-1] // 2, -1)
     return torch.addcmul(wide * rotation.cos, turned, rotation.sin).to(x.dtype)

@@ -25,7 +25,9 @@ class ApiChange:
 
     def __post_init__(self) -> None:
         if self.bridge is not None and (self.refused or not TARGET.fullmatch(self.bridge)):
-            raise ValueError(f"{self.kind} {self.after}: bridge {self.bridge!r} must be a target of a step that isn't refused")
+            raise ValueError(
+                f"{self.kind} {self.after}: bridge {self.bridge!r} must be a target of a step that isn't refused"
+            )
 
 
 CHANGES: tuple[ApiChange, ...] = (
@@ -36,7 +38,12 @@ CHANGES: tuple[ApiChange, ...] = (
         "use Step.blocks_at where total_blocks * block_size was computed; Step.blocks_of is gone, as grant(evict=…) asks itself",
         refused=True,
     ),
-    ApiChange("kv_cache", "0.3", "0.4", "nothing; declare KVCapabilities.states to serve models with recurrent layers"),
+    ApiChange(
+        "kv_cache",
+        "0.3",
+        "0.4",
+        "nothing; declare KVCapabilities.states to serve models with recurrent layers",
+    ),
     ApiChange(
         "attention",
         "0.4",
@@ -44,9 +51,22 @@ CHANGES: tuple[ApiChange, ...] = (
         "refuse layers whose LayerSpec.causal is False in a reasons_against that doesn't call super(), or declare bidirectional and serve them",
         bridge="dovetail.registry.bridges:attention_0_4",
     ),
-    ApiChange("model", "0.3", "0.4", "nothing; ModelArch.pooling and the capability taps are optional"),
-    ApiChange("sampler", "0.2", "0.3", "name the argument of sample and sample_captured lines, and use lines.rows for the rows", refused=True),
-    ApiChange("sampler", "0.3", "0.4", "nothing; declare SamplerCapabilities.processors to be used with logits processors"),
+    ApiChange(
+        "model", "0.3", "0.4", "nothing; ModelArch.pooling and the capability taps are optional"
+    ),
+    ApiChange(
+        "sampler",
+        "0.2",
+        "0.3",
+        "name the argument of sample and sample_captured lines, and use lines.rows for the rows",
+        refused=True,
+    ),
+    ApiChange(
+        "sampler",
+        "0.3",
+        "0.4",
+        "nothing; declare SamplerCapabilities.processors to be used with logits processors",
+    ),
     ApiChange(
         "executor",
         "0.6",
@@ -55,7 +75,12 @@ CHANGES: tuple[ApiChange, ...] = (
         bridge="dovetail.registry.bridges:executor_0_6",
     ),
     ApiChange("executor", "0.7", "0.8", "nothing; Result.graphs is optional"),
-    ApiChange("observer", "0.1", "0.2", "nothing; StepFinished has graphs, page_copies, checkpoints and adapter_loads"),
+    ApiChange(
+        "observer",
+        "0.1",
+        "0.2",
+        "nothing; StepFinished has graphs, page_copies, checkpoints and adapter_loads",
+    ),
     ApiChange("drafter", "0.1", "0.2", "nothing; ModelDrafter.head is optional"),
 )
 
@@ -64,7 +89,9 @@ def changes_since(kind: Kind, api: str) -> tuple[ApiChange, ...] | None:
     """Return the steps from version `api` of a kind to this release's, in order. None if `api` is newer, or if the table has no such version."""
     steps: list[ApiChange] = []
     while api != API_VERSIONS[kind]:
-        step = next((change for change in CHANGES if (change.kind, change.before) == (kind, api)), None)
+        step = next(
+            (change for change in CHANGES if (change.kind, change.before) == (kind, api)), None
+        )
         if step is None:
             return None
         steps.append(step)

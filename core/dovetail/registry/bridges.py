@@ -19,10 +19,14 @@ def attention_0_4(cls: Any) -> Any:
 
     class Bridged(cls):  # type: ignore[misc]
         @classmethod
-        def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        def reasons_against(
+            cls, context: AttentionContext, layers: Sequence[LayerSpec]
+        ) -> list[str]:
             reasons: list[str] = super().reasons_against(context, layers)
             if not reasons and not all(layer.causal for layer in layers):
-                reasons = ["attention to later tokens (an encoder's) isn't supported: the backend is written for attention api 0.4"]
+                reasons = [
+                    "attention to later tokens (an encoder's) isn't supported: the backend is written for attention api 0.4"
+                ]
             return reasons
 
     return Bridged

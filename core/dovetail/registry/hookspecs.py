@@ -13,7 +13,13 @@ from collections.abc import Iterable
 
 import pluggy
 
-from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec
+from dovetail.api.component import (
+    BundledModel,
+    CommandSpec,
+    ComponentSpec,
+    QuantizationSpec,
+    RoutesSpec,
+)
 
 hookspec = pluggy.HookspecMarker("dovetail")
 

@@ -13,10 +13,24 @@ import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from dovetail.api.component import ENTRY_POINT_GROUP, BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec
+from dovetail.api.component import (
+    ENTRY_POINT_GROUP,
+    BundledModel,
+    CommandSpec,
+    ComponentSpec,
+    QuantizationSpec,
+    RoutesSpec,
+)
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry import hookspecs
-from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, Phase, PluginFailure, PluginOrigin
+from dovetail.registry.plugin import (
+    NAMESPACE,
+    FoundPlugin,
+    LoadedPlugin,
+    Phase,
+    PluginFailure,
+    PluginOrigin,
+)
 
 KEPT = 2**16  # characters of a plugin's output
 T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel, QuantizationSpec, RoutesSpec)
@@ -40,7 +54,9 @@ def find_plugins() -> Findings:
             origin = PluginOrigin(name, "?", str(distribution.version))
             if name == NAMESPACE:
                 remedy = f"pip uninstall {name} {DISTRIBUTION}, then install {DISTRIBUTION}"
-                raise PluginError(f"Dovetail's distribution is called {DISTRIBUTION}, and this may be an older one: {remedy}")
+                raise PluginError(
+                    f"Dovetail's distribution is called {DISTRIBUTION}, and this may be an older one: {remedy}"
+                )
             entry_points = set(distribution.entry_points.select(group=ENTRY_POINT_GROUP))
         except Exception as error:
             failures.append(PluginFailure(origin, "find", error))
@@ -48,7 +64,10 @@ def find_plugins() -> Findings:
         found, twice = _classify(origin, entry_points)
         plugins += found
         failures += twice
-    return Findings(tuple(sorted(plugins, key=lambda p: p.origin)), tuple(sorted(failures, key=lambda f: f.origin)))
+    return Findings(
+        tuple(sorted(plugins, key=lambda p: p.origin)),
+        tuple(sorted(failures, key=lambda f: f.origin)),
+    )
 
 
 def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, metadata.Distribution]:
@@ -61,7 +80,11 @@ def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, meta
                 raise PluginError("its metadata has no Name")
             found.setdefault(canonicalize_name(name), metadata.distribution(name))
         except Exception as error:
-            failures.append(PluginFailure(PluginOrigin(str(getattr(distribution, "_path", "?")), "?", "?"), "find", error))
+            failures.append(
+                PluginFailure(
+                    PluginOrigin(str(getattr(distribution, "_path", "?")), "?", "?"), "find", error
+                )
+            )
     return found
 
 
@@ -76,7 +99,9 @@ def _mentioning_the_group() -> Iterator[metadata.Distribution]:
             yield distribution
 
 
-def _classify(origin: PluginOrigin, entry_points: Iterable[metadata.EntryPoint]) -> tuple[list[FoundPlugin], list[PluginFailure]]:
+def _classify(
+    origin: PluginOrigin, entry_points: Iterable[metadata.EntryPoint]
+) -> tuple[list[FoundPlugin], list[PluginFailure]]:
     """Split entry points into plugins and failures. Those that share a name are all refused, as an id must be unique."""
     by_name: dict[str, list[metadata.EntryPoint]] = {}
     for entry_point in entry_points:
@@ -88,7 +113,13 @@ def _classify(origin: PluginOrigin, entry_points: Iterable[metadata.EntryPoint])
             found.append(FoundPlugin(here, same[0]))
         else:
             values = " and ".join(sorted(entry_point.value for entry_point in same))
-            failures.append(PluginFailure(here, "find", PluginError(f"entry point {name!r} is defined more than once: {values}")))
+            failures.append(
+                PluginFailure(
+                    here,
+                    "find",
+                    PluginError(f"entry point {name!r} is defined more than once: {values}"),
+                )
+            )
     return found, failures
 
 
@@ -101,17 +132,31 @@ def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
             phase = "hooks"
             hooks = _register(module, found.origin.id)
             phase = "declare"
-            components = _collect(hooks.dovetail_components, ComponentSpec, lambda spec: f"{spec.kind} {spec.name!r}")
+            components = _collect(
+                hooks.dovetail_components, ComponentSpec, lambda spec: f"{spec.kind} {spec.name!r}"
+            )
             _check_requirements(components)
-            commands = _collect(hooks.dovetail_commands, CommandSpec, lambda spec: f"command {spec.name!r}")
-            models = _collect(hooks.dovetail_models, BundledModel, lambda model: f"model {model.name!r}")
-            quantizations = _collect(hooks.dovetail_quantizations, QuantizationSpec, lambda spec: f"quantization {spec.name!r}")
-            routes = _collect(hooks.dovetail_routes, RoutesSpec, lambda spec: f"routes {spec.name!r}")
+            commands = _collect(
+                hooks.dovetail_commands, CommandSpec, lambda spec: f"command {spec.name!r}"
+            )
+            models = _collect(
+                hooks.dovetail_models, BundledModel, lambda model: f"model {model.name!r}"
+            )
+            quantizations = _collect(
+                hooks.dovetail_quantizations,
+                QuantizationSpec,
+                lambda spec: f"quantization {spec.name!r}",
+            )
+            routes = _collect(
+                hooks.dovetail_routes, RoutesSpec, lambda spec: f"routes {spec.name!r}"
+            )
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too
             return PluginFailure(found.origin, phase, error, "".join(output), found.package)
-    return LoadedPlugin(found.origin, components, commands, models, quantizations, routes, "".join(output))
+    return LoadedPlugin(
+        found.origin, components, commands, models, quantizations, routes, "".join(output)
+    )
 
 
 def _register(module: Any, plugin_id: str) -> Any:
@@ -123,8 +168,12 @@ def _register(module: Any, plugin_id: str) -> Any:
     if not any(caller.spec is not None for caller in manager.get_hookcallers(module) or ()):
         names = [name for name in dir(hookspecs) if name.startswith("dovetail_")]
         unmarked = [name for name in names if hasattr(module, name)]
-        hint = f"; {', '.join(unmarked)} is there, but not marked with @hookimpl" if unmarked else ""
-        raise PluginError(f"it implements no hook, expected at least one of {', '.join(names)}{hint}")
+        hint = (
+            f"; {', '.join(unmarked)} is there, but not marked with @hookimpl" if unmarked else ""
+        )
+        raise PluginError(
+            f"it implements no hook, expected at least one of {', '.join(names)}{hint}"
+        )
     return manager.hook
 
 
@@ -134,7 +183,9 @@ def _collect(hook: Any, kind: type[T], describe: Callable[[T], str]) -> tuple[T,
     for implementation in hook.get_hookimpls():
         returned = implementation.function()
         if isinstance(returned, str) or not isinstance(returned, Iterable):
-            raise PluginError(f"{hook.name}() returned {returned!r}, expected an iterable of {kind.__name__}")
+            raise PluginError(
+                f"{hook.name}() returned {returned!r}, expected an iterable of {kind.__name__}"
+            )
         for spec in returned:
             if not isinstance(spec, kind):
                 raise PluginError(f"{hook.name}() gave {spec!r}, expected a {kind.__name__}")
@@ -149,9 +200,13 @@ def _check_requirements(specs: Iterable[ComponentSpec]) -> None:
             try:
                 requirement = Requirement(text)
             except InvalidRequirement as error:
-                raise PluginError(f"ComponentSpec {spec.name!r}: requires has {text!r}, expected a requirement like 'torch>=2.11': {error}") from None
+                raise PluginError(
+                    f"ComponentSpec {spec.name!r}: requires has {text!r}, expected a requirement like 'torch>=2.11': {error}"
+                ) from None
             if canonicalize_name(requirement.name) == NAMESPACE:
-                raise PluginError(f"ComponentSpec {spec.name!r}: requires has {text!r}, expected {DISTRIBUTION}, which is Dovetail's distribution")
+                raise PluginError(
+                    f"ComponentSpec {spec.name!r}: requires has {text!r}, expected {DISTRIBUTION}, which is Dovetail's distribution"
+                )
 
 
 class _CapturedStream:

@@ -16,7 +16,14 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.where import Where, did_you_mean
 
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*")  # config, weights, tokenizers; never code, never pickles
+HUB_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "tokenizer*",
+)  # config, weights, tokenizers; never code, never pickles
 
 MAX_HUB_ID = 200  # in characters; the hub's own limit is 96
 
@@ -35,7 +42,9 @@ class ModelPlace:
     def __str__(self) -> str:
         if self.kind == "bundled":
             return f"{self.path} (bundled with {self.origin})"
-        return str(self.path) if self.kind == "directory" else f"{self.name} on the Hugging Face hub"
+        return (
+            str(self.path) if self.kind == "directory" else f"{self.name} on the Hugging Face hub"
+        )
 
 
 def resolve_model(name: str, registry: Registry) -> Path:
@@ -64,7 +73,9 @@ def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlac
             f"{key}: {shown(name)} is a file; a model is a directory with config.json and safetensors files, a config ends in .yaml or .yml"
         )
     if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
-        raise ConfigError(f"{key}: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
+        raise ConfigError(
+            f"{key}: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}"
+        )
     return ModelPlace("hub", name)
 
 
@@ -74,11 +85,20 @@ def tokenizer_named(name: str, registry: Registry) -> ResolvedComponent | None:
     where = Where(("tokenizer",))
     bundled, directory = _find_bundled(name, registry), _path(name)
     is_here = bundled is not None or (directory is not None and directory.exists())
-    if any(name in (known.spec.name, known.qualified_name) for known in registry.components("tokenizer")):
+    if any(
+        name in (known.spec.name, known.qualified_name)
+        for known in registry.components("tokenizer")
+    ):
         if is_here:
             what = "a bundled model" if bundled is not None else "a file or directory here"
-            model = f"./{name}" if bundled is None else f"{bundled[0].distribution}:{bundled[1].name}"
-            raise ConfigError(where.says(f"{name!r} is both an installed tokenizer and {what}: write {{name: {name}}} or {model}"))
+            model = (
+                f"./{name}" if bundled is None else f"{bundled[0].distribution}:{bundled[1].name}"
+            )
+            raise ConfigError(
+                where.says(
+                    f"{name!r} is both an installed tokenizer and {what}: write {{name: {name}}} or {model}"
+                )
+            )
         return registry.resolve("tokenizer", name, where=where)
     if ":" in name and not is_here and not any(separator in name for separator in "/\\"):
         return registry.resolve("tokenizer", name, where=where)  # which says what there is
@@ -96,8 +116,12 @@ def _path(name: str) -> Path | None:
 
 
 def _refuse_gguf_alone(name: str, directory: Path, key: str) -> None:
-    if not (directory / "config.json").exists() and (files := sorted(file.name for file in directory.glob("*.gguf"))):
-        raise ConfigError(f"{key}: {name!r} holds GGUF files and no config.json; {_from_gguf(files[0])}")
+    if not (directory / "config.json").exists() and (
+        files := sorted(file.name for file in directory.glob("*.gguf"))
+    ):
+        raise ConfigError(
+            f"{key}: {name!r} holds GGUF files and no config.json; {_from_gguf(files[0])}"
+        )
 
 
 def _from_gguf(file: str) -> str:
@@ -120,8 +144,12 @@ def _find_bundled(name: str, registry: Registry) -> tuple[PluginOrigin, BundledM
 
 
 def _bundled_names(registry: Registry) -> list[str]:
-    plugins = [(plugin.origin, model.name) for plugin in registry.plugins for model in plugin.models]
-    return [name if origin.built_in else f"{origin.distribution}:{name}" for origin, name in plugins]
+    plugins = [
+        (plugin.origin, model.name) for plugin in registry.plugins for model in plugin.models
+    ]
+    return [
+        name if origin.built_in else f"{origin.distribution}:{name}" for origin, name in plugins
+    ]
 
 
 def _what_is_bundled(name: str, registry: Registry) -> str:
@@ -135,7 +163,9 @@ def _bundled_path(origin: PluginOrigin, model: BundledModel) -> Path:
     except ModuleNotFoundError as error:
         raise ModelLoadError(f"model {model.name!r}, bundled with {origin}: {error}") from error
     if not isinstance(path, Path) or not path.is_dir():
-        raise ModelLoadError(f"model {model.name!r}, bundled with {origin}: {path} is not a directory")
+        raise ModelLoadError(
+            f"model {model.name!r}, bundled with {origin}: {path} is not a directory"
+        )
     return path
 
 
@@ -144,7 +174,8 @@ def _fetch(hub_id: str, registry: Registry) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise MissingExtraError.naming(
-            "torch", f"model: {hub_id!r} is neither bundled nor a directory here ({_what_is_bundled(hub_id, registry)}), and would come from the hub"
+            "torch",
+            f"model: {hub_id!r} is neither bundled nor a directory here ({_what_is_bundled(hub_id, registry)}), and would come from the hub",
         ) from error
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
@@ -161,8 +192,14 @@ def _why_not(error: Exception) -> str:
     """Return a sentence that says why the hub's files couldn't be fetched."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub can't be reached
-        way = "HF_HUB_OFFLINE keeps us from asking the hub" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} can't be reached"
+    if isinstance(
+        error, errors.LocalEntryNotFoundError
+    ):  # not in the cache, and the hub can't be reached
+        way = (
+            "HF_HUB_OFFLINE keeps us from asking the hub"
+            if constants.HF_HUB_OFFLINE
+            else f"{constants.ENDPOINT} can't be reached"
+        )
         return f"{way}, and the model is not in the cache, {constants.HF_HUB_CACHE}"
     if isinstance(error, errors.GatedRepoError):
         return "the model is gated: ask for access on its page, then log in with `hf auth login`"

@@ -9,7 +9,13 @@ from typing import Literal
 
 from packaging.utils import canonicalize_name
 
-from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec
+from dovetail.api.component import (
+    BundledModel,
+    CommandSpec,
+    ComponentSpec,
+    QuantizationSpec,
+    RoutesSpec,
+)
 from dovetail.errors import DISTRIBUTION, describe_raised
 
 NAMESPACE = "dovetail"  # of the built-ins, as in `dovetail:fcfs`; their distribution is called `DISTRIBUTION`

@@ -19,7 +19,9 @@ class Missing(NamedTuple):
     installed: str | None
 
     def __str__(self) -> str:
-        return f"{self.requirement} ({f'{self.installed} is' if self.installed else 'not'} installed)"
+        return (
+            f"{self.requirement} ({f'{self.installed} is' if self.installed else 'not'} installed)"
+        )
 
 
 def missing_requirements(requires: Iterable[str]) -> list[Missing]:
@@ -52,7 +54,9 @@ def _version_in(text: str) -> str | None:
 
 def pip_line(missing: Iterable[Missing], distribution: str) -> str:
     """Return a line like `pip install "dovetail-llm[torch]"`, with the distribution's own extra for a package if there is one."""
-    wanted = (_extra_for(lack.requirement.name, distribution) or str(lack.requirement) for lack in missing)
+    wanted = (
+        _extra_for(lack.requirement.name, distribution) or str(lack.requirement) for lack in missing
+    )
     return " ".join(["pip install", *(f'"{name}"' for name in dict.fromkeys(wanted))])
 
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from dovetail import api
-from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions, QuantizationSpec, RoutesSpec
+from dovetail.api.component import (
+    API_VERSIONS,
+    CommandSpec,
+    ComponentSpec,
+    Kind,
+    NoOptions,
+    QuantizationSpec,
+    RoutesSpec,
+)
 from dovetail.errors import DISTRIBUTION, MissingExtraError, PluginError
 from dovetail.registry.api_changes import ApiChange, changes_since
 from dovetail.registry.plugin import PluginOrigin
@@ -93,7 +101,11 @@ class ResolvedComponent(_Resolved):
     @property
     def changes(self) -> tuple[ApiChange, ...]:
         """Changes of the interface since the version it was written for, with which it still runs; empty for the present version, and from 1.0 on."""
-        return (changes_since(self.spec.kind, self.spec.api) or ()) if self.api_problem() is None else ()
+        return (
+            (changes_since(self.spec.kind, self.spec.api) or ())
+            if self.api_problem() is None
+            else ()
+        )
 
     @property
     def bridges(self) -> tuple[str, ...]:
@@ -105,7 +117,11 @@ class ResolvedComponent(_Resolved):
         missing = missing_requirements(self.spec.requires)
         if missing:
             lacks = ", ".join(map(str, missing))
-            raise MissingExtraError(self.where.says(f"{self} needs {lacks}; install with: {pip_line(missing, self.distribution)}"))
+            raise MissingExtraError(
+                self.where.says(
+                    f"{self} needs {lacks}; install with: {pip_line(missing, self.distribution)}"
+                )
+            )
 
     def load(self) -> type[Any]:
         """Import and return its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind, or if
@@ -114,15 +130,21 @@ class ResolvedComponent(_Resolved):
         loaded = import_target(self.spec.target, self._wrong)
         base = getattr(api, BASE_CLASSES[self.spec.kind])
         if not isinstance(loaded, type) or not issubclass(loaded, base):
-            raise self._wrong(f"{self.spec.target} is {loaded!r}, expected a subclass of dovetail.api.{base.__name__}")
+            raise self._wrong(
+                f"{self.spec.target} is {loaded!r}, expected a subclass of dovetail.api.{base.__name__}"
+            )
         loaded = bridged(loaded, self.bridges, self._wrong)
         if inspect.isabstract(loaded):
-            raise self._wrong(f"{self.spec.target} doesn't implement {', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}")
+            raise self._wrong(
+                f"{self.spec.target} doesn't implement {', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}"
+            )
         if (wrong := _description_problem(loaded, base)) is not None:
             raise self._wrong(f"{self.spec.target}.{wrong}")
         if self.spec.options is None and (model := options_of(loaded)) is not NoOptions:
             named = f'options="{model.__module__}:{model.__qualname__}"'
-            raise self._wrong(f"{self.spec.target} is annotated with options: {model.__name__}, but its ComponentSpec names none: give it {named}")
+            raise self._wrong(
+                f"{self.spec.target} is annotated with options: {model.__name__}, but its ComponentSpec names none: give it {named}"
+            )
         return loaded
 
     def options_model(self) -> type[BaseModel]:
@@ -131,9 +153,13 @@ class ResolvedComponent(_Resolved):
             return NoOptions
         model = import_target(self.spec.options, self._wrong)
         if not isinstance(model, type) or not issubclass(model, BaseModel):
-            raise self._wrong(f"options {self.spec.options} is {model!r}, expected a pydantic model")
+            raise self._wrong(
+                f"options {self.spec.options} is {model!r}, expected a pydantic model"
+            )
         if model.model_config.get("extra") != "forbid":
-            raise self._wrong(f'options {self.spec.options} must have model_config = ConfigDict(extra="forbid"), or misspelt keys pass unseen')
+            raise self._wrong(
+                f'options {self.spec.options} must have model_config = ConfigDict(extra="forbid"), or misspelt keys pass unseen'
+            )
         return model
 
     def validate_options(self) -> BaseModel:
@@ -154,11 +180,21 @@ class ResolvedComponent(_Resolved):
 
     def ref(self) -> ComponentRef:
         """Return the reference that worker processes get. The options are validated; nothing else of the component is imported."""
-        from dovetail.api.executor import ComponentRef  # here, since it imports numpy, which `dovetail --help` doesn't need
+        from dovetail.api.executor import (
+            ComponentRef,
+        )  # here, since it imports numpy, which `dovetail --help` doesn't need
 
         self.validate_options()
         spec = self.spec
-        return ComponentRef(spec.kind, self.qualified_name, spec.target, dict(self.given), spec.options, spec.architectures, self.bridges)
+        return ComponentRef(
+            spec.kind,
+            self.qualified_name,
+            spec.target,
+            dict(self.given),
+            spec.options,
+            spec.architectures,
+            self.bridges,
+        )
 
     def make(self, context: Any) -> Any:
         """Make the component, `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` with the component's name."""
@@ -171,7 +207,9 @@ class ResolvedComponent(_Resolved):
             return None
         model = import_target(self.spec.request_extra, self._wrong)
         if not isinstance(model, type) or not issubclass(model, BaseModel):
-            raise self._wrong(f"request_extra {self.spec.request_extra} is {model!r}, expected a pydantic model")
+            raise self._wrong(
+                f"request_extra {self.spec.request_extra} is {model!r}, expected a pydantic model"
+            )
         return model
 
     def _wrong(self, what: str) -> PluginError:
@@ -186,7 +224,10 @@ class ResolvedCommand(_Resolved):
 
     def load(self) -> Any:
         """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
-        return import_target(self.spec.target, lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"))
+        return import_target(
+            self.spec.target,
+            lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +247,14 @@ class ResolvedRoutes(_Resolved):
 def _description_problem(loaded: type[Any], base: type[Any]) -> str | None:
     """Return which attribute by which a component describes itself has a wrong type; None if none has."""
     own = vars(base)
-    if "capabilities" in own and not isinstance(found := getattr(loaded, "capabilities", None), type(own["capabilities"]) | property):
+    if "capabilities" in own and not isinstance(
+        found := getattr(loaded, "capabilities", None), type(own["capabilities"]) | property
+    ):
         return f"capabilities is {found!r:.200}, expected {type(own['capabilities']).__name__}(…)"
-    if "Arguments" in own and not (isinstance(model := getattr(loaded, "Arguments", None), type) and issubclass(model, BaseModel)):
+    if "Arguments" in own and not (
+        isinstance(model := getattr(loaded, "Arguments", None), type)
+        and issubclass(model, BaseModel)
+    ):
         return f"Arguments is {model!r:.200}, expected a pydantic model"
     return None
 
@@ -232,9 +278,13 @@ class ResolvedQuantization(_Resolved):
 
     def ref(self) -> QuantizationRef:
         """Return the reference that worker processes get. Nothing is imported."""
-        from dovetail.api.executor import QuantizationRef  # here, since it imports numpy, which `dovetail --help` doesn't need
+        from dovetail.api.executor import (
+            QuantizationRef,
+        )  # here, since it imports numpy, which `dovetail --help` doesn't need
 
-        return QuantizationRef(self.qualified_name, self.spec.name, self.spec.target, self.spec.quantizes)
+        return QuantizationRef(
+            self.qualified_name, self.spec.name, self.spec.target, self.spec.quantizes
+        )
 
 
 def _version(text: str) -> tuple[int, int]:

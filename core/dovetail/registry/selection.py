@@ -27,7 +27,9 @@ def _distribution(name: str) -> str:
 
 def _deniable(name: str) -> str:
     if name in (DISTRIBUTION, NAMESPACE):
-        raise ValueError(f"the built-ins ({name}) can't be denied: they do nothing until a config names them")
+        raise ValueError(
+            f"the built-ins ({name}) can't be denied: they do nothing until a config names them"
+        )
     return name
 
 
@@ -35,9 +37,13 @@ def _requirement(text: str) -> str:
     try:
         requirement = Requirement(text)
     except InvalidRequirement as error:
-        raise ValueError(f"expected a requirement like 'dovetail-fair>=1.2', got {shown(text)}: {error}") from None
+        raise ValueError(
+            f"expected a requirement like 'dovetail-fair>=1.2', got {shown(text)}: {error}"
+        ) from None
     if canonicalize_name(requirement.name) == NAMESPACE:
-        raise ValueError(f"expected a requirement of {DISTRIBUTION}, as Dovetail's distribution is called, got {shown(text)}")
+        raise ValueError(
+            f"expected a requirement of {DISTRIBUTION}, as Dovetail's distribution is called, got {shown(text)}"
+        )
     return text
 
 
@@ -78,8 +84,14 @@ class PluginSelection(BaseModel):
                 hint = near or ', expected something like "allow=a,b;deny=c"'
                 raise ConfigError(where.says(f"can't read {shown(part)}{hint}"))
             if key in given:
-                raise ConfigError(where.says(f"{key} is given twice: write one list, like {key}=a,b"))
-            given[key] = None if (key, names) == ("allow", "*") else [name.strip() for name in names.split(",") if name.strip()]
+                raise ConfigError(
+                    where.says(f"{key} is given twice: write one list, like {key}=a,b")
+                )
+            given[key] = (
+                None
+                if (key, names) == ("allow", "*")
+                else [name.strip() for name in names.split(",") if name.strip()]
+            )
         try:
             return PluginSelection(**{**self.model_dump(), **given})
         except ValidationError as error:

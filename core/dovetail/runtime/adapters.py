@@ -51,7 +51,9 @@ class Target:
         are wrong."""
         (out, inputs), rank = self.shape, a.get_shape()[0]
         if a.get_shape() != [rank, inputs] or b.get_shape() != [out, rank] or rank > max_rank:
-            raise DovetailError(f"expected A [r, {inputs}] and B [{out}, r] for r up to {max_rank}, found {a.get_shape()} and {b.get_shape()}")
+            raise DovetailError(
+                f"expected A [r, {inputs}] and B [{out}, r] for r up to {max_rank}, found {a.get_shape()} and {b.get_shape()}"
+            )
         (at, shape), (b_at, b_shape) = self.a, self.b
         own_a = slot[at : at + math.prod(shape)].view(shape)[self.row : self.row + rank]
         own_b = slot[b_at : b_at + math.prod(b_shape)].view(b_shape)[:, :rank]
@@ -61,13 +63,17 @@ class Target:
                 own_b.copy_(b[:])
             else:
                 own_a.copy_(a[:])
-                part.place(own_b).copy_(replace(part, source_shape=(out, rank), transposed=False).read(b))
+                part.place(own_b).copy_(
+                    replace(part, source_shape=(out, rank), transposed=False).read(b)
+                )
 
 
 class AdapterBank:
     """Slots for the adapters of one model's layers, on its device; of this rank's shares. Slot 0 stays empty."""
 
-    def __init__(self, model: Any, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """`model`: a `CausalLM` whose weights have memory. Raises `UnsupportedError` if no layer of it can be adapted."""
         self.step, self.slots, self.max_rank = StepAdapters(), slots, max_rank
         rank = -(-max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
@@ -93,13 +99,22 @@ class AdapterBank:
         self.held: dict[int, str] = {}  # slot -> digest
         self.heads = set[int]()  # slots whose adapters change the output layer
         for layer, places, outputs in views:
-            own_a, own_b = (self._all[:, at : at + math.prod(shape)].view(slots + 1, *shape) for at, shape in places)
-            pieces = torch.tensor([piece for own in outputs for piece in own.pieces()], dtype=torch.int32, device=device)
+            own_a, own_b = (
+                self._all[:, at : at + math.prod(shape)].view(slots + 1, *shape)
+                for at, shape in places
+            )
+            pieces = torch.tensor(
+                [piece for own in outputs for piece in own.pieces()],
+                dtype=torch.int32,
+                device=device,
+            )
             layer.adapters = LayerAdapters(self.step, own_a, own_b, outputs, pieces)
 
     @property
     def capacity(self) -> AdapterCapacity:
-        modules = {name: (target.shape[1], target.shape[0]) for name, target in self.targets.items()}
+        modules = {
+            name: (target.shape[1], target.shape[0]) for name, target in self.targets.items()
+        }
         return AdapterCapacity(self.slots, self.max_rank, modules)
 
     def __str__(self) -> str:
@@ -109,7 +124,9 @@ class AdapterBank:
         """Enqueue the copy of an adapter to its slot. Raises `DovetailError` if there is no such slot, or the file isn't one of an adapter for this
         model."""
         if not 1 <= load.slot <= self.slots:
-            raise DovetailError(f"adapter {load.path} is to be written to slot {load.slot}; there are slots 1 to {self.slots}")
+            raise DovetailError(
+                f"adapter {load.path} is to be written to slot {load.slot}; there are slots 1 to {self.slots}"
+            )
         own = torch.zeros(self._all.shape[1], dtype=self._all.dtype, pin_memory=self._all.is_cuda)
         self.heads.discard(load.slot)
         try:
@@ -123,7 +140,9 @@ class AdapterBank:
                         self.heads.add(load.slot)
         except (OSError, SafetensorError, DovetailError) as error:
             raise DovetailError(f"adapter {load.path}: {error}") from error
-        self._all[load.slot].copy_(own, non_blocking=True)  # torch keeps the memory until the copy has run
+        self._all[load.slot].copy_(
+            own, non_blocking=True
+        )  # torch keeps the memory until the copy has run
         self.held[load.slot] = load.digest
 
     def check(self, slot: int) -> None:
@@ -135,7 +154,9 @@ class AdapterBank:
 def load_adapters(bank: AdapterBank | None, batch: Batch) -> None:
     """Write the adapters of a batch to the bank. Raises `DovetailError` if there is none, or a new row's slot holds no adapter."""
     if bank is None:
-        raise DovetailError(f"step {batch.step} has adapters, and the executor has no slots for any (max_adapters is 0)")
+        raise DovetailError(
+            f"step {batch.step} has adapters, and the executor has no slots for any (max_adapters is 0)"
+        )
     for load in batch.adapters:
         bank.load(load)
     for new in batch.added:
@@ -143,7 +164,9 @@ def load_adapters(bank: AdapterBank | None, batch: Batch) -> None:
 
 
 def _modules_in(tensors: Iterator[str]) -> list[str]:
-    return list(dict.fromkeys(name.removesuffix(".lora_A").removesuffix(".lora_B") for name in tensors))
+    return list(
+        dict.fromkeys(name.removesuffix(".lora_A").removesuffix(".lora_B") for name in tensors)
+    )
 
 
 def _layers(model: Any) -> Iterator[tuple[LinearLayer, dict[str, tuple[Part, ...]]]]:
@@ -152,13 +175,22 @@ def _layers(model: Any) -> Iterator[tuple[LinearLayer, dict[str, tuple[Part, ...
     transformed = set[int]()
     for rule in model.weights():
         if rule.parameter is not None and rule.source.endswith(".weight"):
-            names.setdefault((id(rule.parameter), rule.shard_id), []).append(rule.source.removesuffix(".weight"))
+            names.setdefault((id(rule.parameter), rule.shard_id), []).append(
+                rule.source.removesuffix(".weight")
+            )
             if rule.transform is not None:
                 transformed.add(id(rule.parameter))
     for layer in model.modules():
-        parts: Mapping[str | None, Part] = getattr(layer.weight, "parts", {}) if isinstance(layer, LinearLayer) else {}
+        parts: Mapping[str | None, Part] = (
+            getattr(layer.weight, "parts", {}) if isinstance(layer, LinearLayer) else {}
+        )
         own = [names.get((id(layer.weight), shard_id), []) for shard_id in parts]
-        if not parts or any(len(each) != 1 for each in own) or id(layer.weight) in transformed or not _adds_adapters(layer):
+        if (
+            not parts
+            or any(len(each) != 1 for each in own)
+            or id(layer.weight) in transformed
+            or not _adds_adapters(layer)
+        ):
             continue
         modules: dict[str, tuple[Part, ...]] = {}
         for (name,), part in zip(own, parts.values(), strict=True):
@@ -170,8 +202,19 @@ def _heads(model: Any) -> Iterator[tuple[LMHead, dict[str, tuple[Part, ...]]]]:
     """Yield the output layer with its module. A tied one has the embedding's tensor, but its adapters have its own name."""
     for layer in model.modules():
         if isinstance(layer, LMHead):
-            names = [rule.source.removesuffix(".weight") for rule in model.weights() if rule.parameter is layer.weight]
-            yield layer, {next((name for name in names if name.endswith(HEAD)), HEAD): tuple(layer.weight.parts.values())}
+            names = [
+                rule.source.removesuffix(".weight")
+                for rule in model.weights()
+                if rule.parameter is layer.weight
+            ]
+            yield (
+                layer,
+                {
+                    next((name for name in names if name.endswith(HEAD)), HEAD): tuple(
+                        layer.weight.parts.values()
+                    )
+                },
+            )
 
 
 def _adds_adapters(layer: LinearLayer) -> bool:
@@ -191,7 +234,9 @@ def _outputs(modules: Mapping[str, tuple[Part, ...]]) -> tuple[Outputs, ...]:
     """Return which outputs of a layer belong to which module, neighbours of the same one together."""
     found: list[Outputs] = []
     each = [
-        Outputs(0, part.source_shape[0], index) if part.dim == 1 else Outputs(part.at, part.at + part.size * part.copies, index)
+        Outputs(0, part.source_shape[0], index)
+        if part.dim == 1
+        else Outputs(part.at, part.at + part.size * part.copies, index)
         for index, parts in enumerate(modules.values())
         for part in parts
     ]

@@ -18,7 +18,12 @@ class ChosenAttention:
 
 
 def choose_attention(
-    candidates: tuple[ComponentRef, ...], specs: list[LayerSpec], device: str, dtype: str, block_size: int | None, cache_dtype: str | None = None
+    candidates: tuple[ComponentRef, ...],
+    specs: list[LayerSpec],
+    device: str,
+    dtype: str,
+    block_size: int | None,
+    cache_dtype: str | None = None,
 ) -> ChosenAttention:
     """Construct the first of `candidates` that can serve these layers on `device` ("cpu", "cuda:0") in `dtype` ("bfloat16"). Backends may test
     their kernels for that. `cache_dtype`: of the KV cache, if not `dtype`.
@@ -27,7 +32,9 @@ def choose_attention(
     """
     causal = {spec.causal for spec in specs}
     if len(causal) > 1:
-        raise UnsupportedError("no attention backend serves a model in which some layers are causal and others aren't")
+        raise UnsupportedError(
+            "no attention backend serves a model in which some layers are causal and others aren't"
+        )
     refused = []
     for target in candidates:
         try:
@@ -35,13 +42,21 @@ def choose_attention(
         except PluginError as error:
             refused.append(str(error))
             continue
-        context = AttentionContext(device, dtype, block_size or backend.capabilities.default_block_size(), cache_dtype)
+        context = AttentionContext(
+            device, dtype, block_size or backend.capabilities.default_block_size(), cache_dtype
+        )
         reasons = backend.reasons_against(context, specs)
         if not reasons:
             return ChosenAttention(target.name, target.make(context))
         refused += [f"{target.name}: {reason}" for reason in reasons]
-    asked = f"on {device} in {dtype}" + ("" if cache_dtype is None else f" with K and V in {cache_dtype}")
+    asked = f"on {device} in {dtype}" + (
+        "" if cache_dtype is None else f" with K and V in {cache_dtype}"
+    )
     asked += "" if block_size is None else f" with block_size: {block_size}"
     listed = "".join(f"\n  - {reason}" for reason in refused) or " none was offered"
-    remedy = "\nThis model is an encoder, for which there is `packed`: leave out `attention`, or set it to packed" if causal == {False} else ""
+    remedy = (
+        "\nThis model is an encoder, for which there is `packed`: leave out `attention`, or set it to packed"
+        if causal == {False}
+        else ""
+    )
     raise UnsupportedError(f"no attention backend can serve this model {asked}:{listed}{remedy}")

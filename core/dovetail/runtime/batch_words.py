@@ -53,24 +53,36 @@ def to_words(batch: Batch) -> list[Words]:
     if batch.added:
         body += _added_words(batch.added)
     if batch.added or batch.adapters:
-        pickled = pickle.dumps(([(new.sampling, new.pooling, new.adapter) for new in batch.added], batch.adapters), pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(
+            ([(new.sampling, new.pooling, new.adapter) for new in batch.added], batch.adapters),
+            pickle.HIGHEST_PROTOCOL,
+        )
         body.append(_bytes_words(pickled))
     drafts = -1 if batch.drafts is None else len(batch.drafts.token_ids)
     pooled = -1 if batch.pooled is None else len(batch.pooled)
-    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, drafts, pooled, *lens, len(pickled)], np.int32)
-    head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may run more steps than 32 bits can count
+    head = np.array(
+        [0, 0, batch.shared_prefix_blocks, batch.late, drafts, pooled, *lens, len(pickled)],
+        np.int32,
+    )
+    head[:2] = np.array([batch.step], np.int64).view(
+        np.int32
+    )  # a server may run more steps than 32 bits can count
     return [head, *body]
 
 
 def from_words(words: Words) -> Batch:
     """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, late, drafts, pooled, removed, new_pages, copies, saved, pages, rows, added, pickled = words[2:_HEAD].tolist()
+    shared, late, drafts, pooled, removed, new_pages, copies, saved, pages, rows, added, pickled = (
+        words[2:_HEAD].tolist()
+    )
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
         "new_pages": reader.take(3 * new_pages).reshape(-1, 3),
-        "copies": tuple(PageCopy(src, dst) for src, dst in reader.take(2 * copies).reshape(-1, 2).tolist()),
+        "copies": tuple(
+            PageCopy(src, dst) for src, dst in reader.take(2 * copies).reshape(-1, 2).tolist()
+        ),
         "checkpoints": tuple(_checkpoint(reader, pages) for _ in range(saved)),
         "rows": reader.take(rows),
         "num_tokens": reader.take(rows),
@@ -85,13 +97,19 @@ def from_words(words: Words) -> Batch:
 
 def masks_to_words(masks: Masks) -> list[Words]:
     """Return arrays like `to_words`: number of masks, their lines, their words."""
-    return [np.array([len(masks.lines)], np.int32), masks.lines, masks.words.reshape(-1).view(np.int32)]
+    return [
+        np.array([len(masks.lines)], np.int32),
+        masks.lines,
+        masks.words.reshape(-1).view(np.int32),
+    ]
 
 
 def masks_from_words(words: Words) -> Masks:
     """Decode masks. Their arrays are views of `words`."""
     count = int(words[0])
-    return Masks(words[1 : 1 + count], words[1 + count :].view(np.uint32).reshape(count, -1 if count else 0))
+    return Masks(
+        words[1 : 1 + count], words[1 + count :].view(np.uint32).reshape(count, -1 if count else 0)
+    )
 
 
 class _Reader:
@@ -116,13 +134,27 @@ def _checkpoint(reader: _Reader, pages: int) -> RowCheckpoint:
 
 def _added_words(added: Sequence[NewRow]) -> list[Words]:
     ids = [new.request_id.encode("utf-8", "surrogatepass") for new in added]
-    heads = [(new.row, new.prompt_len, new.computed, len(new.token_ids), len(id), len(new.pages)) for new, id in zip(added, ids, strict=True)]
-    tokens, tables = [new.token_ids for new in added], [pages for new in added for pages in new.pages]
+    heads = [
+        (new.row, new.prompt_len, new.computed, len(new.token_ids), len(id), len(new.pages))
+        for new, id in zip(added, ids, strict=True)
+    ]
+    tokens, tables = (
+        [new.token_ids for new in added],
+        [pages for new in added for pages in new.pages],
+    )
     counts = np.array([len(pages) for pages in tables], np.int32)
-    return [np.array(heads, np.int32).reshape(-1), counts, *tokens, *tables, _bytes_words(b"".join(ids))]
+    return [
+        np.array(heads, np.int32).reshape(-1),
+        counts,
+        *tokens,
+        *tables,
+        _bytes_words(b"".join(ids)),
+    ]
 
 
-def _started(reader: _Reader, count: int, pickled: int) -> tuple[tuple[NewRow, ...], tuple[AdapterLoad, ...]]:
+def _started(
+    reader: _Reader, count: int, pickled: int
+) -> tuple[tuple[NewRow, ...], tuple[AdapterLoad, ...]]:
     """Return `count` new rows and the adapters; `pickled`: bytes."""
     heads = reader.take(_NEW * count).reshape(count, _NEW).tolist()
     counts = [reader.take(head[5]).tolist() for head in heads]
@@ -131,7 +163,9 @@ def _started(reader: _Reader, count: int, pickled: int) -> tuple[tuple[NewRow, .
     ids, at = reader.take_bytes(sum(head[4] for head in heads)), 0
     starts, adapters = pickle.loads(reader.take_bytes(pickled))
     added = []
-    for (row, prompt_len, computed, _, length, _), own, pages, (sampling, pooling, slot) in zip(heads, tokens, tables, starts, strict=True):
+    for (row, prompt_len, computed, _, length, _), own, pages, (sampling, pooling, slot) in zip(
+        heads, tokens, tables, starts, strict=True
+    ):
         name = ids[at : at + length].decode("utf-8", "surrogatepass")
         at += length
         added.append(NewRow(row, name, own, prompt_len, computed, pages, sampling, pooling, slot))

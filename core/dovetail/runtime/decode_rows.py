@@ -16,7 +16,9 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.runtime.row_state import RowState
 
 
-def last_tokens(state: RowState, lines: Lines, drafts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def last_tokens(
+    state: RowState, lines: Lines, drafts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of the last tokens of lines [n], which may be padding, and the positions of these, [n] int64 each. `drafts` [n] int32: those of
     0 and above are the ids, and are written to the rows first."""
     if use_kernels(*lines):
@@ -31,14 +33,22 @@ def last_tokens(state: RowState, lines: Lines, drafts: torch.Tensor | None = Non
     return ids[places].long(), positions
 
 
-def put_drafts(state: RowState, lines: Lines, positions: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> None:
+def put_drafts(
+    state: RowState, lines: Lines, positions: torch.Tensor, token_ids: torch.Tensor, vocab_size: int
+) -> None:
     """Write token_ids [n] int64 as the drafts that follow lines [n], whose last tokens are at `positions` [n] int64. Unlike `append` it leaves the
     number of known tokens as it is. Ids sampled from NaN may be any; drafts are in the vocabulary."""
     places = lines.rows * state.row_width + positions + 1
     state.token_ids.view(-1)[places] = token_ids.clamp(0, vocab_size - 1).to(torch.int32)
 
 
-def append(state: RowState, lines: Lines, positions: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def append(
+    state: RowState,
+    lines: Lines,
+    positions: torch.Tensor,
+    token_ids: torch.Tensor,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
     """Append to each row the token_ids [n] int64 of its lines [n] up to the first that differs from its draft, that one included. The lines' last
     tokens are at `positions` [n] int64. All lines of a row are neighbours; the padding row may occur repeatedly, keeps its length of 1, and is
     undefined after that. The caller updates the host's counts.

@@ -66,7 +66,11 @@ def _append(
     n, row, token_id = tl.num_programs(0), tl.load(rows + i), tl.load(token_ids + i)
     tl.store(outputs + i, token_id)
     tl.store(outputs + n + i, tl.max((values != values).to(tl.int32), 0).to(tl.int64))
-    count, last, goes_on = tl.full((), 0, tl.int32), token_id, tl.load(ahead + i) == 0  # a row's first line extends it
+    count, last, goes_on = (
+        tl.full((), 0, tl.int32),
+        token_id,
+        tl.load(ahead + i) == 0,
+    )  # a row's first line extends it
     if goes_on:
         end = known + row * width + tl.load(positions + i) + 1
         while goes_on:
@@ -75,11 +79,16 @@ def _append(
             goes_on = followed & (tl.load(end + count, mask=followed, other=-1) == last)
             count += 1
         tl.store(end + count - 1, last.to(tl.int32))
-        tl.store(num_known + row, tl.where(row == nobody, 1, tl.load(positions + i) + 1 + count).to(tl.int32))
+        tl.store(
+            num_known + row,
+            tl.where(row == nobody, 1, tl.load(positions + i) + 1 + count).to(tl.int32),
+        )
     tl.store(outputs + 2 * n + i, count.to(tl.int64))
 
 
-def last_tokens(state: RowState, lines: Lines, drafts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def last_tokens(
+    state: RowState, lines: Lines, drafts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     n, device = len(lines.rows), lines.rows.device
     token_ids, positions = torch.empty_like(lines.rows), torch.empty_like(lines.rows)
     if n:
@@ -98,7 +107,13 @@ def last_tokens(state: RowState, lines: Lines, drafts: torch.Tensor | None = Non
     return token_ids, positions
 
 
-def append(state: RowState, lines: Lines, positions: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def append(
+    state: RowState,
+    lines: Lines,
+    positions: torch.Tensor,
+    token_ids: torch.Tensor,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
     n, size = hidden.shape
     outputs = torch.empty((3, n), dtype=torch.int64, device=hidden.device)
     block = triton.next_power_of_2(size)

@@ -19,12 +19,16 @@ def choose_device(name: str, option: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"{option}: {name!r} isn't a device; expected auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(
+            f"{option}: {name!r} isn't a device; expected auto, cpu, cuda or cuda:N"
+        ) from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = device.index or 0
         if index >= count:
-            raise UnsupportedError(f"{option}: {name} doesn't exist; torch {torch.__version__} sees {count} CUDA devices")
+            raise UnsupportedError(
+                f"{option}: {name} doesn't exist; torch {torch.__version__} sees {count} CUDA devices"
+            )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     elif device.type != "cpu":

@@ -68,15 +68,26 @@ class HeadPlan:
         layers = int(target.config.num_hidden_layers)
         why = []
         if not target.arch.capabilities.taps:
-            why.append(f"states of the model can't be read: {type(target.arch).__name__} lacks the capability `taps`")
+            why.append(
+                f"states of the model can't be read: {type(target.arch).__name__} lacks the capability `taps`"
+            )
         if far := [tap for tap in arch.taps if not 0 <= tap <= layers]:
-            why.append(f"it reads states after {', '.join(map(str, far))} layers, and the model has {layers}")
+            why.append(
+                f"it reads states after {', '.join(map(str, far))} layers, and the model has {layers}"
+            )
         if config.kv_cache_scales == "calibrate":
             why.append("with kv_cache_scales: calibrate there can be none")
         if why:
             raise UnsupportedError(f"draft head {directory}: {'; '.join(why)}")
-        first = 1 + max([spec.index for spec in target.specs] + [state.index for state in target.states])
-        return cls(arch, target, replace(config, model=config.draft_model), [moved(spec, first) for spec in specs])
+        first = 1 + max(
+            [spec.index for spec in target.specs] + [state.index for state in target.states]
+        )
+        return cls(
+            arch,
+            target,
+            replace(config, model=config.draft_model),
+            [moved(spec, first) for spec in specs],
+        )
 
     def load(
         self,
@@ -101,20 +112,35 @@ class HeadPlan:
             environment=environment,
         )
         built: Tapped = model
-        return load_into(self.arch.build(context, built), quantization, self.config, device, progress, partly=True)
+        return load_into(
+            self.arch.build(context, built),
+            quantization,
+            self.config,
+            device,
+            progress,
+            partly=True,
+        )
 
 
 class RunningHead:
     """The draft head of one rank."""
 
     def __init__(
-        self, head: torch.nn.Module, arch: HeadArch, dtype: torch.dtype, backend: AttentionBackend, sampler: Sampler, rows: RowState
+        self,
+        head: torch.nn.Module,
+        arch: HeadArch,
+        dtype: torch.dtype,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        rows: RowState,
     ) -> None:
         """`dtype`: of the target's states. The backend, the sampler and the rows are the target's."""
         self.model: Any = head  # a DraftHead
         self.taps = arch.taps
         self._backend, self._sampler, self._rows = backend, sampler, rows
-        self._states = torch.zeros(rows.max_rows + 1, arch.hidden_size, dtype=dtype, device=rows.device)  # by row: what its next draft is made of
+        self._states = torch.zeros(
+            rows.max_rows + 1, arch.hidden_size, dtype=dtype, device=rows.device
+        )  # by row: what its next draft is made of
 
     def begin(self, batch: Batch) -> None:
         """Forget the states of earlier requests, for those that might draft at once: they have run before, in other rows."""
@@ -139,13 +165,25 @@ class RunningHead:
         for ahead in range(int(counts.max(initial=0))):
             left = drafting[counts > ahead]
             capture = None if graphs is None else self._sampler.capture_for(left)
-            graph = None if graphs is None or capture is None else graphs.find(HEAD_KINDS[capture], len(left))
+            graph = (
+                None
+                if graphs is None or capture is None
+                else graphs.find(HEAD_KINDS[capture], len(left))
+            )
             if graphs is not None and graph is not None:
-                graphs.replay(graph, graph.inputs.fill(HostLines(left, np.full(len(left), ahead - 1, np.int32)), 0))
+                graphs.replay(
+                    graph,
+                    graph.inputs.fill(HostLines(left, np.full(len(left), ahead - 1, np.int32)), 0),
+                )
             else:
                 self._launch(left, ahead)
 
-    def draft(self, lines: Lines, positions: torch.Tensor, sample: Callable[[torch.Tensor, Lines], torch.Tensor]) -> torch.Tensor:
+    def draft(
+        self,
+        lines: Lines,
+        positions: torch.Tensor,
+        sample: Callable[[torch.Tensor, Lines], torch.Tensor],
+    ) -> torch.Tensor:
         """Draft the token that follows each of `lines` [n], whose last tokens but one are at `positions` [n] int64. `sample`: draws an id for each
         line from logits. Returns the drafts [n] int64."""
         after = self._tokens_after(lines.rows * self._rows.row_width + positions)
@@ -157,11 +195,17 @@ class RunningHead:
 
     def _launch(self, rows: Int64, ahead: int) -> None:
         """Draft for `rows` [n] without a graph, after `ahead` other drafts."""
-        host = HostInputs.of_tokens(rows, self._rows.known[rows] - 2 + ahead, np.ones(len(rows), np.int64), self._rows)
+        host = HostInputs.of_tokens(
+            rows, self._rows.known[rows] - 2 + ahead, np.ones(len(rows), np.int64), self._rows
+        )
         inputs = host.to_device(self._rows)
         self._backend.plan(host.attention_batch(self._rows, inputs))
         lines = Lines(inputs.rows, torch.full_like(inputs.kv_lens, ahead))
-        self.draft(lines, inputs.positions, lambda logits, lines: self._sampler.sample(logits, lines, rows).token_ids)
+        self.draft(
+            lines,
+            inputs.positions,
+            lambda logits, lines: self._sampler.sample(logits, lines, rows).token_ids,
+        )
 
     def _tokens_after(self, token_indices: torch.Tensor) -> torch.Tensor:
         """Return the ids [n] int64 of the tokens after those at token_indices [n] int64. Ids that were sampled from NaN may be any."""

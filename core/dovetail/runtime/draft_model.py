@@ -61,14 +61,22 @@ class DraftPlan:
         """
         if config.draft_model is None:
             return None
-        own = replace(config, model=config.draft_model, dtype=target.dtype_name, max_model_len=target.max_model_len, quantization=None)
+        own = replace(
+            config,
+            model=config.draft_model,
+            dtype=target.dtype_name,
+            max_model_len=target.max_model_len,
+            quantization=None,
+        )
         try:
             plan = ModelPlan.of(own, models, group, device, quantizations)
         except (ConfigError, ModelLoadError, UnsupportedError) as error:
             raise type(error)(f"draft model {config.draft_model}: {error}") from error
         why = []
         if plan.vocab_size != target.vocab_size:
-            why.append(f"it has a vocabulary of {plan.vocab_size} tokens, and the model one of {target.vocab_size}")
+            why.append(
+                f"it has a vocabulary of {plan.vocab_size} tokens, and the model one of {target.vocab_size}"
+            )
         if plan.states:
             why.append("it has recurrent layers, whose states can't take back a rejected draft")
         if config.kv_cache_scales == "calibrate":
@@ -103,21 +111,38 @@ class DraftPlan:
 
 def moved(spec: LayerSpec, by: int) -> LayerSpec:
     """Return `spec` with another index."""
-    return replace(spec, index=spec.index + by, shares=None if spec.shares is None else spec.shares + by)
+    return replace(
+        spec, index=spec.index + by, shares=None if spec.shares is None else spec.shares + by
+    )
 
 
 class DraftModel:
     """Runs the draft model of one rank."""
 
     def __init__(
-        self, model: torch.nn.Module, specs: Sequence[LayerSpec], backend: AttentionBackend, sampler: Sampler, rows: RowState, max_tokens: int
+        self,
+        model: torch.nn.Module,
+        specs: Sequence[LayerSpec],
+        backend: AttentionBackend,
+        sampler: Sampler,
+        rows: RowState,
+        max_tokens: int,
     ) -> None:
         """`model` is a CausalLM with the layers `specs`. The others are the target's. `max_tokens`: of a step."""
         self.model: Any = model
-        self._backend, self._sampler, self._rows, self._max_tokens = backend, sampler, rows, max_tokens
-        self._computed = np.zeros(rows.max_rows, np.int64)  # of each row, leading known tokens whose K and V are in the cache
+        self._backend, self._sampler, self._rows, self._max_tokens = (
+            backend,
+            sampler,
+            rows,
+            max_tokens,
+        )
+        self._computed = np.zeros(
+            rows.max_rows, np.int64
+        )  # of each row, leading known tokens whose K and V are in the cache
         # Blocks before a window belong to others: earlier tokens of a row are left out, as if their K and V were those that happen to be there.
-        self._reach = min((spec.window for spec in specs if spec.window is not None), default=rows.max_len)
+        self._reach = min(
+            (spec.window for spec in specs if spec.window is not None), default=rows.max_len
+        )
 
     def begin(self, batch: Batch) -> None:
         """Note the batch's new rows. It is assumed that blocks with K and V of the target have those of the draft model, too."""
@@ -145,7 +170,9 @@ class DraftModel:
             left = drafting[counts > ahead]
             lines = HostLines(left, np.full(len(left), ahead, np.int32))
             if not self._replay(1, left, lines, graphs):
-                self._launch(left, self._rows.known[left] - 1 + ahead, np.ones(len(left), np.int64), ahead)
+                self._launch(
+                    left, self._rows.known[left] - 1 + ahead, np.ones(len(left), np.int64), ahead
+                )
         self._computed[drafting] = self._rows.known[drafting] + counts - 1
 
     def _propose_first(self, rows: Int64, graphs: Graphs | None) -> None:
@@ -167,7 +194,11 @@ class DraftModel:
     def _replay(self, nth: int, rows: Int64, lines: HostLines, graphs: Graphs | None) -> bool:
         """Replay the `nth` of `DRAFT_KINDS` for the `lines` of `rows`. Return False if there is no graph for them."""
         capture = None if graphs is None else self._sampler.capture_for(rows)
-        graph = None if graphs is None or capture is None else graphs.find(DRAFT_KINDS[capture][nth], len(rows))
+        graph = (
+            None
+            if graphs is None or capture is None
+            else graphs.find(DRAFT_KINDS[capture][nth], len(rows))
+        )
         if graphs is None or graph is None:
             return False
         graphs.replay(graph, graph.inputs.fill(lines, 0))
@@ -186,7 +217,13 @@ class DraftModel:
             return
         lines = Lines(inputs.rows, torch.full_like(inputs.kv_lens, ahead))
         sampled = self._sampler.sample(self.model.logits(hidden), lines, rows)
-        put_drafts(self._rows, lines, inputs.positions.index_select(0, ends), sampled.token_ids, self._sampler.context.vocab_size)
+        put_drafts(
+            self._rows,
+            lines,
+            inputs.positions.index_select(0, ends),
+            sampled.token_ids,
+            self._sampler.context.vocab_size,
+        )
 
 
 def asks_model(drafts: Drafts) -> NDArray[np.bool_]:

@@ -35,7 +35,15 @@ from dovetail.runtime.recording import LayerSplitter, Recording, record
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled
 from dovetail.runtime.step_inputs import DecodeInputs, HostLines, MixedInputs, SamplingInputs
-from dovetail.runtime.token_sizes import half_of, most_recorded, padded_sizes, row_sizes, sharing_row_sizes, sharing_token_sizes, typical
+from dovetail.runtime.token_sizes import (
+    half_of,
+    most_recorded,
+    padded_sizes,
+    row_sizes,
+    sharing_row_sizes,
+    sharing_token_sizes,
+    typical,
+)
 
 log = logging.getLogger("dovetail")
 
@@ -51,12 +59,16 @@ class Kind(Enum):
 
     MIXED = auto()  # the model, for any step: everything that depends only on the number of tokens
     MIXED_SHARING = auto()  # the same; attention reads a prefix that all rows share once
-    DECODE = auto()  # a whole decode step, with or without drafts: model, `Capture.TOKENS`, growth of the rows
+    DECODE = (
+        auto()
+    )  # a whole decode step, with or without drafts: model, `Capture.TOKENS`, growth of the rows
     DECODE_SHARING = auto()  # the same; attention reads a prefix that all rows share once
     DECODE_FULL = auto()  # the same with `Capture.FULL`
     DECODE_PROCESSED = auto()  # the same with logits processors
     MODEL = auto()  # the model of a decode step whose sampling waits for masks
-    SAMPLING = auto()  # the rest of a step whose model ran before: masks, `Capture.TOKENS`, growth of the rows
+    SAMPLING = (
+        auto()
+    )  # the rest of a step whose model ran before: masks, `Capture.TOKENS`, growth of the rows
     SAMPLING_FULL = auto()  # the same with `Capture.FULL`
     SAMPLING_PROCESSED = auto()  # the same with logits processors
     DRAFT_FIRST = auto()  # the draft model's K and V of the last two known tokens of rows, and their first draft, with `Capture.TOKENS`
@@ -73,7 +85,10 @@ class Kind(Enum):
 
 
 DECODE_KINDS = {Capture.TOKENS: Kind.DECODE, Capture.FULL: Kind.DECODE_FULL}
-DRAFT_KINDS = {Capture.TOKENS: (Kind.DRAFT_FIRST, Kind.DRAFT_NEXT), Capture.FULL: (Kind.DRAFT_FIRST_FULL, Kind.DRAFT_NEXT_FULL)}
+DRAFT_KINDS = {
+    Capture.TOKENS: (Kind.DRAFT_FIRST, Kind.DRAFT_NEXT),
+    Capture.FULL: (Kind.DRAFT_FIRST_FULL, Kind.DRAFT_NEXT_FULL),
+}
 HEAD_KINDS = {Capture.TOKENS: Kind.HEAD, Capture.FULL: Kind.HEAD_FULL}
 ADAPTED_KINDS = {
     Kind.MIXED: Kind.ADAPTED_MIXED,
@@ -178,7 +193,9 @@ class StepParts:
         tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
         if processors is not None:
             processors.add_wrong(tokens)
-        return Sampled(tokens) if sampled.logprobs is None else Sampled.pack(tokens, sampled.logprobs)
+        return (
+            Sampled(tokens) if sampled.logprobs is None else Sampled.pack(tokens, sampled.logprobs)
+        )
 
 
 def settled(numbers: torch.Tensor) -> torch.Tensor:
@@ -189,7 +206,9 @@ def settled(numbers: torch.Tensor) -> torch.Tensor:
 class Builder(ABC):
     """One kind of recording: sizes, inputs of a size, and the device work on them."""
 
-    pool = "steps"  # recordings of one pool share memory: a replay may overwrite the outputs of others
+    pool = (
+        "steps"  # recordings of one pool share memory: a replay may overwrite the outputs of others
+    )
     warm_ups = 1  # runs before a recording. 0 if a kind recorded earlier launches the same kernels for each size
     optional = False  # True: skip the kind if recording raises `UnsupportedError`
     splitter: LayerSplitter | None = None  # set to record in pieces
@@ -225,14 +244,24 @@ class MixedSteps(Builder):
 
     pool = "mixed"  # separate: hidden states must outlive the replay that samples from them
 
-    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, splitter: LayerSplitter | None, *, shares: bool = False) -> None:
+    def __init__(
+        self,
+        kind: Enum,
+        sizes: Sequence[int],
+        parts: StepParts,
+        splitter: LayerSplitter | None,
+        *,
+        shares: bool = False,
+    ) -> None:
         """With a `splitter`, attention isn't part of the graphs."""
         super().__init__(kind, sizes, parts)
         self.splitter, self._shares = splitter, shares
 
     def inputs(self, size: int) -> MixedInputs:
         rows, nothing = self.parts.rows, np.zeros(0, np.int32)
-        most_wanted = rows.max_lines if size >= 2 * rows.max_lines else 0  # large steps compute only wanted states, of at most half of the tokens
+        most_wanted = (
+            rows.max_lines if size >= 2 * rows.max_lines else 0
+        )  # large steps compute only wanted states, of at most half of the tokens
         inputs = MixedInputs(size, rows, most_wanted)
         of_no_rows = inputs.rows(0)
         padding = AttentionBatch(
@@ -270,10 +299,21 @@ class DecodeSteps(Builder):
     """Decode steps of `size` lines, from their last tokens to the sampled ones; without a `capture`, only the model's part."""
 
     def __init__(
-        self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture | None, *, shares: bool = False, processed: bool = False
+        self,
+        kind: Enum,
+        sizes: Sequence[int],
+        parts: StepParts,
+        capture: Capture | None,
+        *,
+        shares: bool = False,
+        processed: bool = False,
     ) -> None:
         super().__init__(kind, sizes, parts)
-        self._capture, self._shares, self._processors = capture, shares, parts.processors if processed else None
+        self._capture, self._shares, self._processors = (
+            capture,
+            shares,
+            parts.processors if processed else None,
+        )
         self.warm_ups = 0 if capture is None else 1
         self.optional = capture is Capture.FULL
 
@@ -288,12 +328,23 @@ class DecodeSteps(Builder):
         """Return `Sampled`, or `ModelOutputs` with hidden states [size, hidden]."""
         parts, lines = self.parts, inputs.lines
         token_ids, positions = map(settled, last_tokens(parts.rows, lines, inputs.drafts))
-        indices = lines.rows * parts.rows.row_width + positions if parts.head is not None else positions
-        outputs = parts.run(token_ids, indices, positions, adapted=lines.rows if self.adapted else None)
+        indices = (
+            lines.rows * parts.rows.row_width + positions if parts.head is not None else positions
+        )
+        outputs = parts.run(
+            token_ids, indices, positions, adapted=lines.rows if self.adapted else None
+        )
         hidden = settled(outputs.hidden)
         if self._capture is None:
             return outputs
-        sampled = parts.sample(lines, positions, hidden, self._capture, processors=self._processors, adapted=self.adapted)
+        sampled = parts.sample(
+            lines,
+            positions,
+            hidden,
+            self._capture,
+            processors=self._processors,
+            adapted=self.adapted,
+        )
         if parts.head is not None:
             parts.head.follow(outputs.tapped)
         return sampled
@@ -302,9 +353,22 @@ class DecodeSteps(Builder):
 class SamplingSteps(Builder):
     """The rest of a step after its model, for `size` sampled lines. Launching its kernels one by one takes longer than a small step."""
 
-    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, model: DecodeSteps, *, processed: bool = False) -> None:
+    def __init__(
+        self,
+        kind: Enum,
+        sizes: Sequence[int],
+        parts: StepParts,
+        capture: Capture,
+        model: DecodeSteps,
+        *,
+        processed: bool = False,
+    ) -> None:
         super().__init__(kind, sizes, parts)
-        self._capture, self._model, self._processors = capture, model, parts.processors if processed else None
+        self._capture, self._model, self._processors = (
+            capture,
+            model,
+            parts.processors if processed else None,
+        )
         self.optional = capture is Capture.FULL
 
     @cached_property
@@ -318,14 +382,23 @@ class SamplingSteps(Builder):
 
     def run(self, inputs: SamplingInputs) -> Sampled:
         positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
-        return self.parts.sample(inputs.lines, positions, inputs.hidden, self._capture, inputs.masked, self._processors)
+        return self.parts.sample(
+            inputs.lines, positions, inputs.hidden, self._capture, inputs.masked, self._processors
+        )
 
 
 class DraftSteps(Builder):
     """One draft for each of `size` rows: the draft model, a sample, and its place after the row's tokens. Each row has `lines_per_row` neighbouring
     lines; the draft follows the last of them."""
 
-    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, lines_per_row: int) -> None:
+    def __init__(
+        self,
+        kind: Enum,
+        sizes: Sequence[int],
+        parts: StepParts,
+        capture: Capture,
+        lines_per_row: int,
+    ) -> None:
         super().__init__(kind, sizes, parts)
         self._capture, self._lines_per_row = capture, lines_per_row
         self.optional = capture is Capture.FULL
@@ -343,7 +416,9 @@ class DraftSteps(Builder):
         lines = Lines(*(values[last].contiguous() for values in inputs.lines))
         logits = settled(self.parts.draft.logits(hidden[last].contiguous()))
         drafts = settled(self.parts.sampler.sample_captured(logits, lines, self._capture).token_ids)
-        put_drafts(self.parts.rows, lines, positions[last], drafts, self.parts.sampler.context.vocab_size)
+        put_drafts(
+            self.parts.rows, lines, positions[last], drafts, self.parts.sampler.context.vocab_size
+        )
         return drafts
 
 
@@ -351,7 +426,9 @@ class HeadSteps(Builder):
     """One draft for each of `size` rows, by the draft head. A line of its inputs is one token short of the line that the draft follows: the head's
     last position is that of the last token but one."""
 
-    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture) -> None:
+    def __init__(
+        self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture
+    ) -> None:
         super().__init__(kind, sizes, parts)
         self._capture = capture
         self.optional = capture is Capture.FULL
@@ -364,11 +441,15 @@ class HeadSteps(Builder):
     def run(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return the drafts [size] int64."""
         positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
-        drafts: torch.Tensor = self.parts.head.draft(Lines(inputs.lines.rows, inputs.lines.ahead + 1), positions, self._sample)
+        drafts: torch.Tensor = self.parts.head.draft(
+            Lines(inputs.lines.rows, inputs.lines.ahead + 1), positions, self._sample
+        )
         return drafts
 
     def _sample(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
-        return settled(self.parts.sampler.sample_captured(settled(logits), lines, self._capture).token_ids)
+        return settled(
+            self.parts.sampler.sample_captured(settled(logits), lines, self._capture).token_ids
+        )
 
 
 def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) -> list[Builder]:
@@ -378,7 +459,9 @@ def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) 
         return [MixedSteps(Kind.MIXED, sizes, parts, splitter)]
     builders: list[Builder] = [MixedSteps(Kind.MIXED, sizes, parts, None)]
     if parts.backend.capabilities.shared_prefix:
-        builders.append(MixedSteps(Kind.MIXED_SHARING, sharing_token_sizes(sizes), parts, None, shares=True))
+        builders.append(
+            MixedSteps(Kind.MIXED_SHARING, sharing_token_sizes(sizes), parts, None, shares=True)
+        )
     return builders
 
 
@@ -389,21 +472,36 @@ def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     if not can.cuda_graph or not parts.generates:
         return []
     sizes = row_sizes(most_lines, with_drafts=parts.rows.max_lines > parts.rows.max_rows)
-    few, processes = half_of(sizes), can.cuda_graph_full and parts.processors is not None and parts.processors.captured
+    few, processes = (
+        half_of(sizes),
+        can.cuda_graph_full and parts.processors is not None and parts.processors.captured,
+    )
     model = DecodeSteps(Kind.MODEL, few, parts, None)
     builders: list[Builder] = [DecodeSteps(Kind.DECODE, sizes, parts, Capture.TOKENS)]
     if parts.backend.capabilities.shared_prefix:
-        builders.append(DecodeSteps(Kind.DECODE_SHARING, sharing_row_sizes(most_lines), parts, Capture.TOKENS, shares=True))
+        builders.append(
+            DecodeSteps(
+                Kind.DECODE_SHARING,
+                sharing_row_sizes(most_lines),
+                parts,
+                Capture.TOKENS,
+                shares=True,
+            )
+        )
     builders.append(model)
     if can.cuda_graph_full:
         builders.append(DecodeSteps(Kind.DECODE_FULL, few, parts, Capture.FULL))
     if processes:
-        builders.append(DecodeSteps(Kind.DECODE_PROCESSED, few, parts, Capture.FULL, processed=True))
+        builders.append(
+            DecodeSteps(Kind.DECODE_PROCESSED, few, parts, Capture.FULL, processed=True)
+        )
     builders.append(SamplingSteps(Kind.SAMPLING, sizes, parts, Capture.TOKENS, model))
     if can.cuda_graph_full:
         builders.append(SamplingSteps(Kind.SAMPLING_FULL, few, parts, Capture.FULL, model))
     if processes:
-        builders.append(SamplingSteps(Kind.SAMPLING_PROCESSED, few, parts, Capture.FULL, model, processed=True))
+        builders.append(
+            SamplingSteps(Kind.SAMPLING_PROCESSED, few, parts, Capture.FULL, model, processed=True)
+        )
     return [*builders, *draft_builders(parts, most_lines)]
 
 
@@ -411,12 +509,20 @@ def draft_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     """Return the kinds of the draft model, or of the draft head, for as many rows as can check a draft in a step of `most_lines` lines; none without
     either. The sampler can be captured."""
     sizes = half_of(row_sizes(max(1, min(parts.rows.max_rows, most_lines // 2))))
-    captures = [capture for capture in DRAFT_KINDS if capture is Capture.TOKENS or parts.sampler.capabilities.cuda_graph_full]
+    captures = [
+        capture
+        for capture in DRAFT_KINDS
+        if capture is Capture.TOKENS or parts.sampler.capabilities.cuda_graph_full
+    ]
     if parts.head is not None:
         return [HeadSteps(HEAD_KINDS[capture], sizes, parts, capture) for capture in captures]
     if parts.draft is None:
         return []
-    return [DraftSteps(kind, sizes, parts, capture, lines) for capture in captures for kind, lines in zip(DRAFT_KINDS[capture], (2, 1), strict=True)]
+    return [
+        DraftSteps(kind, sizes, parts, capture, lines)
+        for capture in captures
+        for kind, lines in zip(DRAFT_KINDS[capture], (2, 1), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,22 +547,39 @@ class Graphs:
         """Kinds are recorded in the order of `builders`."""
         self._builders, self._parts = tuple(builders), parts
         self._kinds: list[Enum] = []  # of replays
-        self._table: dict[Enum, tuple[tuple[int, ...], list[Graph]]] = {}  # of recorded kinds: ascending sizes, and the recording of each
+        self._table: dict[
+            Enum, tuple[tuple[int, ...], list[Graph]]
+        ] = {}  # of recorded kinds: ascending sizes, and the recording of each
 
     @classmethod
-    def of(cls, parts: StepParts, splitter: LayerSplitter, max_tokens: int, parameters: int) -> Graphs:
+    def of(
+        cls, parts: StepParts, splitter: LayerSplitter, max_tokens: int, parameters: int
+    ) -> Graphs:
         """Return graphs of all kinds that the parts support, for steps of up to `max_tokens` tokens. `parameters`: number of parameters that the
         model uses per token. The backend must support CUDA graphs."""
         mixed: list[Builder] = []
-        if parts.rows.states is None:  # the kernels of states have grids that depend on the rows of a step
+        if (
+            parts.rows.states is None
+        ):  # the kernels of states have grids that depend on the rows of a step
             mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
         builders = [*mixed, *decode_builders(parts, min(parts.rows.max_lines, max_tokens))]
-        adapted = [] if parts.adapters is None else [builder.with_adapters() for builder in builders if builder.kind in ADAPTED_KINDS]
+        adapted = (
+            []
+            if parts.adapters is None
+            else [builder.with_adapters() for builder in builders if builder.kind in ADAPTED_KINDS]
+        )
         return cls([*builders, *adapted], parts)
 
     def __str__(self) -> str:
         kinds = {builder.kind for builder in self._builders}
-        return ", ".join(name for kind, name in ((Kind.DECODE, "decode"), (Kind.MIXED, "mixed")) if kind in kinds) or "none"
+        return (
+            ", ".join(
+                name
+                for kind, name in ((Kind.DECODE, "decode"), (Kind.MIXED, "mixed"))
+                if kind in kinds
+            )
+            or "none"
+        )
 
     def compile_ahead(self, prepare: Callable[[], None], progress: Progress | None = None) -> None:
         """Compile what recording will launch, many kernels in parallel. `prepare` prepares the backend, for a pool of any size."""
@@ -464,7 +587,9 @@ class Graphs:
             return
         tell = None if progress is None else partial(progress, "compiling kernels")
         try:
-            with compiling_ahead(self._parts.rows.device, min(MOST_THREADS, os.cpu_count() or 1), tell):
+            with compiling_ahead(
+                self._parts.rows.device, min(MOST_THREADS, os.cpu_count() or 1), tell
+            ):
                 prepare()
                 self.rehearse()
         except Exception as error:  # actual errors surface on launch
@@ -480,7 +605,10 @@ class Graphs:
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """Record every size of every kind. The KV pool must be allocated."""
-        pools = {name: torch.cuda.graph_pool_handle() for name in {builder.pool for builder in self._builders}}
+        pools = {
+            name: torch.cuda.graph_pool_handle()
+            for name in {builder.pool for builder in self._builders}
+        }
         done, total = 0, sum(len(builder.sizes) for builder in self._builders)
         stream = torch.cuda.Stream(self._parts.rows.device)  # type: ignore[no-untyped-call]
         for builder in self._builders:
@@ -488,7 +616,13 @@ class Graphs:
             try:
                 for size in reversed(builder.sizes):
                     inputs = builder.inputs(size)
-                    recording = record(partial(builder.run, inputs), pools[builder.pool], stream, builder.warm_ups, builder.splitter)
+                    recording = record(
+                        partial(builder.run, inputs),
+                        pools[builder.pool],
+                        stream,
+                        builder.warm_ups,
+                        builder.splitter,
+                    )
                     recorded.append(Graph(builder.kind, size, inputs, recording))
                     done += 1
                     if progress is not None:
@@ -520,14 +654,26 @@ class Graphs:
         self._kinds.clear()
         return kinds
 
-    def for_model(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool, adapted: bool = False) -> Graph | None:
+    def for_model(
+        self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool, adapted: bool = False
+    ) -> Graph | None:
         """Return the graph for the model of any step; if it is `adapted`, no prefix is shared. None if the step is too large, or needs `all_states`
         but only wanted ones are computed."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.cuda_graph == "mixed"
-        graph = self.find(Kind.MIXED_SHARING if shares else _of_kind(Kind.MIXED, adapted), num_tokens)
+        graph = self.find(
+            Kind.MIXED_SHARING if shares else _of_kind(Kind.MIXED, adapted), num_tokens
+        )
         return None if graph is None or (all_states and not graph.inputs.all_states) else graph
 
-    def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool, adapted: bool = False, asks: Asks | None = None) -> Graph | None:
+    def for_decode(
+        self,
+        host_rows: Int64,
+        shared_prefix_blocks: int,
+        *,
+        late: bool,
+        adapted: bool = False,
+        asks: Asks | None = None,
+    ) -> Graph | None:
         """Return the graph for a decode step of lines of these rows; for a `late` one, only of its model; if it is `adapted`, no prefix is shared.
         `asks`: see `LogitsProcessors.asked_by`. None if no graph supports everything that they need."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.shared_prefix
@@ -539,13 +685,17 @@ class Graphs:
         kind = DECODE_KINDS[capture] if asks is None else Kind.DECODE_PROCESSED
         return self.find(Kind.DECODE_SHARING if shares else _of_kind(kind, adapted), len(host_rows))
 
-    def for_sampling(self, host_rows: Int64, *, masked: bool, asks: Asks | None = None) -> Graph | None:
+    def for_sampling(
+        self, host_rows: Int64, *, masked: bool, asks: Asks | None = None
+    ) -> Graph | None:
         """Return the graph that samples for lines of these rows, some of which may be `masked`. None if no graph supports everything that they need:
         e.g. log-probabilities are of raw logits, which a graph with masks doesn't keep."""
         capture = self._capture_for(host_rows, asks)
         if capture is None or (masked and (self._parts.rows.logprobs[host_rows] >= 0).any()):
             return None
-        return self.find(SAMPLING_KINDS[capture] if asks is None else Kind.SAMPLING_PROCESSED, len(host_rows))
+        return self.find(
+            SAMPLING_KINDS[capture] if asks is None else Kind.SAMPLING_PROCESSED, len(host_rows)
+        )
 
     def _capture_for(self, host_rows: Int64, asks: Asks | None) -> Capture | None:
         processors = self._parts.processors

@@ -22,7 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore, _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import (
+    FileStore,
+    Store,
+    TCPStore,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch.distributed.distributed_c10d import GroupName
 
 from dovetail.errors import DovetailError
@@ -71,14 +77,23 @@ class TorchGroup:
         self.rank, self.size, self.device = rank, size, device
         self.failure: BaseException | None = None  # error of the first failed collective
         self._shares: RankShares | None = None
-        self.why_not_symmetric = "the ranks are on CPUs" if device.type == "cpu" else "it wasn't requested"
-        self._name, self._store, self._timeout_s, self._before_join = name, store, timeout_s, before_join
+        self.why_not_symmetric = (
+            "the ranks are on CPUs" if device.type == "cpu" else "it wasn't requested"
+        )
+        self._name, self._store, self._timeout_s, self._before_join = (
+            name,
+            store,
+            timeout_s,
+            before_join,
+        )
         self._store_fd, self._address = store_fd, address
         self._group: dist.ProcessGroup | None = None
         self._backend: Any = None
         self._aborting: threading.Thread | None = None
         self._ended = False
-        self._connections: set[tuple[int, str]] = set()  # made by joining; losing a host doesn't end them
+        self._connections: set[tuple[int, str]] = (
+            set()
+        )  # made by joining; losing a host doesn't end them
         self._synchronous = dist.AllreduceOptions()
         self._synchronous.asyncOp = False
 
@@ -97,9 +112,7 @@ class TorchGroup:
         if self._shares is None:
             return self.transport
         fused = self._shares.numbers * self._shares.dtype.itemsize
-        return (
-            f"with the norm, up to {fused >> 20} MiB; otherwise symmetric memory up to {self._shares.most_exchanged >> 20} MiB, then {self.transport}"
-        )
+        return f"with the norm, up to {fused >> 20} MiB; otherwise symmetric memory up to {self._shares.most_exchanged >> 20} MiB, then {self.transport}"
 
     @property
     def shares(self) -> RankShares | None:
@@ -120,7 +133,9 @@ class TorchGroup:
         if self.rank == 0:
             self._wait_for_others(store)
         store.set(_presence(self.rank), "")
-        while not store.check([_presence(0)]):  # rank 0 may load and compile for longer than the timeout
+        while not store.check(
+            [_presence(0)]
+        ):  # rank 0 may load and compile for longer than the timeout
             time.sleep(POLL_S)
         before = _sockets() if self._over_hosts else set()
         try:
@@ -130,7 +145,9 @@ class TorchGroup:
                 self._connect(store)
         except RuntimeError as error:
             self.failure = error
-            raise DovetailError(f"rank {self.rank} can't connect to the other ranks: {error}") from error
+            raise DovetailError(
+                f"rank {self.rank} can't connect to the other ranks: {error}"
+            ) from error
         if self._over_hosts:
             self._connections = _sockets() - before
 
@@ -143,8 +160,14 @@ class TorchGroup:
         self.why_not_symmetric = "" if has_triton() else "Triton isn't installed"
         if has_triton():
             try:
-                self._shares = make_rank_shares(share_numbers, part_numbers, dtype, self.device, self.rank, self.size)
-            except (ImportError, RuntimeError, NotImplementedError) as error:  # ImportError: a build of torch without it
+                self._shares = make_rank_shares(
+                    share_numbers, part_numbers, dtype, self.device, self.rank, self.size
+                )
+            except (
+                ImportError,
+                RuntimeError,
+                NotImplementedError,
+            ) as error:  # ImportError: a build of torch without it
                 self.why_not_symmetric = _in_short(error)
 
     def _connect(self, store: Store) -> None:
@@ -168,7 +191,10 @@ class TorchGroup:
     def _connect_shares(self, group: dist.ProcessGroup, shares: RankShares) -> None:
         """Connect the ranks' memory, which none uses yet."""
         _register_process_group(group.group_name, group)  # torch finds it by its name
-        acts: list[Callable[[], None]] = [partial(rank_shares.connect, shares, group), partial(rank_shares.check, shares, self.device)]
+        acts: list[Callable[[], None]] = [
+            partial(rank_shares.connect, shares, group),
+            partial(rank_shares.check, shares, self.device),
+        ]
         for act in acts:
             why = ""
             try:
@@ -235,13 +261,17 @@ class TorchGroup:
         backend, self._backend = self._backend, None
         self._ended, self._group = True, None
         if backend is not None and self.device.type == "cuda":
-            self._aborting = threading.Thread(target=self._abort, args=(backend,), name="dovetail-aborts", daemon=True)
+            self._aborting = threading.Thread(
+                target=self._abort, args=(backend,), name="dovetail-aborts", daemon=True
+            )
             self._aborting.start()
         for number, _ in self._connections & _sockets() if self._connections else ():
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.getpeername()  # raises for the listening socket, which gloo needs
                 connection.shutdown(socket.SHUT_RDWR)
-        if self.failure is not None:  # which may be kept for long, and with it its frames, and with them the connections
+        if (
+            self.failure is not None
+        ):  # which may be kept for long, and with it its frames, and with them the connections
             traceback.clear_frames(self.failure.__traceback__)
 
     def close(self) -> None:
@@ -251,7 +281,9 @@ class TorchGroup:
         if self._aborting is not None:
             self._aborting.join(ABORT_S)
             if self._aborting.is_alive():
-                log.error("NCCL hasn't released its memory after %g s; this process will on exit", ABORT_S)
+                log.error(
+                    "NCCL hasn't released its memory after %g s; this process will on exit", ABORT_S
+                )
 
     def _abort(self, backend: Any) -> None:
         """NCCL's kernels return at once. The call returns when no CUDA graph is left in which some are recorded."""
@@ -284,17 +316,31 @@ class TorchGroup:
         limit = timedelta(seconds=JOIN_S)
         if self.rank > 0:
             return TCPStore(host, int(port), self.size, False, limit, wait_for_workers=False)
-        listening = None if self._store_fd is None else os.dup(self._store_fd)  # the store closes its own
-        return TCPStore(host, int(port), self.size, True, limit, wait_for_workers=False, master_listen_fd=listening)
+        listening = (
+            None if self._store_fd is None else os.dup(self._store_fd)
+        )  # the store closes its own
+        return TCPStore(
+            host,
+            int(port),
+            self.size,
+            True,
+            limit,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
 
     def _wait_for_others(self, store: Store) -> None:
         """Wait until every other rank has registered in the store, so that this rank doesn't block in an uninterruptible call if one dies."""
         until = time.monotonic() + JOIN_S
-        while missing := [rank for rank in range(1, self.size) if not store.check([_presence(rank)])]:
+        while missing := [
+            rank for rank in range(1, self.size) if not store.check([_presence(rank)])
+        ]:
             self._before_join()
             if time.monotonic() > until:
                 others = self.size - 1
-                raise DovetailError(f"of {others} other ranks {others - len(missing)} have come within {JOIN_S:g} s")
+                raise DovetailError(
+                    f"of {others} other ranks {others - len(missing)} have come within {JOIN_S:g} s"
+                )
             time.sleep(POLL_S)
 
     def _make_backend(self, store: Store) -> tuple[Any, Any]:

@@ -24,7 +24,9 @@ LARGEST = 448.0  # of e4m3
 ROOM = 2.0  # headroom over the largest number seen; values lost below the largest / 2**13 hardly matter in any sum
 
 # As compressed-tensors and vLLM, ModelOpt, and AutoFP8 name them: one number for both, or one each.
-_NAME = re.compile(r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<of>k|v|kv)_scale$")
+_NAME = re.compile(
+    r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<of>k|v|kv)_scale$"
+)
 
 
 def is_kv_scale(name: str) -> bool:
@@ -42,7 +44,9 @@ class CacheScales:
         self._running = False
         self.source = "calibrated on the first prompts" if calibrate else "1"
 
-    def wrap(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> Callable[[LayerSpec], AttentionLayer]:
+    def wrap(
+        self, make_layer: Callable[[LayerSpec], AttentionLayer]
+    ) -> Callable[[LayerSpec], AttentionLayer]:
         """Set the scales of each new layer; those of a layer that shares another's cache are the other's."""
 
         def make(spec: LayerSpec) -> AttentionLayer:
@@ -65,13 +69,22 @@ class CacheScales:
             if match is None or int(match["layer"]) not in self._scales:
                 continue
             if tensor.numel() != 1 or not 0 < float(tensor) < float("inf"):
-                raise ModelLoadError(f"{model_dir}: {name}: expected one positive number for the whole layer, got {shown(tensor.tolist())}")
+                raise ModelLoadError(
+                    f"{model_dir}: {name}: expected one positive number for the whole layer, got {shown(tensor.tolist())}"
+                )
             found |= {(int(match["layer"]), of): float(tensor) for of in match["of"]}
-        lacking = [f"{of}_scale of layer {layer}" for layer in self._scales for of in "kv" if (layer, of) not in found]
+        lacking = [
+            f"{of}_scale of layer {layer}"
+            for layer in self._scales
+            for of in "kv"
+            if (layer, of) not in found
+        ]
         if not found or self._calibrate:
             return
         if lacking:
-            raise ModelLoadError(f"{model_dir}: the checkpoint scales K and V of some layers, but lacks {lacking[0]}; set kv_cache_scales: calibrate")
+            raise ModelLoadError(
+                f"{model_dir}: the checkpoint scales K and V of some layers, but lacks {lacking[0]}; set kv_cache_scales: calibrate"
+            )
         for (layer, of), value in found.items():
             getattr(self._scales[layer], of).fill_(value)
         self.source = "the checkpoint's"
@@ -94,7 +107,13 @@ class _CalibratedLayer(AttentionLayer):
     """A layer whose scales are set from the values that it writes while `calibrating`."""
 
     def __init__(self, layer: AttentionLayer, scales: KVScales, owner: CacheScales) -> None:
-        self.spec, self.kv_scales, self._layer, self._scales, self._owner = layer.spec, layer.kv_scales, layer, scales, owner
+        self.spec, self.kv_scales, self._layer, self._scales, self._owner = (
+            layer.spec,
+            layer.kv_scales,
+            layer,
+            scales,
+            owner,
+        )
 
     def bind(self, cache: LayerCache) -> None:
         self._layer.bind(cache)
@@ -102,8 +121,16 @@ class _CalibratedLayer(AttentionLayer):
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if self._owner.running:
             for scale, values in ((self._scales.k, k), (self._scales.v, k if v is None else v)):
-                largest = values.float().nan_to_num(0.0, 0.0, 0.0).abs().amax()  # nobody waits for the device
-                scale.copy_(torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest * (ROOM / LARGEST)))), 1.0))
+                largest = (
+                    values.float().nan_to_num(0.0, 0.0, 0.0).abs().amax()
+                )  # nobody waits for the device
+                scale.copy_(
+                    torch.where(
+                        largest > 0,
+                        torch.exp2(torch.ceil(torch.log2(largest * (ROOM / LARGEST)))),
+                        1.0,
+                    )
+                )
         self._layer.write(k, v)
 
     def cache_for_fused_write(self) -> FusedCache | None:

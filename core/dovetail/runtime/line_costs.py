@@ -40,7 +40,10 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
             lines = HostLines.of(batch)
             step = graph.inputs.fill(lines, 0)
             graphs.replay(graph, step)  # meanwhile the host enqueues those that are measured
-            if rows.states is not None and (checked := CheckedDrafts.of(graph.inputs.states, lines.ahead)) is not None:
+            if (
+                rows.states is not None
+                and (checked := CheckedDrafts.of(graph.inputs.states, lines.ahead)) is not None
+            ):
                 rows.states.accept(checked, rows.num_tokens)  # compiles its kernels
             spans = list[DeviceSpan]()
             for _ in range(TIMES):
@@ -53,13 +56,18 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
 
 
 @torch.inference_mode()
-def draft_costs(runner: Runner, draft: DraftModel | RunningHead, drafts: int) -> tuple[tuple[int, float], ...]:
+def draft_costs(
+    runner: Runner, draft: DraftModel | RunningHead, drafts: int
+) -> tuple[tuple[int, float], ...]:
     """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by
     draft, the host's work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
     rows, costs = runner.rows, list[tuple[int, float]]()
     most = min(rows.max_rows, rows.max_lines // (1 + drafts)) if 2 + drafts <= rows.max_len else 0
     for count in sorted({count for count in DRAFTING_ROWS if count < most} | {most} - {0}):
-        asked, seconds = Drafts(np.full(count, drafts, np.int32), np.full(count * drafts, -1, np.int32)), list[float]()
+        asked, seconds = (
+            Drafts(np.full(count, drafts, np.int32), np.full(count * drafts, -1, np.int32)),
+            list[float](),
+        )
         batch = batch_of_drafts(rows, asked, known=2)
         with _rows_of(runner, batch):
             for _ in range(1 + (TIMES if runner.device.type == "cuda" else 1)):

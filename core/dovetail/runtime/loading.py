@@ -12,12 +12,24 @@ import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
-from dovetail.api.model import BuildContext, HeadLayer, LoadsItself, ModelArch, ParallelGroup, no_states
+from dovetail.api.model import (
+    BuildContext,
+    HeadLayer,
+    LoadsItself,
+    ModelArch,
+    ParallelGroup,
+    no_states,
+)
 from dovetail.api.state import StateLayer, StateSpec
 from dovetail.errors import ConfigError, UnsupportedError
 from dovetail.nn.format.base import Quantization
 from dovetail.runtime.memory import require_ram
-from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
+from dovetail.runtime.model_files import (
+    find_architecture,
+    resolve_dtype,
+    resolve_max_model_len,
+    stored_as,
+)
 from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.quantization import choose_quantization, place_weights
 from dovetail.runtime.weights import Progress, dummy_weights, load_weights, stored_bytes
@@ -55,22 +67,46 @@ class ModelPlan:
         `quantizations` its weights, and `ConfigError` if `config` contradicts the checkpoint or itself.
         """
         arch, hf_config, made_for = find_architecture(config.model, models)
-        quantization = choose_quantization(config.quantization, stored_as(config.model), quantizations, config.model)
+        quantization = choose_quantization(
+            config.quantization, stored_as(config.model), quantizations, config.model
+        )
         if group.size > 1 and not arch.capabilities.tensor_parallel:
-            raise UnsupportedError(f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {group.size}")
+            raise UnsupportedError(
+                f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {group.size}"
+            )
         dtype = resolve_dtype(config.dtype, hf_config, device)
         specs = arch.layer_specs(hf_config, group)
-        own, indivisible = arch.pooling(hf_config), bool(specs) and not any(spec.causal for spec in specs)
+        own, indivisible = (
+            arch.pooling(hf_config),
+            bool(specs) and not any(spec.causal for spec in specs),
+        )
         if made_for == "classify" and not own.head:
             own = replace(own, head=(HeadLayer("score"),))
-        pooling = PoolingPlan.of(config.model, config.pooling, own, hf_config, made_for, indivisible=indivisible)
+        pooling = PoolingPlan.of(
+            config.model, config.pooling, own, hf_config, made_for, indivisible=indivisible
+        )
         max_model_len = resolve_max_model_len(config.max_model_len, hf_config, pooling.max_length)
         specs = [_within(max_model_len, spec) for spec in specs]
         if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
-            raise ConfigError("kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out")
-        cache_dtype = None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
+            raise ConfigError(
+                "kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out"
+            )
+        cache_dtype = (
+            None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
+        )
         states, state_dtype = arch.state_specs(hf_config, group), getattr(torch, config.state_dtype)
-        plan = cls(arch, hf_config, quantization, dtype, max_model_len, specs, cache_dtype, states, state_dtype, pooling)
+        plan = cls(
+            arch,
+            hf_config,
+            quantization,
+            dtype,
+            max_model_len,
+            specs,
+            cache_dtype,
+            states,
+            state_dtype,
+            pooling,
+        )
         if group.rank == 0:
             log.debug("model: %s", plan)
         return plan
@@ -89,7 +125,11 @@ class ModelPlan:
         return "none" if self.quantization is None else str(self.quantization)
 
     def __str__(self) -> str:
-        states = f"{len(self.states)} recurrent layers, states in {_name(self.state_dtype)}, " if self.states else ""
+        states = (
+            f"{len(self.states)} recurrent layers, states in {_name(self.state_dtype)}, "
+            if self.states
+            else ""
+        )
         return (
             f"{type(self.arch).__name__} in {self.dtype_name}, quantization {self.quantization_name}, {len(self.specs)} attention layers, K and V in "
             f"{self.cache_dtype or self.dtype_name}, {states}up to {self.max_model_len} tokens"
@@ -102,7 +142,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _within(max_len: int, spec: LayerSpec) -> LayerSpec:
     """Return `spec` without a window that no sequence of up to `max_len` tokens leaves: such layers need no block table of their own."""
-    return replace(spec, window=None) if spec.window is not None and spec.window >= max_len else spec
+    return (
+        replace(spec, window=None) if spec.window is not None and spec.window >= max_len else spec
+    )
 
 
 def load_model(
@@ -127,9 +169,28 @@ def load_model(
         return make_attention(_within(plan.max_model_len, spec))
 
     adapters = config.max_adapters > 0
-    context = BuildContext(parallel, plan.dtype, device, make_layer, plan.max_model_len, later, built_for, make_state, adapters)
+    context = BuildContext(
+        parallel,
+        plan.dtype,
+        device,
+        make_layer,
+        plan.max_model_len,
+        later,
+        built_for,
+        make_state,
+        adapters,
+    )
     model = plan.arch.build(plan.config, context)
-    return load_into(model, plan.quantization, config, device, progress, elsewhere=plan.pooling.owns, ranks=parallel.size, dtype=plan.dtype)
+    return load_into(
+        model,
+        plan.quantization,
+        config,
+        device,
+        progress,
+        elsewhere=plan.pooling.owns,
+        ranks=parallel.size,
+        dtype=plan.dtype,
+    )
 
 
 def load_into(
@@ -151,11 +212,17 @@ def load_into(
     """
     if quantization is not None:
         place_weights(module, quantization, device)
-    if device.type == "cpu":  # its memory is virtual until it is written: the kernel would kill the process halfway
+    if (
+        device.type == "cpu"
+    ):  # its memory is virtual until it is written: the kernel would kill the process halfway
         kept_in = "" if dtype is None or quantization is not None else f" in {_name(dtype)}"
-        require_ram(_weight_bytes(module, config, dtype), f"{config.model}: the weights{kept_in}", ranks)
+        require_ram(
+            _weight_bytes(module, config, dtype), f"{config.model}: the weights{kept_in}", ranks
+        )
     if isinstance(module, LoadsItself):
-        module.load_checkpoint(None if config.load_format == "dummy" else Path(config.model), config.seed)
+        module.load_checkpoint(
+            None if config.load_format == "dummy" else Path(config.model), config.seed
+        )
     elif config.load_format == "dummy":
         dummy_weights(module, config.seed)
     else:
@@ -163,7 +230,9 @@ def load_into(
     return module.eval()
 
 
-def _weight_bytes(module: torch.nn.Module, config: ExecutorConfig, dtype: torch.dtype | None) -> int:
+def _weight_bytes(
+    module: torch.nn.Module, config: ExecutorConfig, dtype: torch.dtype | None
+) -> int:
     """Return the size of the weights that are about to be loaded: of those that the module has, or of the files' if it makes its own."""
     if isinstance(module, LoadsItself) and config.load_format != "dummy":
         return stored_bytes(config.model, dtype)

@@ -31,33 +31,52 @@ WRONG = 2  # in row 1 of `Sampled.tokens`: the processors left no finite largest
 class LogitsProcessors:
     """Processors in the order in which they are applied, with the rows that ask for them."""
 
-    def __init__(self, refs: Sequence[ComponentRef], vocab_size: int, rows: RowState, max_drafts: int) -> None:
+    def __init__(
+        self, refs: Sequence[ComponentRef], vocab_size: int, rows: RowState, max_drafts: int
+    ) -> None:
         """Create and prepare the processors. Raises `PluginError` that names the one that failed."""
         self.names = tuple(ref.name for ref in refs)
         context = LogitsProcessorContext(str(rows.device), vocab_size, rows.history, max_drafts)
         self._made = tuple(_made(ref, context, rows.max_rows) for ref in refs)
-        self._capturable = np.array([processor.capabilities.cuda_graph for processor in self._made], np.bool_)
+        self._capturable = np.array(
+            [processor.capabilities.cuda_graph for processor in self._made], np.bool_
+        )
         self._asks = np.zeros((rows.max_rows + 1, len(refs)), np.bool_)
-        self._asking = torch.zeros(rows.max_rows + 1, dtype=torch.bool, device=rows.device)  # rows that ask for any
-        self._wrong = torch.zeros(rows.max_lines, dtype=torch.int64, device=rows.device)  # by line of a step: `WRONG` or 0
-        self._lost: dict[int, str] = {}  # processors that couldn't forget a row, which are no longer used -> reason
+        self._asking = torch.zeros(
+            rows.max_rows + 1, dtype=torch.bool, device=rows.device
+        )  # rows that ask for any
+        self._wrong = torch.zeros(
+            rows.max_lines, dtype=torch.int64, device=rows.device
+        )  # by line of a step: `WRONG` or 0
+        self._lost: dict[
+            int, str
+        ] = {}  # processors that couldn't forget a row, which are no longer used -> reason
         self._all_ask = False
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> dict[int, str]:
+    def update(
+        self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]
+    ) -> dict[int, str]:
         """Pass changed rows to the processors. Returns the rows of `added` that one of them rejected, and why; ignore their tokens."""
         changed = [*removed, *(row for row, _ in added)]
-        if not self._asks[changed].any() and not any(sampling.logits_processors for _, sampling in added):
+        if not self._asks[changed].any() and not any(
+            sampling.logits_processors for _, sampling in added
+        ):
             return {}
         refused: dict[int, str] = {}
         for index, name in enumerate(self.names):
             asked = [row for row in dict.fromkeys(changed) if self._asks[row, index]]
             self._forget(index, asked)
-            rows, wrong = self._validated(index, [(row, sampling) for row, sampling in added if name in sampling.logits_processors])
+            rows, wrong = self._validated(
+                index,
+                [(row, sampling) for row, sampling in added if name in sampling.logits_processors],
+            )
             wrong |= self._begin(index, rows)
             self._asks[[one.row for one in rows if one.row not in wrong], index] = True
             refused |= wrong
         places = np.unique(np.array(changed, np.int64))
-        self._asking.index_copy_(0, *all_to_device([places, np.asarray(self._asks[places].any(1))], self._asking.device))
+        self._asking.index_copy_(
+            0, *all_to_device([places, np.asarray(self._asks[places].any(1))], self._asking.device)
+        )
         return refused
 
     def asked_by(self, host_rows: NDArray[np.int64]) -> Asks | None:
@@ -74,7 +93,14 @@ class LogitsProcessors:
         """True if a graph applies any of them."""
         return bool(self._capturable.any())
 
-    def process(self, lines: Lines, asks: Asks, masked: torch.Tensor | None, words: torch.Tensor, failures: dict[int, str]) -> Process:
+    def process(
+        self,
+        lines: Lines,
+        asks: Asks,
+        masked: torch.Tensor | None,
+        words: torch.Tensor,
+        failures: dict[int, str],
+    ) -> Process:
         """Return the function that applies what a step asks for, then the masks: `masked` [n] int64 are the lines' rows in `words`, or -1.
         Adds processors that raise to `failures`, index -> reason; the requests that ask for them end."""
         indices = np.flatnonzero(asks.any(0)).tolist()
@@ -82,9 +108,13 @@ class LogitsProcessors:
         indices = [index for index in indices if index not in self._lost]
         return partial(self._process, lines, indices, masked, words, failures)
 
-    def process_captured(self, lines: Lines, masked: torch.Tensor | None, words: torch.Tensor) -> Process:
+    def process_captured(
+        self, lines: Lines, masked: torch.Tensor | None, words: torch.Tensor
+    ) -> Process:
         """Return the function for all processors that a graph can apply. It raises `PluginError` for one that raises."""
-        return partial(self._process, lines, np.flatnonzero(self._capturable).tolist(), masked, words, None)
+        return partial(
+            self._process, lines, np.flatnonzero(self._capturable).tolist(), masked, words, None
+        )
 
     def add_wrong(self, tokens: torch.Tensor) -> None:
         """Add `WRONG` to row 1 of tokens [3, n] (see `decode_rows.append`) for lines whose largest logit wasn't finite."""
@@ -101,18 +131,34 @@ class LogitsProcessors:
         defaults."""
         self._all_ask = True
         try:
-            yield {name: {} for name, processor in zip(self.names, self._made, strict=True) if _has_defaults(processor)}
+            yield {
+                name: {}
+                for name, processor in zip(self.names, self._made, strict=True)
+                if _has_defaults(processor)
+            }
         finally:
             self._all_ask = False
 
-    def _validated(self, index: int, asking: Sequence[tuple[int, RowSampling]]) -> tuple[list[ProcessedRow], dict[int, str]]:
+    def _validated(
+        self, index: int, asking: Sequence[tuple[int, RowSampling]]
+    ) -> tuple[list[ProcessedRow], dict[int, str]]:
         """Return the rows with their arguments, and the rows whose arguments are invalid here although they were valid on arrival."""
         rows, wrong, name = list[ProcessedRow](), dict[int, str](), self.names[index]
         for row, sampling in asking:
             try:
-                rows.append(ProcessedRow(row, self._made[index].Arguments.model_validate(thawed(sampling.logits_processors[name])), sampling))
+                rows.append(
+                    ProcessedRow(
+                        row,
+                        self._made[index].Arguments.model_validate(
+                            thawed(sampling.logits_processors[name])
+                        ),
+                        sampling,
+                    )
+                )
             except Exception as error:
-                wrong[row] = f"logits processor {name} rejects arguments that it accepted on arrival: {describe(error)}"
+                wrong[row] = (
+                    f"logits processor {name} rejects arguments that it accepted on arrival: {describe(error)}"
+                )
                 logger.warning("ending a request: %s", wrong[row])
         return rows, wrong
 
@@ -130,13 +176,17 @@ class LogitsProcessors:
         """Start rows. Returns those that the processor rejects, and why."""
         if index not in self._lost and rows:
             try:
-                return update_rows(f"logits processor {self.names[index]}", self._made[index].update, [], rows)
+                return update_rows(
+                    f"logits processor {self.names[index]}", self._made[index].update, [], rows
+                )
             except Exception as error:
                 self._lose(index, error)
         return {row.row: self._lost[index] for row in rows}
 
     def _lose(self, index: int, error: Exception) -> None:
-        self._lost[index] = f"logits processor {self.names[index]} is no longer used: it raised in update() when a row was removed: {describe(error)}"
+        self._lost[index] = (
+            f"logits processor {self.names[index]} is no longer used: it raised in update() when a row was removed: {describe(error)}"
+        )
         logger.error(self._lost[index], exc_info=error)
 
     def _process(
@@ -157,14 +207,18 @@ class LogitsProcessors:
                 self._made[index].apply(logits, own)
             except Exception as error:
                 if failures is None:
-                    raise PluginError(f"logits processor {name} declares cuda_graph, but can't be recorded: {describe(error)}") from error
+                    raise PluginError(
+                        f"logits processor {name} declares cuda_graph, but can't be recorded: {describe(error)}"
+                    ) from error
                 failures[index] = f"logits processor {name} raised in apply(): {describe(error)}"
                 logger.warning("ending requests: %s", failures[index], exc_info=error)
         if masked is not None:
             mask_tokens(logits, masked[part], words)
         wrong = self._asking[own.rows] & ~logits.amax(-1).isfinite()
         self._wrong[part] = wrong * WRONG
-        logits.masked_fill_(wrong[:, None], 0.0)  # so that a valid id is sampled, for which the request ends
+        logits.masked_fill_(
+            wrong[:, None], 0.0
+        )  # so that a valid id is sampled, for which the request ends
 
 
 def _made(ref: ComponentRef, context: LogitsProcessorContext, max_rows: int) -> LogitsProcessor:
@@ -172,7 +226,9 @@ def _made(ref: ComponentRef, context: LogitsProcessorContext, max_rows: int) -> 
     try:
         processor.prepare(max_rows)
     except Exception as error:
-        raise PluginError(f"logits processor {ref.name} raised in prepare(): {describe(error)}") from error
+        raise PluginError(
+            f"logits processor {ref.name} raised in prepare(): {describe(error)}"
+        ) from error
     return processor
 
 

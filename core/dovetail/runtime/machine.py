@@ -14,10 +14,15 @@ def main() -> None:
     torch.distributed that are there}."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
-    there = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available} if distributed.is_available() else {}
+    there = (
+        {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
+        if distributed.is_available()
+        else {}
+    )
     offers = {
         "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
-        "peers": bool(pairs) and all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs),
+        "peers": bool(pairs)
+        and all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs),
         "backends": [name for name, is_there in there.items() if is_there()],
     }
     print(json.dumps(offers))

@@ -20,8 +20,12 @@ class MaskBuffer:
     def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
         self._width = -(-vocab_size // 32)
         self._most, self._device = most, device
-        self.words = torch.zeros((most, self._width), dtype=torch.int32, device=device)  # [most, ceil(vocab / 32)]
-        self._slots: list[torch.Tensor] = []  # in host memory, of the same size; allocated on first use
+        self.words = torch.zeros(
+            (most, self._width), dtype=torch.int32, device=device
+        )  # [most, ceil(vocab / 32)]
+        self._slots: list[
+            torch.Tensor
+        ] = []  # in host memory, of the same size; allocated on first use
         self._copied: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._next = 0
@@ -30,7 +34,10 @@ class MaskBuffer:
         """Return uninitialized memory [count, ceil(vocab / 32)] for the masks of the next `send`. It is reused after `SLOTS` sends."""
         on_gpu = self._device.type == "cuda"
         if not self._slots:
-            self._slots = [torch.zeros(self.words.shape, dtype=torch.int32, pin_memory=on_gpu) for _ in range(SLOTS)]
+            self._slots = [
+                torch.zeros(self.words.shape, dtype=torch.int32, pin_memory=on_gpu)
+                for _ in range(SLOTS)
+            ]
             if on_gpu:
                 self._copied = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
                 self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

@@ -25,7 +25,9 @@ class _Group(NamedTuple):
 
 def available_ram_bytes() -> int:
     """Return the memory that this process can still allocate without swapping: the machine's, or that of its container or service if that is less."""
-    return min([_meminfo("MemAvailable"), *(max(0, group.limit - group.used) for group in _groups())])
+    return min(
+        [_meminfo("MemAvailable"), *(max(0, group.limit - group.used) for group in _groups())]
+    )
 
 
 def total_ram_bytes() -> int:
@@ -36,7 +38,9 @@ def total_ram_bytes() -> int:
 def require_ram(needed: int, what: str, ranks: int = 1) -> None:
     """Raise `ConfigError` if each of `ranks` processes of this machine can't hold `needed` bytes for `what`. Several ranks allocate at the same time,
     so that what is available says little; they are held against all of the machine's memory."""
-    has, which = (available_ram_bytes(), "available") if ranks == 1 else (total_ram_bytes(), "there")
+    has, which = (
+        (available_ram_bytes(), "available") if ranks == 1 else (total_ram_bytes(), "there")
+    )
     if needed * ranks > has:
         each = "" if ranks == 1 else f" ({readable_bytes(needed)} in each of {ranks} ranks)"
         raise ConfigError(
@@ -61,21 +65,35 @@ def _meminfo(name: str) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # no such file: another Unix, without this information
+    return (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    )  # no such file: another Unix, without this information
 
 
 def _groups() -> Iterator[_Group]:
     """Yield the limited cgroups around this process. Within a container the mounted root is the container's own."""
     for folder in _folders():
         for limit, used, stat, cached in (
-            ("memory.max", "memory.current", "memory.stat", ("active_file", "inactive_file")),  # version 2
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", ("total_active_file", "total_inactive_file")),  # version 1
+            (
+                "memory.max",
+                "memory.current",
+                "memory.stat",
+                ("active_file", "inactive_file"),
+            ),  # version 2
+            (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "memory.stat",
+                ("total_active_file", "total_inactive_file"),
+            ),  # version 1
         ):
             try:
                 most = int((folder / limit).read_text())
                 counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
                 files = sum(int(counts.get(name, 0)) for name in cached)
-                yield _Group(min(most, _UNLIMITED), max(0, int((folder / used).read_text()) - files))
+                yield _Group(
+                    min(most, _UNLIMITED), max(0, int((folder / used).read_text()) - files)
+                )
             except (OSError, ValueError):  # no such version here, or no limit: "max"
                 continue
 
@@ -92,4 +110,6 @@ def _folders() -> Iterator[Path]:
             continue
         root = CGROUPS / "memory" if controllers else CGROUPS
         own = root / path.lstrip("/")
-        yield from (folder for folder in (own, *own.parents) if folder == root or root in folder.parents)
+        yield from (
+            folder for folder in (own, *own.parents) if folder == root or root in folder.parents
+        )

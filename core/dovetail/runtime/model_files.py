@@ -44,7 +44,9 @@ _SAME_AS_TEXT = {
     "qwen3_vl_moe_text": _SameAsText("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_vl_text": _SameAsText("qwen3"),
 }
-_NAMED_OTHERWISE = ("cosmos3_omni",)  # types with names of their own for tensors of their text model
+_NAMED_OTHERWISE = (
+    "cosmos3_omni",
+)  # types with names of their own for tensors of their text model
 
 _NOT_OF_SHAPE = ("model_type", "architectures", "transformers_version", "router_aux_loss_coef")
 
@@ -79,9 +81,13 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     vars(config).pop("quantization_config", None)
     names = config.architectures
     if not names:
-        raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', which say what model to build")
+        raise ModelLoadError(
+            f"{Path(model_dir) / 'config.json'}: no 'architectures', which say what model to build"
+        )
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
+        raise ModelLoadError(
+            f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}"
+        )
     serving = _serving(models, names, config.model_type)
     made_for: MadeFor = "embed" if is_embedding_model(model_dir) else "generate"
     if any(name.endswith("ForSequenceClassification") for name in names):
@@ -91,19 +97,30 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         names = config.architectures = [generator]
         serving = _serving(models, names, config.model_type)
     if made_for != "generate":
-        config.tie_word_embeddings = True  # a head that is never used costs nothing then, and its tensor may be missing
-    serving = serving or built_ins_first([target for target in models if ANY in target.architectures])
+        config.tie_word_embeddings = (
+            True  # a head that is never used costs nothing then, and its tensor may be missing
+        )
+    serving = serving or built_ins_first(
+        [target for target in models if ANY in target.architectures]
+    )
     if not serving:
         served = sorted({name for target in models for name in target.architectures} - {ANY})
-        whose = f"{models[0].name} doesn't serve" if len(models) == 1 else "no installed model serves"
-        raise UnsupportedError(f"{model_dir}: {whose} {', '.join(names)}; served are {', '.join(served) or 'none'}")
+        whose = (
+            f"{models[0].name} doesn't serve" if len(models) == 1 else "no installed model serves"
+        )
+        raise UnsupportedError(
+            f"{model_dir}: {whose} {', '.join(names)}; served are {', '.join(served) or 'none'}"
+        )
     if len(serving) > 1:
         offers = " and ".join(target.name for target in serving)
         remedy = f"name the one you mean: `model: {{path: {shown(str(model_dir))}, component: {serving[0].name}}}`"
         raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {offers}; {remedy}")
     arch: ModelArch = serving[0].make(ModelContext())
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
-        raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
+        raise UnsupportedError(
+            f"{serving[0].name} can't serve {model_dir}:\n"
+            + "\n".join(f"  - {reason}" for reason in reasons)
+        )
     return FoundArchitecture(arch, config, made_for)
 
 
@@ -134,7 +151,9 @@ def _generator_of(names: Sequence[str], model_type: str) -> str | None:
     from transformers.models.auto import modeling_auto as known
 
     bodies = known.MODEL_MAPPING_NAMES, known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    if model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES or not any(of_type.get(model_type) in names for of_type in bodies):
+    if model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES or not any(
+        of_type.get(model_type) in names for of_type in bodies
+    ):
         return None
     name: str | None = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     return name
@@ -148,8 +167,12 @@ def _text_of(config: Any, model_dir: str | Path) -> Any:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if head := next((name for name in config.architectures or () if str(name).endswith("Classification")), None):
-        raise UnsupportedError(f"{model_dir}: {head} isn't served: a classifier beside a vision model")
+    if head := next(
+        (name for name in config.architectures or () if str(name).endswith("Classification")), None
+    ):
+        raise UnsupportedError(
+            f"{model_dir}: {head} isn't served: a classifier beside a vision model"
+        )
     if config.model_type in _NAMED_OTHERWISE:
         raise UnsupportedError(
             f"{model_dir}: the text of {config.model_type} isn't served: its tensors have other names than those of {text.model_type}"
@@ -157,7 +180,11 @@ def _text_of(config: Any, model_dir: str | Path) -> Any:
     if same := _SAME_AS_TEXT.get(text.model_type):
         fields = {key: value for key, value in text.to_dict().items() if key not in _NOT_OF_SHAPE}
         fields.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
-        fields["rope_parameters"] = {key: value for key, value in fields["rope_parameters"].items() if not key.startswith("mrope_")}
+        fields["rope_parameters"] = {
+            key: value
+            for key, value in fields["rope_parameters"].items()
+            if not key.startswith("mrope_")
+        }
         text = CONFIG_MAPPING[same.model_type](**{**fields, **same.fixed})
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if name is None:
@@ -166,7 +193,9 @@ def _text_of(config: Any, model_dir: str | Path) -> Any:
             f"language model for its text model, {text.model_type}, by itself"
         )
     text.architectures = [name]
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)  # applies to the shared head
+    text.tie_word_embeddings = getattr(
+        config, "tie_word_embeddings", text.tie_word_embeddings
+    )  # applies to the shared head
     log.info("%s: only the text model of %s is served, as %s", model_dir, config.model_type, name)
     return text
 
@@ -185,7 +214,9 @@ def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:
 def _stored_as(path: Path, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     stored = raw.get("quantization_config")
     if stored is not None and not isinstance(stored, Mapping):
-        raise ModelLoadError(f"{path}: quantization_config: expected keys and values, got {shown(stored)}")
+        raise ModelLoadError(
+            f"{path}: quantization_config: expected keys and values, got {shown(stored)}"
+        )
     return stored
 
 
@@ -199,7 +230,9 @@ def _reasons_against(arch: ModelArch, config: Any, path: Path) -> list[str]:
     except DovetailError:
         raise
     except Exception as error:
-        raise ModelLoadError(f"{path}: a value in it can't be used: {_first_lines(error)}") from error
+        raise ModelLoadError(
+            f"{path}: a value in it can't be used: {_first_lines(error)}"
+        ) from error
 
 
 def read_config(model_dir: str | Path) -> Any:
@@ -207,11 +240,15 @@ def read_config(model_dir: str | Path) -> Any:
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         _refuse(path.parent, _INSTEAD_OF_A_CONFIG)
-        raise ModelLoadError(f"{path}: no such file; a model is a directory with config.json and safetensors files")
+        raise ModelLoadError(
+            f"{path}: no such file; a model is a directory with config.json and safetensors files"
+        )
     _refuse(path.parent, _BESIDE_A_CONFIG)
     raw = read_json_object(path)
     if kind := raw.get("speculators_model_type"):
-        raise UnsupportedError(f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of `speculation.drafter`")
+        raise UnsupportedError(
+            f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of `speculation.drafter`"
+        )
     if "model_type" not in raw:
         raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
     check_sizes(path, raw)
@@ -220,10 +257,18 @@ def read_config(model_dir: str | Path) -> Any:
     from transformers import __version__ as version
 
     if raw["model_type"] not in CONFIG_MAPPING.keys():  # noqa: SIM118 also of what can't be hashed
-        own_code = "; the code that the checkpoint brings for it (auto_map) is never run" if raw.get("auto_map") else ""
-        raise ModelLoadError(f"{path}: transformers {version} knows no model_type {shown(raw['model_type'])}{own_code}")
+        own_code = (
+            "; the code that the checkpoint brings for it (auto_map) is never run"
+            if raw.get("auto_map")
+            else ""
+        )
+        raise ModelLoadError(
+            f"{path}: transformers {version} knows no model_type {shown(raw['model_type'])}{own_code}"
+        )
     try:
-        return AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises any exception
         raise ModelLoadError(f"{path}: {_first_lines(error)}") from error
 
@@ -248,14 +293,18 @@ def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     gpu = gpu_of(device)
     lacks_bfloat16 = gpu is not None and not gpu.has_bfloat16
     if name == "bfloat16" and lacks_bfloat16:
-        raise UnsupportedError(f"dtype: {gpu} has no bfloat16, which came with compute capability 8.0; use auto, float16 or float32")
+        raise UnsupportedError(
+            f"dtype: {gpu} has no bfloat16, which came with compute capability 8.0; use auto, float16 or float32"
+        )
     if name != "auto":
         return DTYPES[name]
     if device.type == "cpu":
         return torch.float32
     own = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
     if own == torch.bfloat16 and lacks_bfloat16:
-        _warn_once(f"dtype: auto is float16, for {gpu} has no bfloat16; float16 ends at 65,504, and a model that goes beyond needs dtype: float32")
+        _warn_once(
+            f"dtype: auto is float16, for {gpu} has no bfloat16; float16 ends at 65,504, and a model that goes beyond needs dtype: float32"
+        )
         return torch.float16
     return own
 
@@ -283,5 +332,7 @@ def resolve_max_model_len(asked: int | None, config: Any, usual: int | None = No
     if asked is None:
         return min(own, usual or own)
     if asked > own:
-        raise UnsupportedError(f"max_model_len: {asked} tokens is more than this model's own length of {own}")
+        raise UnsupportedError(
+            f"max_model_len: {asked} tokens is more than this model's own length of {own}"
+        )
     return asked

@@ -42,7 +42,11 @@ ACTIVATIONS: Mapping[str, Vectors] = {
     "softmax": partial(torch.softmax, dim=-1),
     "tanh": torch.tanh,
 }
-_HEADS = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")  # of generators, if tied the embedding's
+_HEADS = (
+    "lm_head.weight",
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+)  # of generators, if tied the embedding's
 
 
 class Part(NamedTuple):
@@ -61,7 +65,9 @@ class PooledResult(NamedTuple):
 
     def value(self) -> NDArray[np.float32]:
         """Return [tokens, size], or [size] of a whole prompt, in memory of its own."""
-        values: NDArray[np.float32] = np.concatenate([part.copy.value[part.start : part.end] for part in self.parts])
+        values: NDArray[np.float32] = np.concatenate(
+            [part.copy.value[part.start : part.end] for part in self.parts]
+        )
         return values if self.of_each_token else values[0]
 
 
@@ -70,7 +76,9 @@ class _Row:
     """A row that pools."""
 
     pooling: RowPooling
-    parts: list[Part] = field(default_factory=list)  # of earlier steps, if the result has a vector for each token
+    parts: list[Part] = field(
+        default_factory=list
+    )  # of earlier steps, if the result has a vector for each token
 
     @property
     def of_each_token(self) -> bool:
@@ -101,7 +109,9 @@ class PooledStep(NamedTuple):
 class Pooler:
     """Rows that pool, of one device. Its memory is allocated when first needed."""
 
-    def __init__(self, plan: PoolingPlan, layers: Sequence[Vectors], head: Sequence[Vectors], rows: RowState) -> None:
+    def __init__(
+        self, plan: PoolingPlan, layers: Sequence[Vectors], head: Sequence[Vectors], rows: RowState
+    ) -> None:
         """`layers`: from pooled states to embeddings; `head`: to scores."""
         self.plan, self._layers, self._head, self._state = plan, layers, head, rows
         self._rows: dict[int, _Row] = {}
@@ -117,7 +127,9 @@ class Pooler:
                         f"request {new.request_id!r} wants {new.pooling.task}; this model serves {', '.join(self.plan.capacity.tasks)}"
                     )
                 if new.computed and self.plan.capacity.needs_all_states(new.pooling.task):
-                    raise DovetailError(f"request {new.request_id!r} needs all states, and begins after {new.computed} tokens")
+                    raise DovetailError(
+                        f"request {new.request_id!r} needs all states, and begins after {new.computed} tokens"
+                    )
                 self._rows[new.row] = _Row(new.pooling)
         return removed, [(new.row, new.sampling) for new in batch.added if new.pooling is None]
 
@@ -125,62 +137,124 @@ class Pooler:
         """Return what the batch's rows need; None if none of them pools. Raises `DovetailError` if another row's result is due."""
         if not self._rows and batch.pooled is None:
             return None
-        numbers, due = batch.rows.tolist(), set() if batch.pooled is None else set(batch.pooled.tolist())
+        numbers, due = (
+            batch.rows.tolist(),
+            set() if batch.pooled is None else set(batch.pooled.tolist()),
+        )
         indices = [index for index, number in enumerate(numbers) if number in self._rows]
         if not due <= set(indices):
-            raise DovetailError(f"step {batch.step}: the results of places {sorted(due - set(indices))} are due, whose rows don't pool")
+            raise DovetailError(
+                f"step {batch.step}: the results of places {sorted(due - set(indices))} are due, whose rows don't pool"
+            )
         if not indices:
             return None
-        method, members, first, all_states = self.plan.capacity.method, list[_Member](), list[int](), False
+        method, members, first, all_states = (
+            self.plan.capacity.method,
+            list[_Member](),
+            list[int](),
+            False,
+        )
         for index in indices:
-            number, begin, end = numbers[index], int(host.query_starts[index]), int(host.query_starts[index + 1])
-            row, begins, ends = self._rows[number], int(self._state.computed[number]) == 0, index in due
+            number, begin, end = (
+                numbers[index],
+                int(host.query_starts[index]),
+                int(host.query_starts[index + 1]),
+            )
+            row, begins, ends = (
+                self._rows[number],
+                int(self._state.computed[number]) == 0,
+                index in due,
+            )
             if ends and int(host.kv_lens[index]) != int(self._state.known[number]):
-                raise DovetailError(f"step {batch.step}: the result of row {number} is due before its last token is computed")
+                raise DovetailError(
+                    f"step {batch.step}: the result of row {number} is due before its last token is computed"
+                )
             if row.of_each_token or method == "mean":
                 all_states = True
             elif method == "last":
                 begin, end = end - 1, end if ends else end - 1
             else:
                 end = begin + 1 if begins else begin
-            members.append(_Member(index, number, row, 0 if not members else members[-1].first + members[-1].count, end - begin, begins, ends))
+            members.append(
+                _Member(
+                    index,
+                    number,
+                    row,
+                    0 if not members else members[-1].first + members[-1].count,
+                    end - begin,
+                    begins,
+                    ends,
+                )
+            )
             first.append(begin)
-        return PooledStep(members, ranges(np.array(first, np.int64), np.array([member.count for member in members])), all_states)
+        return PooledStep(
+            members,
+            ranges(np.array(first, np.int64), np.array([member.count for member in members])),
+            all_states,
+        )
 
-    def pool(self, step: PooledStep, hidden: torch.Tensor, places: Int64) -> dict[int, PooledResult]:
+    def pool(
+        self, step: PooledStep, hidden: torch.Tensor, places: Int64
+    ) -> dict[int, PooledResult]:
         """Pool the states hidden[places] [n, hidden] of the step's tokens. Returns the results that are due, by index in the batch."""
         results: dict[int, PooledResult] = {}
         for group in _grouped(member for member in step.members if member.row.of_each_token):
-            copy = HostCopy(self._finished(group[0].row.pooling, _taken(hidden, _places(group, places)).float()))
+            copy = HostCopy(
+                self._finished(group[0].row.pooling, _taken(hidden, _places(group, places)).float())
+            )
             end = 0
             for member in group:
                 end += member.count
                 member.row.parts.append(Part(copy, end - member.count, end))
                 if member.due:
-                    results[member.index] = PooledResult(tuple(member.row.parts), of_each_token=True)
-        whole = [member for member in step.members if not member.row.of_each_token and (member.due or self.plan.capacity.method != "last")]
+                    results[member.index] = PooledResult(
+                        tuple(member.row.parts), of_each_token=True
+                    )
+        whole = [
+            member
+            for member in step.members
+            if not member.row.of_each_token and (member.due or self.plan.capacity.method != "last")
+        ]
         if not whole:
             return results
         vectors = self._gathered(whole, hidden, places)
         where = {member.index: place for place, member in enumerate(whole)}
         for group in _grouped(member for member in whole if member.due):
-            copy = HostCopy(self._finished(group[0].row.pooling, _taken(vectors, np.array([where[member.index] for member in group]))))
+            copy = HostCopy(
+                self._finished(
+                    group[0].row.pooling,
+                    _taken(vectors, np.array([where[member.index] for member in group])),
+                )
+            )
             for place, member in enumerate(group):
-                results[member.index] = PooledResult((Part(copy, place, place + 1),), of_each_token=False)
+                results[member.index] = PooledResult(
+                    (Part(copy, place, place + 1),), of_each_token=False
+                )
         return results
 
-    def _gathered(self, members: Sequence[_Member], hidden: torch.Tensor, places: Int64) -> torch.Tensor:
+    def _gathered(
+        self, members: Sequence[_Member], hidden: torch.Tensor, places: Int64
+    ) -> torch.Tensor:
         """Return what is pooled of each member's tokens up to now, [n, hidden] float32: of a mean that isn't due, the sum."""
-        vectors = _sums(_taken(hidden, _places(members, places)), [member.count for member in members])
-        if self.plan.capacity.method != "last" and not all(member.begins and member.due for member in members):
+        vectors = _sums(
+            _taken(hidden, _places(members, places)), [member.count for member in members]
+        )
+        if self.plan.capacity.method != "last" and not all(
+            member.begins and member.due for member in members
+        ):
             if self._held is None:
                 self._held = vectors.new_zeros(self._state.max_rows, vectors.shape[1])
             numbers = to_device(np.array([member.number for member in members]), hidden.device)
             begins = to_device(np.array([member.begins for member in members]), hidden.device)
-            vectors = torch.where(begins[:, None], vectors, vectors + self._held.index_select(0, numbers))
+            vectors = torch.where(
+                begins[:, None], vectors, vectors + self._held.index_select(0, numbers)
+            )
             self._held.index_copy_(0, numbers, vectors)
         if self.plan.capacity.method == "mean":
-            lengths = np.array([self._state.known[member.number] if member.due else 1 for member in members], np.float32)
+            lengths = np.array(
+                [self._state.known[member.number] if member.due else 1 for member in members],
+                np.float32,
+            )
             vectors = vectors / to_device(lengths, hidden.device)[:, None]
         return vectors
 
@@ -193,7 +267,9 @@ class Pooler:
             name = self.plan.pair_activation if pooling.of_pair else self.plan.activation
             return ACTIVATIONS[name](vectors) if pooling.activate else vectors
         vectors = vectors[:, : pooling.dimensions]
-        vectors = F.normalize(vectors, dim=-1) if pooling.activate and self.plan.normalize else vectors
+        vectors = (
+            F.normalize(vectors, dim=-1) if pooling.activate and self.plan.normalize else vectors
+        )
         return vectors[:, : self.plan.capacity.size]  # a stored size cuts after normalization
 
 
@@ -208,12 +284,21 @@ def _grouped(members: Any) -> list[list[_Member]]:
 
 
 def _places(members: Sequence[_Member], places: Int64) -> Int64:
-    return places[ranges(np.array([member.first for member in members]), np.array([member.count for member in members]))]
+    return places[
+        ranges(
+            np.array([member.first for member in members]),
+            np.array([member.count for member in members]),
+        )
+    ]
 
 
 def _taken(states: torch.Tensor, places: Int64) -> torch.Tensor:
     """Return states[places]; `places` are distinct, and if they are all, in order."""
-    return states if len(places) == len(states) else states.index_select(0, to_device(places, states.device))
+    return (
+        states
+        if len(places) == len(states)
+        else states.index_select(0, to_device(places, states.device))
+    )
 
 
 def _sums(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -229,17 +314,23 @@ def _sums(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return torch.segment_reduce(states, "sum", lengths=lengths, initial=0, unsafe=True)
 
 
-def load_pooler(plan: PoolingPlan, vocab_size: int, hidden_size: int, rows: RowState, seed: int | None) -> Pooler:
+def load_pooler(
+    plan: PoolingPlan, vocab_size: int, hidden_size: int, rows: RowState, seed: int | None
+) -> Pooler:
     """Load the layers of `plan`. `seed`: of random weights instead of the checkpoint's; None: there are none.
 
     Raises `ModelLoadError` if tensors are missing, or of other shapes than the config says."""
     layers = _loaded(plan.layers, hidden_size, rows.device, seed)
     if plan.score_tokens is None:
         return Pooler(plan, layers, _loaded(plan.head, hidden_size, rows.device, seed), rows)
-    return Pooler(plan, layers, [_token_scores(plan, vocab_size, hidden_size, rows.device, seed)], rows)
+    return Pooler(
+        plan, layers, [_token_scores(plan, vocab_size, hidden_size, rows.device, seed)], rows
+    )
 
 
-def _loaded(stored: Sequence[StoredLayer], size: int, device: torch.device, seed: int | None) -> list[Vectors]:
+def _loaded(
+    stored: Sequence[StoredLayer], size: int, device: torch.device, seed: int | None
+) -> list[Vectors]:
     """Load layers that follow each other; `size`: of the first one's input."""
     made = list[Vectors]()
     for layer, folder, out in stored:
@@ -249,23 +340,49 @@ def _loaded(stored: Sequence[StoredLayer], size: int, device: torch.device, seed
         if seed is None:
             tensors = dict(tensors_named(folder, shapes.__contains__))
         else:
-            tensors = {name: random_numbers(shape, name, seed, device) for name, shape in shapes.items()}
+            tensors = {
+                name: random_numbers(shape, name, seed, device) for name, shape in shapes.items()
+            }
         if missing := [name for name in shapes if name.endswith(".weight") and name not in tensors]:
-            raise ModelLoadError(f"{folder}: the checkpoint lacks {' and '.join(missing)}, of its head")
+            raise ModelLoadError(
+                f"{folder}: the checkpoint lacks {' and '.join(missing)}, of its head"
+            )
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
-                raise ModelLoadError(f"{folder}: tensor {name}: expected numbers of shape {list(shapes[name])}, found {list(tensor.shape)}")
-        made.append(partial(_layer, layer, {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}))
+                raise ModelLoadError(
+                    f"{folder}: tensor {name}: expected numbers of shape {list(shapes[name])}, found {list(tensor.shape)}"
+                )
+        made.append(
+            partial(
+                _layer,
+                layer,
+                {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()},
+            )
+        )
         size = out
     return made
 
 
 def _layer(layer: HeadLayer, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    x = ACTIVATIONS[layer.activation](F.linear(x, tensors[f"{layer.name}.weight"], tensors.get(f"{layer.name}.bias")))
-    return F.layer_norm(x, x.shape[-1:], tensors[f"{layer.norm}.weight"], tensors.get(f"{layer.norm}.bias"), layer.norm_eps) if layer.norm else x
+    x = ACTIVATIONS[layer.activation](
+        F.linear(x, tensors[f"{layer.name}.weight"], tensors.get(f"{layer.name}.bias"))
+    )
+    return (
+        F.layer_norm(
+            x,
+            x.shape[-1:],
+            tensors[f"{layer.norm}.weight"],
+            tensors.get(f"{layer.norm}.bias"),
+            layer.norm_eps,
+        )
+        if layer.norm
+        else x
+    )
 
 
-def _token_scores(plan: PoolingPlan, vocab_size: int, hidden_size: int, device: torch.device, seed: int | None) -> Vectors:
+def _token_scores(
+    plan: PoolingPlan, vocab_size: int, hidden_size: int, device: torch.device, seed: int | None
+) -> Vectors:
     """Return the layer that computes the logit of the first of `plan.score_tokens`, less that of the second."""
     ids = [token for token in plan.score_tokens or () if token is not None]
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:

@@ -42,7 +42,13 @@ _OLD_MODES = {  # keys of older files
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_ORDER = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")  # of modules; the third may occur several times
+_ORDER = (
+    "Transformer",
+    "Pooling",
+    "Dense",
+    "Normalize",
+    "LogitScore",
+)  # of modules; the third may occur several times
 _TORCH_ACTIVATIONS = {
     "GELU": "gelu",
     "Identity": "identity",
@@ -58,7 +64,10 @@ _OUTPUTS = {  # of the transformer, by its task: what is read of its results
     "text-generation": "logits",
 }
 _NO_LENGTH = 1e15  # transformers stores 1e30 for a tokenizer without a length
-_SINGLE = ("SparseEncoder", "MultiVectorEncoder")  # kinds of sentence-transformers models that aren't served
+_SINGLE = (
+    "SparseEncoder",
+    "MultiVectorEncoder",
+)  # kinds of sentence-transformers models that aren't served
 
 
 class StoredLayer(NamedTuple):
@@ -87,8 +96,12 @@ class Stored:
         own = directory / OWN_FILE
         config = read_own(directory)
         if config.get("model_type") in _SINGLE:
-            raise UnsupportedError(f"{own}: model_type {config['model_type']} isn't served, only embeddings of a fixed size and scores")
-        activation = _activation(config["activation_fn"], own) if config.get("activation_fn") else None
+            raise UnsupportedError(
+                f"{own}: model_type {config['model_type']} isn't served, only embeddings of a fixed size and scores"
+            )
+        activation = (
+            _activation(config["activation_fn"], own) if config.get("activation_fn") else None
+        )
         size = config.get("truncate_dim")
         if size is not None and (type(size) is not int or size < 1):
             raise ModelLoadError(f"{own}: truncate_dim: expected a size, got {shown(size)}")
@@ -99,18 +112,40 @@ class Stored:
             return cls(activation=activation, max_length=length, size=size)
         found: dict[str, list[Path]] = {}
         for module in read_json_list(path):
-            kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
-            if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
-                raise ModelLoadError(f"{path}: expected modules, each with its 'type' and 'path', got {shown(module)}")
+            kind, folder = (
+                (module.get("type"), module.get("path"))
+                if isinstance(module, dict)
+                else (None, None)
+            )
+            if (
+                not isinstance(kind, str)
+                or not isinstance(folder, str)
+                or ".." in Path(folder).parts
+                or Path(folder).is_absolute()
+            ):
+                raise ModelLoadError(
+                    f"{path}: expected modules, each with its 'type' and 'path', got {shown(module)}"
+                )
             MODULES.check(module, path)
             package, _, name = kind.rpartition(".")
-            if package.partition(".")[0] != "sentence_transformers" or name not in (*_ORDER, "Dropout"):
-                raise UnsupportedError(f"{path}: module {kind} isn't served; served are {', '.join(_ORDER)}")
+            if package.partition(".")[0] != "sentence_transformers" or name not in (
+                *_ORDER,
+                "Dropout",
+            ):
+                raise UnsupportedError(
+                    f"{path}: module {kind} isn't served; served are {', '.join(_ORDER)}"
+                )
             if name != "Dropout":  # there is none but in training
                 found.setdefault(name, []).append(directory / folder)
         order = [_ORDER.index(name) for name, folders in found.items() for _ in folders]
-        if order != sorted(order) or any(len(folders) > 1 for name, folders in found.items() if name != "Dense") or "Transformer" not in found:
-            raise UnsupportedError(f"{path}: served are modules in the order {', '.join(_ORDER)}, of Dense any number, found {', '.join(found)}")
+        if (
+            order != sorted(order)
+            or any(len(folders) > 1 for name, folders in found.items() if name != "Dense")
+            or "Transformer" not in found
+        ):
+            raise UnsupportedError(
+                f"{path}: served are modules in the order {', '.join(_ORDER)}, of Dense any number, found {', '.join(found)}"
+            )
         if found["Transformer"] != [directory]:
             raise UnsupportedError(
                 f"{path}: the transformer is served from the folder of {MODULES.file} itself, not from {found['Transformer'][0].name}"
@@ -137,14 +172,23 @@ class PoolingPlan:
     normalize: bool  # embeddings
     layers: tuple[StoredLayer, ...] = ()  # from a pooled state to an embedding
     head: tuple[StoredLayer, ...] = ()  # from it to the scores of labels
-    score_tokens: tuple[int, int | None] | None = None  # instead of a head: the score is the first one's logit, less the second's
+    score_tokens: tuple[int, int | None] | None = (
+        None  # instead of a head: the score is the first one's logit, less the second's
+    )
     activation: str = "identity"  # of a classifier: of `dovetail.runtime.pooler.ACTIVATIONS`
     pair_activation: str = "identity"  # of the scores of pairs
     max_length: int | None = None  # see `Stored`
 
     @classmethod
     def of(
-        cls, directory: str | Path, overrides: Mapping[str, Any], model: ModelPooling, config: Any, made_for: MadeFor, *, indivisible: bool
+        cls,
+        directory: str | Path,
+        overrides: Mapping[str, Any],
+        model: ModelPooling,
+        config: Any,
+        made_for: MadeFor,
+        *,
+        indivisible: bool,
     ) -> PoolingPlan:
         """Return the plan for the checkpoint in `directory`. `overrides`: `ExecutorConfig.pooling`; `config`: transformers' of the checkpoint.
 
@@ -155,24 +199,40 @@ class PoolingPlan:
             raise ConfigError(f"pooling: the executor knows no {', '.join(unknown)}")
         method = overrides.get("method", stored.method or model.method)
         if method not in get_args(PoolingMethod):
-            raise ConfigError(f"pooling.method: expected {', '.join(get_args(PoolingMethod))}, got {shown(method)}")
-        tokens, labels = _score_tokens(directory, overrides.get("score_tokens"), stored.score_tokens)
-        tasks, activation, layers, head = list[PoolingTask](), "sigmoid", stored.layers, tuple[StoredLayer, ...]()
+            raise ConfigError(
+                f"pooling.method: expected {', '.join(get_args(PoolingMethod))}, got {shown(method)}"
+            )
+        tokens, labels = _score_tokens(
+            directory, overrides.get("score_tokens"), stored.score_tokens
+        )
+        tasks, activation, layers, head = (
+            list[PoolingTask](),
+            "sigmoid",
+            stored.layers,
+            tuple[StoredLayer, ...](),
+        )
         pair_activation = "sigmoid"
         if made_for == "classify":
             if tokens is not None:
-                raise ConfigError("pooling.score_tokens: this checkpoint has a classifier of its own")
+                raise ConfigError(
+                    "pooling.score_tokens: this checkpoint has a classifier of its own"
+                )
             labels = tuple(str(config.id2label[index]) for index in sorted(config.id2label))
             tasks, layers = ["classify", "token_classify"], ()
             own_activation = stored.activation or _stored_activation(config, directory)
             activation = own_activation or _usual_activation(config, directory)
             pair_activation = own_activation or "sigmoid"
-            head = tuple(StoredLayer(layer, directory, len(labels) if layer is model.head[-1] else size) for layer in model.head)
+            head = tuple(
+                StoredLayer(layer, directory, len(labels) if layer is model.head[-1] else size)
+                for layer in model.head
+            )
         else:
             tasks = ["embed", "token_embed"]
         if tokens is not None:
             if made_for != "generate" or not model.generates:
-                raise ConfigError("pooling.score_tokens: scores of two tokens are a generator's, and this checkpoint has no head for tokens")
+                raise ConfigError(
+                    "pooling.score_tokens: scores of two tokens are a generator's, and this checkpoint has no head for tokens"
+                )
             _check_plain_logits(config)
             tasks = ["classify", *tasks]
             activation = pair_activation = stored.activation or "sigmoid"
@@ -187,37 +247,63 @@ class PoolingPlan:
             generates=model.generates and made_for == "generate",
             indivisible=indivisible,
             dimensions=tuple(one for one in sizes if one <= size) or None,
-            padding=_padding(config) if made_for == "classify" and method == "last" and not indivisible else None,
+            padding=_padding(config)
+            if made_for == "classify" and method == "last" and not indivisible
+            else None,
         )
         normalize = bool(overrides.get("normalize", stored.normalize))
-        return cls(directory, capacity, normalize, layers, head, tokens, activation, pair_activation, stored.max_length)
+        return cls(
+            directory,
+            capacity,
+            normalize,
+            layers,
+            head,
+            tokens,
+            activation,
+            pair_activation,
+            stored.max_length,
+        )
 
     def __str__(self) -> str:
-        what = f"embeddings of {self.capacity.size} numbers" if not self.capacity.labels else f"scores of {len(self.capacity.labels)} labels"
+        what = (
+            f"embeddings of {self.capacity.size} numbers"
+            if not self.capacity.labels
+            else f"scores of {len(self.capacity.labels)} labels"
+        )
         return f"{what}, by {self.capacity.method}"
 
     def owns(self, tensor: str) -> bool:
         """Return True for a tensor of the checkpoint that isn't the model's: of the head, or of a generator's head that isn't used."""
         modules = {name for layer, *_ in self.head for name in (layer.name, layer.norm)}
-        return tensor.rpartition(".")[0] in modules or (not self.capacity.generates and tensor.startswith("lm_head."))
+        return tensor.rpartition(".")[0] in modules or (
+            not self.capacity.generates and tensor.startswith("lm_head.")
+        )
 
 
 def is_embedding_model(directory: str | Path) -> bool:
     """Return True if files of sentence-transformers say that the checkpoint makes embeddings."""
-    return (Path(directory) / MODULES.file).is_file() and Stored.of(Path(directory)).method is not None
+    return (Path(directory) / MODULES.file).is_file() and Stored.of(
+        Path(directory)
+    ).method is not None
 
 
 def _pooling_method(folder: Path) -> PoolingMethod:
     path = folder / "config.json"
     config = read_checked(path, POOLING)
-    if unknown := sorted(key for key in config if key.startswith("pooling_mode_") and key not in _OLD_MODES):
-        raise UnsupportedError(f"{path}: {', '.join(unknown)}: not implemented, and may change the numbers")
+    if unknown := sorted(
+        key for key in config if key.startswith("pooling_mode_") and key not in _OLD_MODES
+    ):
+        raise UnsupportedError(
+            f"{path}: {', '.join(unknown)}: not implemented, and may change the numbers"
+        )
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for key, mode in _OLD_MODES.items() if config.get(key)] or "mean"
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _METHODS:
-        raise UnsupportedError(f"{path}: pooling by {shown(modes)} isn't served, only one of {', '.join(_METHODS)}")
+        raise UnsupportedError(
+            f"{path}: pooling by {shown(modes)} isn't served, only one of {', '.join(_METHODS)}"
+        )
     return _METHODS[modes[0]]  # type: ignore[return-value]
 
 
@@ -227,7 +313,16 @@ def _dense(folder: Path) -> StoredLayer:
     size = config.get("out_features")
     if type(size) is not int or size < 1:
         raise ModelLoadError(f"{path}: out_features: expected a size, got {shown(size)}")
-    return StoredLayer(HeadLayer("linear", _activation(config.get("activation_function", "torch.nn.modules.activation.Tanh"), path)), folder, size)
+    return StoredLayer(
+        HeadLayer(
+            "linear",
+            _activation(
+                config.get("activation_function", "torch.nn.modules.activation.Tanh"), path
+            ),
+        ),
+        folder,
+        size,
+    )
 
 
 def _logit_tokens(folder: Path) -> tuple[int, int | None]:
@@ -235,7 +330,9 @@ def _logit_tokens(folder: Path) -> tuple[int, int | None]:
     config = read_checked(path, LOGIT_SCORE)
     yes, no = config.get("true_token_id"), config.get("false_token_id")
     if type(yes) is not int or (no is not None and type(no) is not int):
-        raise ModelLoadError(f"{path}: expected the ids true_token_id and perhaps false_token_id, got {shown(config)}")
+        raise ModelLoadError(
+            f"{path}: expected the ids true_token_id and perhaps false_token_id, got {shown(config)}"
+        )
     return yes, no
 
 
@@ -249,7 +346,9 @@ def _max_length(directory: Path) -> int | None:
     _check_modalities(config.get("modality_config") or {}, task, path)
     length = config.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
-        raise ModelLoadError(f"{path}: max_seq_length: expected a number of tokens, got {shown(length)}")
+        raise ModelLoadError(
+            f"{path}: max_seq_length: expected a number of tokens, got {shown(length)}"
+        )
     return _tokenizer_length(directory) if length is None else length
 
 
@@ -259,7 +358,9 @@ def _check_modalities(modalities: Any, task: str, path: Path) -> None:
     if not isinstance(modalities, Mapping):
         raise ModelLoadError(f"{where}: expected keys and values, got {shown(modalities)}")
     if "message" in modalities and task != "text-generation":
-        raise UnsupportedError(f"{where} has 'message': texts in a chat template aren't served; without that, they are as they stand")
+        raise UnsupportedError(
+            f"{where} has 'message': texts in a chat template aren't served; without that, they are as they stand"
+        )
     usual = {"method": "forward", "method_output_name": _OUTPUTS[task]}
     if (text := modalities.get("text", usual)) != usual:
         raise UnsupportedError(f"{where}: text = {shown(text)} isn't served, only {usual}")
@@ -272,7 +373,9 @@ def _tokenizer_length(directory: Path) -> int | None:
     if length is None or (number := as_number(length)) is None or number > _NO_LENGTH:
         return None
     if number < 1 or number != int(number):
-        raise ModelLoadError(f"{path}: model_max_length: expected a number of tokens, got {shown(length)}")
+        raise ModelLoadError(
+            f"{path}: model_max_length: expected a number of tokens, got {shown(length)}"
+        )
     return int(number)
 
 
@@ -280,7 +383,9 @@ def _activation(name: Any, path: Path) -> str:
     """Return the name here of torch's activation class."""
     package, _, last = str(name).rpartition(".")
     if package.partition(".")[0] != "torch" or last not in _TORCH_ACTIVATIONS:
-        raise UnsupportedError(f"{path}: the activation {shown(name)} isn't served; served are torch's {', '.join(_TORCH_ACTIVATIONS)}")
+        raise UnsupportedError(
+            f"{path}: the activation {shown(name)} isn't served; served are torch's {', '.join(_TORCH_ACTIVATIONS)}"
+        )
     return _TORCH_ACTIVATIONS[last]
 
 
@@ -292,25 +397,39 @@ def _padding(config: Any) -> int | None:
 def _stored_activation(config: Any, directory: Path) -> str | None:
     """Return the activation of scores that sentence-transformers has stored in `config.json`."""
     own = getattr(config, "sentence_transformers", None)
-    name = own.get("activation_fn") if isinstance(own, dict) else getattr(config, "sbert_ce_default_activation_function", None)
+    name = (
+        own.get("activation_fn")
+        if isinstance(own, dict)
+        else getattr(config, "sbert_ce_default_activation_function", None)
+    )
     return None if name is None else _activation(name, directory / "config.json")
 
 
 def _usual_activation(config: Any, directory: Path) -> str:
     """Return the activation of a classifier that stores none: transformers' by the type of its
     problem; of one label, sentence-transformers' if that has saved the checkpoint."""
-    if len(config.id2label) == 1 and (config.problem_type != "regression" or has_marks(directory, vars(config))):
+    if len(config.id2label) == 1 and (
+        config.problem_type != "regression" or has_marks(directory, vars(config))
+    ):
         return "sigmoid"
-    by_problem = {"regression": "identity", "multi_label_classification": "sigmoid", "single_label_classification": "softmax"}
+    by_problem = {
+        "regression": "identity",
+        "multi_label_classification": "sigmoid",
+        "single_label_classification": "softmax",
+    }
     return by_problem.get(config.problem_type, "softmax")
 
 
-def _score_tokens(directory: Path, asked: Any, stored: tuple[int, int | None] | None) -> tuple[tuple[int, int | None] | None, tuple[str, ...]]:
+def _score_tokens(
+    directory: Path, asked: Any, stored: tuple[int, int | None] | None
+) -> tuple[tuple[int, int | None] | None, tuple[str, ...]]:
     """Return the ids of the tokens whose logits make a score, and its label. `asked`: texts or ids of two tokens."""
     if asked is None:
         return stored, () if stored is None else (str(stored[0]),)
     if not isinstance(asked, list | tuple) or len(asked) != 2:
-        raise ConfigError(f"pooling.score_tokens: expected two tokens, for yes and no, got {shown(asked)}")
+        raise ConfigError(
+            f"pooling.score_tokens: expected two tokens, for yes and no, got {shown(asked)}"
+        )
     yes, no = (token if type(token) is int else _token_id(directory, token) for token in asked)
     return (yes, no), (str(asked[0]),)
 
@@ -320,7 +439,9 @@ def _token_id(directory: Path, text: Any) -> int:
 
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"pooling.score_tokens: {path} doesn't exist, so tokens must be given by their ids, not as {shown(text)}")
+        raise ConfigError(
+            f"pooling.score_tokens: {path} doesn't exist, so tokens must be given by their ids, not as {shown(text)}"
+        )
     ids = Tokenizer.from_file(str(path)).encode(str(text), add_special_tokens=False).ids
     if len(ids) != 1:
         raise ConfigError(f"pooling.score_tokens: {shown(text)} is {len(ids)} tokens, expected one")
@@ -331,4 +452,6 @@ def _check_plain_logits(config: Any) -> None:
     """Raise `UnsupportedError` if logits aren't the products of states and rows of the head."""
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if (value := getattr(config, name, None)) not in (None, 1, 1.0):
-            raise UnsupportedError(f"scores of two tokens aren't served with {name} = {shown(value)}")
+            raise UnsupportedError(
+                f"scores of two tokens aren't served with {name} = {shown(value)}"
+            )

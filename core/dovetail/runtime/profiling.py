@@ -46,7 +46,13 @@ def _processed(runner: Runner, batch: Batch) -> Iterator[Batch]:
         yield batch
         return
     with runner.processors.asked_by_all() as asked:
-        yield replace(batch, added=tuple(replace(new, sampling=replace(new.sampling, logits_processors=asked)) for new in batch.added))
+        yield replace(
+            batch,
+            added=tuple(
+                replace(new, sampling=replace(new.sampling, logits_processors=asked))
+                for new in batch.added
+            ),
+        )
 
 
 def remove_rows(runner: Runner, batch: Batch) -> None:
@@ -60,7 +66,9 @@ def remove_rows(runner: Runner, batch: Batch) -> None:
 def _pooling(runner: Runner) -> RowPooling | None:
     """Return what rows pool if the model generates nothing."""
     can = None if runner.pooler is None else runner.pooler.plan.capacity
-    return None if can is None or can.generates else RowPooling(can.tasks[-1])  # for each token, if it can
+    return (
+        None if can is None or can.generates else RowPooling(can.tasks[-1])
+    )  # for each token, if it can
 
 
 def biggest_batch(rows: RowState, max_tokens: int, pooling: RowPooling | None = None) -> Batch:
@@ -68,11 +76,19 @@ def biggest_batch(rows: RowState, max_tokens: int, pooling: RowPooling | None = 
     num_rows = min(rows.max_rows, max_tokens)
     count = min(max_tokens // num_rows, rows.max_len)
     tokens = np.zeros(count, np.int32)
-    pages = tuple(np.zeros(group.blocks(count) * group.pages_per_block, np.int32) for group in rows.layout.groups)
-    added = tuple(NewRow(row, "profile", tokens, count, 0, pages, RowSampling(), pooling) for row in range(num_rows))
+    pages = tuple(
+        np.zeros(group.blocks(count) * group.pages_per_block, np.int32)
+        for group in rows.layout.groups
+    )
+    added = tuple(
+        NewRow(row, "profile", tokens, count, 0, pages, RowSampling(), pooling)
+        for row in range(num_rows)
+    )
     index, counts = np.arange(num_rows, dtype=np.int32), np.full(num_rows, count, np.int32)
     yields, pooled = np.full(num_rows, pooling is None), None if pooling is None else index
-    return empty_batch(added=added, rows=index, num_tokens=counts, yields_token=yields, pooled=pooled)
+    return empty_batch(
+        added=added, rows=index, num_tokens=counts, yields_token=yields, pooled=pooled
+    )
 
 
 def adapted_batch(batch: Batch) -> Batch:
@@ -90,10 +106,22 @@ def drafting_batch(rows: RowState, lines: int) -> Batch:
 def batch_of_drafts(rows: RowState, drafts: Drafts, known: int) -> Batch:
     """Return a step in which new rows with `known` tokens each check these drafts."""
     num_rows, counts = len(drafts.counts), 1 + drafts.counts
-    pages = tuple(np.zeros(group.blocks(known + int(counts.max())) * group.pages_per_block, np.int32) for group in rows.layout.groups)
-    added = tuple(NewRow(row, "profile", np.zeros(known, np.int32), known, known - 1, pages, RowSampling()) for row in range(num_rows))
+    pages = tuple(
+        np.zeros(group.blocks(known + int(counts.max())) * group.pages_per_block, np.int32)
+        for group in rows.layout.groups
+    )
+    added = tuple(
+        NewRow(row, "profile", np.zeros(known, np.int32), known, known - 1, pages, RowSampling())
+        for row in range(num_rows)
+    )
     index = np.arange(num_rows, dtype=np.int32)
-    return empty_batch(added=added, rows=index, num_tokens=counts, yields_token=np.ones(num_rows, np.bool_), drafts=drafts)
+    return empty_batch(
+        added=added,
+        rows=index,
+        num_tokens=counts,
+        yields_token=np.ones(num_rows, np.bool_),
+        drafts=drafts,
+    )
 
 
 def empty_batch(**changes: object) -> Batch:

@@ -21,7 +21,10 @@ METHOD = "quant_method"
 
 
 def choose_quantization(
-    asked: str | None, said: Mapping[str, Any] | None, installed: Sequence[QuantizationRef], model_dir: str | Path
+    asked: str | None,
+    said: Mapping[str, Any] | None,
+    installed: Sequence[QuantizationRef],
+    model_dir: str | Path,
 ) -> Quantization | None:
     """Return what reads a checkpoint whose `quantization_config` is `said`, if that is what is `asked` for; None if its weights are plain and stay
     so.
@@ -32,11 +35,20 @@ def choose_quantization(
         return None if asked is None else _quantizing(asked, installed)
     path, method = Path(model_dir) / "config.json", said.get(METHOD)
     if not isinstance(method, str):
-        raise ModelLoadError(f"{path}: quantization_config: expected {METHOD}, the name of a way of storing weights, got {shown(method)}")
+        raise ModelLoadError(
+            f"{path}: quantization_config: expected {METHOD}, the name of a way of storing weights, got {shown(method)}"
+        )
     full = [ref for ref in installed if ref.method == method and ref.name == asked]
-    ref = _named(method, full or installed, UnsupportedError, f"{path}: quantization_config: {METHOD} {shown(method)}")
+    ref = _named(
+        method,
+        full or installed,
+        UnsupportedError,
+        f"{path}: quantization_config: {METHOD} {shown(method)}",
+    )
     if asked not in (None, ref.method, ref.name):
-        raise ConfigError(f"quantization: {shown(asked)} is asked for, and the checkpoint is {ref.method} already: leave the key out")
+        raise ConfigError(
+            f"quantization: {shown(asked)} is asked for, and the checkpoint is {ref.method} already: leave the key out"
+        )
     try:
         return _made(ref, said)
     except DovetailError as error:
@@ -47,7 +59,9 @@ def _quantizing(asked: str, installed: Sequence[QuantizationRef]) -> Quantizatio
     ref = _named(asked, installed, ConfigError, f"quantization: {shown(asked)}")
     if not ref.quantizes:
         able = ", ".join(other.method for other in installed if other.quantizes)
-        raise ConfigError(f"quantization: {shown(asked)}: the checkpoint's weights are plain; they can be quantized while they load to {able}")
+        raise ConfigError(
+            f"quantization: {shown(asked)}: the checkpoint's weights are plain; they can be quantized while they load to {able}"
+        )
     return _made(ref, None)
 
 
@@ -60,20 +74,30 @@ def _made(ref: QuantizationRef, said: Mapping[str, Any] | None) -> Quantization:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if said is None:
             raise UnsupportedError(f"quantization {ref.name} failed: {describe(error)}") from error
-        raise ModelLoadError(f"quantization_config: a value in it can't be used by {ref.name}: {describe(error)}") from error
+        raise ModelLoadError(
+            f"quantization_config: a value in it can't be used by {ref.name}: {describe(error)}"
+        ) from error
     except Exception as error:
         raise UnsupportedError(f"quantization {ref.name} failed: {describe(error)}") from error
     if not isinstance(made, Quantization):
-        raise UnsupportedError(f"quantization {ref.name}: expected a class of `dovetail.nn.format.Quantization`, its target makes {shown(made)}")
+        raise UnsupportedError(
+            f"quantization {ref.name}: expected a class of `dovetail.nn.format.Quantization`, its target makes {shown(made)}"
+        )
     return made
 
 
-def _named(name: str, installed: Sequence[QuantizationRef], error: type[DovetailError], what: str) -> QuantizationRef:
+def _named(
+    name: str, installed: Sequence[QuantizationRef], error: type[DovetailError], what: str
+) -> QuantizationRef:
     fitting = built_ins_first([ref for ref in installed if name in (ref.method, ref.name)])
     if not fitting:
-        raise error(f"{what} is unknown; known are {', '.join(ref.method for ref in installed) or 'none'}")
+        raise error(
+            f"{what} is unknown; known are {', '.join(ref.method for ref in installed) or 'none'}"
+        )
     if len(fitting) > 1:
-        raise error(f"{what} is known to {' and '.join(ref.name for ref in fitting)}: write one of these names as `quantization` in engine.yaml")
+        raise error(
+            f"{what} is known to {' and '.join(ref.name for ref in fitting)}: write one of these names as `quantization` in engine.yaml"
+        )
     return fitting[0]
 
 
@@ -84,9 +108,13 @@ def _format_of(quantization: Quantization, modules: Sequence[str]) -> WeightForm
     except DovetailError:
         raise
     except Exception as error:
-        raise UnsupportedError(f"{type(quantization).__name__} failed: {describe(error)}") from error
+        raise UnsupportedError(
+            f"{type(quantization).__name__} failed: {describe(error)}"
+        ) from error
     if not isinstance(form, WeightFormat):
-        raise UnsupportedError(f"{type(quantization).__name__}: expected a `dovetail.nn.format.WeightFormat`, got {shown(form)}")
+        raise UnsupportedError(
+            f"{type(quantization).__name__}: expected a `dovetail.nn.format.WeightFormat`, got {shown(form)}"
+        )
     return form
 
 
@@ -97,9 +125,13 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
     for rule in module.weights():
         name = rule.source.rpartition(".")[0]
         names.setdefault(id(rule.parameter), []).append(name)
-        stored = getattr(quantization, "config", None) is not None and getattr(rule.parameter, "plain", False)
+        stored = getattr(quantization, "config", None) is not None and getattr(
+            rule.parameter, "plain", False
+        )
         if stored and (form := _format_of(quantization, [name])) != DENSE:
-            raise UnsupportedError(f"{name} must be stored in 16 bits, and the checkpoint's quantization_config says {form}")
+            raise UnsupportedError(
+                f"{name} must be stored in 16 bits, and the checkpoint's quantization_config says {form}"
+            )
     layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer | Experts)]
 
     def modules_of(weights: Sequence[Any]) -> list[str]:
@@ -108,7 +140,9 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
     for layer in layers:
         modules = modules_of(layer.placed_weights())
         try:
-            stays_plain = not modules or (getattr(layer, "sensitive", False) and getattr(quantization, "config", None) is None)
+            stays_plain = not modules or (
+                getattr(layer, "sensitive", False) and getattr(quantization, "config", None) is None
+            )
             form = DENSE if stays_plain else _format_of(quantization, modules)
             if isinstance(layer, Experts) and (shared := modules_of(layer.shared_weights())):
                 layer.take_format(form, device, _format_of(quantization, shared))

@@ -28,7 +28,9 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 PLACES = 2
 MOST_BYTES = 256 << 20  # of a share
 MOST_EXCHANGED = 64 << 20  # bytes of a part
-MOST_BYTES_OF_MANY = 512 << 10  # of a share or part with more than two ranks, since every rank reads all of them
+MOST_BYTES_OF_MANY = (
+    512 << 10
+)  # of a share or part with more than two ranks, since every rank reads all of them
 ALIGNED_BYTES = 512  # alignment of the parts of the memory
 EXCHANGED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,18 +39,39 @@ class RankShares:
     """A rank's memory, and where the others' is. Used by one stream at a time; `release` may be called by any thread. It can be used once it knows
     where the others' is (`connect`); until then kernels that use it can be compiled."""
 
-    def __init__(self, buffer: torch.Tensor, rank: int, size: int, share_bytes: int, dtype: torch.dtype, released: torch.Tensor) -> None:
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        rank: int,
+        size: int,
+        share_bytes: int,
+        dtype: torch.dtype,
+        released: torch.Tensor,
+    ) -> None:
         """`buffer` [bytes] uint8, zeros, is the memory: shares of `share_bytes`, which hold numbers of `dtype`, flags, and all else is the exchange.
         `released` [1] int32 is pinned memory of the host, 0."""
         from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS, Exchange
 
-        self.rank, self.size, self.dtype, self.numbers = rank, size, dtype, share_bytes // dtype.itemsize
-        flags = [len(buffer) - left * MOST_PROGRAMS * size * 4 for left in range(PLACES + 2, 0, -1)]  # where those of each part begin
+        self.rank, self.size, self.dtype, self.numbers = (
+            rank,
+            size,
+            dtype,
+            share_bytes // dtype.itemsize,
+        )
+        flags = [
+            len(buffer) - left * MOST_PROGRAMS * size * 4 for left in range(PLACES + 2, 0, -1)
+        ]  # where those of each part begin
         self._buffer, self._released = buffer, released
-        self._places = [buffer[place * share_bytes :][:share_bytes].view(dtype) for place in range(PLACES)]
+        self._places = [
+            buffer[place * share_bytes :][:share_bytes].view(dtype) for place in range(PLACES)
+        ]
         self._parts = buffer[PLACES * share_bytes : flags[0]]
-        self._offsets = torch.tensor([0, share_bytes, PLACES * share_bytes, *flags], dtype=torch.int64)
-        self._tables = torch.zeros((len(self._offsets), size), dtype=torch.int64, device=buffer.device)  # addresses by rank
+        self._offsets = torch.tensor(
+            [0, share_bytes, PLACES * share_bytes, *flags], dtype=torch.int64
+        )
+        self._tables = torch.zeros(
+            (len(self._offsets), size), dtype=torch.int64, device=buffer.device
+        )  # addresses by rank
         *places, parts, first, second, arrived, read = self._tables.unbind()
         self._addresses = list(zip(places, (first, second), strict=True))
         self._exchange = Exchange(parts, arrived, read, released, rank)
@@ -90,7 +113,11 @@ class RankShares:
         ranks return False."""
         from dovetail.nn.kernels.rank_sums import sum_parts
 
-        if not self._exchanges(x) or not x.is_contiguous() or (self.size > 2 and x.nbytes > MOST_BYTES_OF_MANY):
+        if (
+            not self._exchanges(x)
+            or not x.is_contiguous()
+            or (self.size > 2 and x.nbytes > MOST_BYTES_OF_MANY)
+        ):
             return False
         self._part(x).copy_(x)
         with suppress(KernelUnavailable):
@@ -126,17 +153,30 @@ def buffer_bytes(size: int, share_bytes: int, part_bytes: int) -> int:
     return PLACES * share_bytes + part_bytes + (PLACES + 2) * MOST_PROGRAMS * size * 4
 
 
-def make_rank_shares(share_numbers: int, part_numbers: int, dtype: torch.dtype, device: torch.device, rank: int, size: int) -> RankShares:
+def make_rank_shares(
+    share_numbers: int,
+    part_numbers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    size: int,
+) -> RankShares:
     """Make this rank's memory, for shares and parts of up to so many numbers; it isn't connected. Raises `ImportError` or `RuntimeError` where there
     can't be any."""
     import torch.distributed._symmetric_memory as symmetric
 
-    share_bytes = _aligned(min(share_numbers * dtype.itemsize, MOST_BYTES if size == 2 else MOST_BYTES_OF_MANY))
+    share_bytes = _aligned(
+        min(share_numbers * dtype.itemsize, MOST_BYTES if size == 2 else MOST_BYTES_OF_MANY)
+    )
     part_bytes = _aligned(min(max(share_numbers, part_numbers) * dtype.itemsize, MOST_EXCHANGED))
-    buffer = symmetric.empty(buffer_bytes(size, share_bytes, part_bytes), dtype=torch.uint8, device=device)
+    buffer = symmetric.empty(
+        buffer_bytes(size, share_bytes, part_bytes), dtype=torch.uint8, device=device
+    )
     buffer.zero_()
     torch.cuda.synchronize(device)
-    return RankShares(buffer, rank, size, share_bytes, dtype, torch.zeros(1, dtype=torch.int32, pin_memory=True))
+    return RankShares(
+        buffer, rank, size, share_bytes, dtype, torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    )
 
 
 def connect(shares: RankShares, group: dist.ProcessGroup) -> None:
@@ -153,14 +193,20 @@ def check(shares: RankShares, device: torch.device) -> None:
     total = shares.size * (shares.size + 1) // 2
     right = []
     for _ in range(PLACES):
-        x, place = torch.zeros((3, 128), dtype=shares.dtype, device=device), shares.place(3, 128, shares.dtype)
+        x, place = (
+            torch.zeros((3, 128), dtype=shares.dtype, device=device),
+            shares.place(3, 128, shares.dtype),
+        )
         assert place is not None
         place.fill_(shares.rank + 1)
         shares.add(x, None)
         right.append(bool((x == total).all()))
     mine = torch.full((3, 128), float(shares.rank + 1), dtype=shares.dtype, device=device)
     gathered = shares.all_gather(mine)
-    right.append(gathered is not None and gathered.view(3, shares.size, 128).mean((0, 2)).tolist() == [*range(1, shares.size + 1)])
+    right.append(
+        gathered is not None
+        and gathered.view(3, shares.size, 128).mean((0, 2)).tolist() == [*range(1, shares.size + 1)]
+    )
     right.append(shares.all_reduce(mine) and bool((mine == total).all()))
     if not all(right):
         raise RuntimeError("a sum through memory shared by the GPUs was wrong")

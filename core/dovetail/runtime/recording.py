@@ -60,7 +60,12 @@ class Recorder:
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool)
 
-    def end(self, layer: AttentionLayer | None = None, q: torch.Tensor | None = None, out: torch.Tensor | None = None) -> None:
+    def end(
+        self,
+        layer: AttentionLayer | None = None,
+        q: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> None:
         """End the piece, after which `layer` attends from `q` to `out`."""
         self._graph.capture_end()
         self.pieces.append(Piece(self._graph, layer, q, out))
@@ -75,7 +80,9 @@ class LayerSplitter:
         # pieces of all sizes use them, one at a time and in the order of recording.
         self._buffers: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def wrap(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> Callable[[LayerSpec], AttentionLayer]:
+    def wrap(
+        self, make_layer: Callable[[LayerSpec], AttentionLayer]
+    ) -> Callable[[LayerSpec], AttentionLayer]:
         """Return a `make_layer` that creates layers at which recordings can be split."""
         return lambda spec: SplitLayer(make_layer(spec), self)
 
@@ -85,7 +92,10 @@ class LayerSplitter:
             return layer.attend(q)
         kind = torch.Size((*q.shape[1:], layer.spec.out_size))
         if kind not in self._buffers:
-            self._buffers[kind] = torch.empty_like(q), q.new_empty(*q.shape[:2], layer.spec.out_size)
+            self._buffers[kind] = (
+                torch.empty_like(q),
+                q.new_empty(*q.shape[:2], layer.spec.out_size),
+            )
         own, out = (buffer[: len(q)] for buffer in self._buffers[kind])
         own.copy_(q)
         self.recorder.end(layer, own, out)
@@ -116,7 +126,11 @@ class SplitLayer(AttentionLayer):
 
 
 def record(
-    run: Callable[[], T], pool: Any = None, stream: torch.cuda.Stream | None = None, warm_ups: int = 1, splitter: LayerSplitter | None = None
+    run: Callable[[], T],
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    warm_ups: int = 1,
+    splitter: LayerSplitter | None = None,
 ) -> Recording[T]:
     """Record `run`, which does device work only, at fixed addresses; in pieces if there is a `splitter`. Recordings that share a `pool` must share a
     `stream`, because the allocator doesn't reuse memory across streams.
@@ -138,7 +152,9 @@ def record(
         return _capture(run, Recorder(pool), splitter)
 
 
-def _capture(run: Callable[[], T], recorder: Recorder, splitter: LayerSplitter | None) -> Recording[T]:
+def _capture(
+    run: Callable[[], T], recorder: Recorder, splitter: LayerSplitter | None
+) -> Recording[T]:
     """Record `run` on the current stream."""
     recorder.begin()
     if splitter is not None:

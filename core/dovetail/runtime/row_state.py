@@ -39,42 +39,85 @@ class RowState:
     """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`. Device tensors have fixed addresses. `states`: if the layout has a
     recurrent group, which has no tables here. `max_lines`: most that a step samples (see `dovetail.api.executor.Batch`); at least `max_rows`."""
 
-    def __init__(self, max_rows: int, max_len: int, layout: KVLayout, device: torch.device, states: States | None = None, max_lines: int = 0) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_len: int,
+        layout: KVLayout,
+        device: torch.device,
+        states: States | None = None,
+        max_lines: int = 0,
+    ) -> None:
         self.max_lines = max(max_rows, max_lines)
-        self.max_rows, self.max_len, self.layout, self.device, self.states = max_rows, max_len, layout, device, states
+        self.max_rows, self.max_len, self.layout, self.device, self.states = (
+            max_rows,
+            max_len,
+            layout,
+            device,
+            states,
+        )
         self.block_size = layout.block_size
         self.max_blocks = -(-max_len // self.block_size)
         self._paged = [group for group in layout.groups if not group.recurrent]
         ends = list(accumulate(group.pages_per_block for group in self._paged))
-        self._tables_of = [slice(end - group.pages_per_block, end) for end, group in zip(ends, self._paged, strict=True)]  # by group
+        self._tables_of = [
+            slice(end - group.pages_per_block, end)
+            for end, group in zip(ends, self._paged, strict=True)
+        ]  # by group
         self.num_tables = ends[-1] if ends else 0
-        self.block_tokens = np.array([group.block_tokens for group in self._paged for _ in range(group.pages_per_block)], np.int64)  # by table
+        self.block_tokens = np.array(
+            [group.block_tokens for group in self._paged for _ in range(group.pages_per_block)],
+            np.int64,
+        )  # by table
         self.waste_page = 0  # where padding tokens are written; see `pool_allocated`
         self.slots_on_device = len(self._paged) > 1  # of other steps than decodes
         self._block_tokens = torch.from_numpy(self.block_tokens).to(device)
-        self.row_width = max_len + 1  # so that a row at its end may sample once more, into an unused place
+        self.row_width = (
+            max_len + 1
+        )  # so that a row at its end may sample once more, into an unused place
         # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates it.
         count = max_rows + 1
-        numbers = (count, count, count, count * self.row_width, self.num_tables * count * self.max_blocks)
+        numbers = (
+            count,
+            count,
+            count,
+            count * self.row_width,
+            self.num_tables * count * self.max_blocks,
+        )
         sizes = [-(-each // ALIGNED) * ALIGNED for each in numbers]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         num_tokens, prompt_lens, adapters, token_ids, tables = torch.split(self._all, sizes)
-        self.num_tokens, self.prompt_lens = num_tokens[:count], prompt_lens[:count]  # known: their ids are in `token_ids`
+        self.num_tokens, self.prompt_lens = (
+            num_tokens[:count],
+            prompt_lens[:count],
+        )  # known: their ids are in `token_ids`
         self.num_tokens[max_rows] = 1
         self.device_adapters = adapters[:count]  # slots of the rows' adapters
         self.token_ids = token_ids[: count * self.row_width].view(count, self.row_width)
-        self._tables = tables[: self.num_tables * count * self.max_blocks].view(self.num_tables, count, self.max_blocks)
-        self._prompt_lens_at, self._adapters_at, self._token_ids_at, self._tables_at = np.cumsum(sizes[:4]).tolist()
+        self._tables = tables[: self.num_tables * count * self.max_blocks].view(
+            self.num_tables, count, self.max_blocks
+        )
+        self._prompt_lens_at, self._adapters_at, self._token_ids_at, self._tables_at = np.cumsum(
+            sizes[:4]
+        ).tolist()
         # Host copies of the tables, and counts in int64
-        self.host_tables = np.zeros((self.num_tables, count, self.max_blocks), np.int32)  # equals `tables`
+        self.host_tables = np.zeros(
+            (self.num_tables, count, self.max_blocks), np.int32
+        )  # equals `tables`
         self._unsent: list[Int64] = []  # flat indices into it that haven't been sent to the device
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens with K and V computed or enqueued
-        self.num_pages = np.zeros((len(self._paged), max_rows), np.int64)  # in the tables of each group
-        self.logprobs = np.full(max_rows, -1, np.int64)  # requested alternatives per sampled token; -1: none
+        self.num_pages = np.zeros(
+            (len(self._paged), max_rows), np.int64
+        )  # in the tables of each group
+        self.logprobs = np.full(
+            max_rows, -1, np.int64
+        )  # requested alternatives per sampled token; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # likewise per prompt token
         self.adapters = np.zeros(max_rows, np.int32)  # equals `device_adapters`
-        self.second = np.full(max_rows, max_len, np.int64)  # where the second text of a pair begins; max_len: there is one text
+        self.second = np.full(
+            max_rows, max_len, np.int64
+        )  # where the second text of a pair begins; max_len: there is one text
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 
     @property
@@ -90,7 +133,11 @@ class RowState:
 
     def by_group(self, of_tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return of_tables [tables, ...] as views, one per group: [pages_per_block, ...] each."""
-        return (of_tables,) if len(self._tables_of) == 1 else tuple(of_tables[tables] for tables in self._tables_of)
+        return (
+            (of_tables,)
+            if len(self._tables_of) == 1
+            else tuple(of_tables[tables] for tables in self._tables_of)
+        )
 
     def pool_allocated(self, num_pages: int) -> None:
         """Note that the pool has `num_pages` pages, and the waste page behind them."""
@@ -110,7 +157,11 @@ class RowState:
         changes = self._add(batch.added) if batch.added else []
         if len(batch.new_pages):
             for group, tables in enumerate(self._tables_of):
-                new = batch.new_pages if len(self._tables_of) == 1 else batch.new_pages[batch.new_pages[:, 0] == group]
+                new = (
+                    batch.new_pages
+                    if len(self._tables_of) == 1
+                    else batch.new_pages[batch.new_pages[:, 0] == group]
+                )
                 if len(new):
                     self._append_pages(group, tables, new[:, 1].astype(np.int64), new[:, 2])
         if changes or len(self._unsent) > MOST_UNSENT:
@@ -157,11 +208,24 @@ class RowState:
             from dovetail.runtime import slots_kernel
 
             with suppress(KernelUnavailable):
-                slots_kernel.put_slots(token_indices, tables, self._block_tokens, slots, count, self.waste_page, self.row_width)
+                slots_kernel.put_slots(
+                    token_indices,
+                    tables,
+                    self._block_tokens,
+                    slots,
+                    count,
+                    self.waste_page,
+                    self.row_width,
+                )
                 return
-        rows, positions = token_indices[:count] // self.row_width, token_indices[:count] % self.row_width
+        rows, positions = (
+            token_indices[:count] // self.row_width,
+            token_indices[:count] % self.row_width,
+        )
         sizes = self._block_tokens[:, None]
-        pages = tables[torch.arange(self.num_tables, device=self.device)[:, None], rows, positions // sizes]
+        pages = tables[
+            torch.arange(self.num_tables, device=self.device)[:, None], rows, positions // sizes
+        ]
         slots[:, :count] = pages * sizes + positions % sizes
         slots[:, count:] = self.waste_page * sizes
 
@@ -180,13 +244,22 @@ class RowState:
     def _check_added(self, added: tuple[NewRow, ...]) -> None:
         for new in added:
             if not 0 <= new.row < self.max_rows:
-                raise DovetailError(f"request {new.request_id!r} was given row {new.row}; there are {self.max_rows}")
+                raise DovetailError(
+                    f"request {new.request_id!r} was given row {new.row}; there are {self.max_rows}"
+                )
             if len(new.pages) != len(self.layout.groups):
-                raise DovetailError(f"request {new.request_id!r} has {len(new.pages)} block tables; the layout has {len(self.layout.groups)} groups")
+                raise DovetailError(
+                    f"request {new.request_id!r} has {len(new.pages)} block tables; the layout has {len(self.layout.groups)} groups"
+                )
             if self.states is not None and len(new.pages[-1]) != self.layout.state_pages:
-                raise DovetailError(f"request {new.request_id!r} has a state of {len(new.pages[-1])} pages, not {self.layout.state_pages}")
+                raise DovetailError(
+                    f"request {new.request_id!r} has a state of {len(new.pages[-1])} pages, not {self.layout.state_pages}"
+                )
             for pages, group in zip(new.pages, self._paged, strict=False):
-                if len(new.token_ids) > self.max_len or len(pages) > self.max_blocks * group.pages_per_block:
+                if (
+                    len(new.token_ids) > self.max_len
+                    or len(pages) > self.max_blocks * group.pages_per_block
+                ):
                     raise DovetailError(
                         f"request {new.request_id!r} has {len(new.token_ids)} tokens in {len(pages)} pages of a group; a row holds {self.max_len} "
                         f"tokens in {self.max_blocks * group.pages_per_block} pages"
@@ -196,11 +269,17 @@ class RowState:
         """Return the number of each row's drafts."""
         counts, count = drafts.counts, len(drafts.token_ids)
         if counts.shape != batch.rows.shape or (counts < 0).any() or counts.sum() != count:
-            raise DovetailError(f"step {batch.step} has {count} drafts for {len(batch.rows)} rows; by its counts there should be {counts.tolist()}")
+            raise DovetailError(
+                f"step {batch.step} has {count} drafts for {len(batch.rows)} rows; by its counts there should be {counts.tolist()}"
+            )
         if ((counts > 0) & ~(batch.yields_token & (batch.num_tokens == 1 + counts))).any():
-            raise DovetailError(f"step {batch.step}: a row with drafts computes these and its last known token, and samples")
+            raise DovetailError(
+                f"step {batch.step}: a row with drafts computes these and its last known token, and samples"
+            )
         if batch.num_lines.sum() > self.max_lines:
-            raise DovetailError(f"step {batch.step} samples {batch.num_lines.sum()} lines; there is memory for {self.max_lines}")
+            raise DovetailError(
+                f"step {batch.step} samples {batch.num_lines.sum()} lines; there is memory for {self.max_lines}"
+            )
         return counts
 
     def _add(self, added: tuple[NewRow, ...]) -> list[Change]:
@@ -211,15 +290,25 @@ class RowState:
         for new in added:
             self.request_ids[new.row] = new.request_id
             self.adapters[new.row] = new.adapter
-            sampling = new.sampling if new.pooling is None else RowSampling()  # what pools has no log-probabilities
+            sampling = (
+                new.sampling if new.pooling is None else RowSampling()
+            )  # what pools has no log-probabilities
             self.logprobs[new.row] = -1 if sampling.logprobs is None else sampling.logprobs
-            self.prompt_logprobs[new.row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
-            self.second[new.row] = self.max_len if new.pooling is None or new.pooling.second is None else new.pooling.second
+            self.prompt_logprobs[new.row] = (
+                -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+            )
+            self.second[new.row] = (
+                self.max_len
+                if new.pooling is None or new.pooling.second is None
+                else new.pooling.second
+            )
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])
             self.num_pages[group, rows] = counts
-            self._put_pages(tables, rows.repeat(counts), ranges(0, counts), np.maximum(np.concatenate(pages), 0))  # what isn't held is never read
+            self._put_pages(
+                tables, rows.repeat(counts), ranges(0, counts), np.maximum(np.concatenate(pages), 0)
+            )  # what isn't held is never read
         if self.states is not None:
             self.states.put(rows.tolist(), [new.pages[-1] for new in added])
         return [
@@ -229,7 +318,9 @@ class RowState:
             _laid_out(self._token_ids_at + rows * self.row_width, [new.token_ids for new in added]),
         ]
 
-    def _append_pages(self, group: int, tables: slice, rows: Int64, pages: NDArray[np.int32]) -> None:
+    def _append_pages(
+        self, group: int, tables: slice, rows: Int64, pages: NDArray[np.int32]
+    ) -> None:
         """Append pages [n] to the tables of `group` of rows [n]."""
         order = np.argsort(rows, kind="stable")  # by row, keeping order
         rows = rows[order]
@@ -237,14 +328,20 @@ class RowState:
         excess = nth >= self.max_blocks * (tables.stop - tables.start)
         if excess.any():
             row = int(rows[excess.argmax()])
-            raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
+            raise DovetailError(
+                f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds"
+            )
         np.add.at(self.num_pages[group], rows, 1)
         self._put_pages(tables, rows, nth, pages[order])
 
     def _put_pages(self, tables: slice, rows: Int64, nth: Int64, pages: NDArray[np.int32]) -> None:
         """Set the pages of rows [n] at these places [n] in their order within `tables`."""
         per_block = tables.stop - tables.start
-        columns, first = (nth, tables.start) if per_block == 1 else (nth // per_block, tables.start + nth % per_block)
+        columns, first = (
+            (nth, tables.start)
+            if per_block == 1
+            else (nth // per_block, tables.start + nth % per_block)
+        )
         where: Int64 = (first * (self.max_rows + 1) + rows) * self.max_blocks + columns
         self.host_tables.reshape(-1)[where] = pages
         self._unsent.append(where)
@@ -252,7 +349,9 @@ class RowState:
     def _send(self, changes: list[Change]) -> None:
         """Return these changes plus unsent blocks."""
         if self._unsent:
-            indices = np.concatenate(self._unsent)  # may contain duplicates, if a row was reused meanwhile, with the same value
+            indices = np.concatenate(
+                self._unsent
+            )  # may contain duplicates, if a row was reused meanwhile, with the same value
             changes = [*changes, (self._tables_at + indices, self.host_tables.reshape(-1)[indices])]
             self._unsent = []
         where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
@@ -274,4 +373,6 @@ def counts_within(groups: Int64) -> Int64:
 
 def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> Change:
     """Return indices and values to write each of `values` at its start, one after the other."""
-    return ranges(starts, np.array([len(part) for part in values])), np.concatenate(values).astype(np.int32, copy=False)
+    return ranges(starts, np.array([len(part) for part in values])), np.concatenate(values).astype(
+        np.int32, copy=False
+    )

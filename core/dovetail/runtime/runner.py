@@ -52,7 +52,10 @@ class LogprobsCopy:
         self.slices.append((HostCopy(top.token_ids), HostCopy(top.logprobs), HostCopy(top.ranks)))
 
     def value(self) -> HostLogprobs:
-        token_ids, logprobs, ranks = (np.concatenate([part.value for part in parts]) for parts in zip(*self.slices, strict=True))
+        token_ids, logprobs, ranks = (
+            np.concatenate([part.value for part in parts])
+            for parts in zip(*self.slices, strict=True)
+        )
         return HostLogprobs(token_ids, logprobs, ranks)
 
 
@@ -62,7 +65,9 @@ class DeviceSpan:
     __slots__ = ("_begin", "_end", "_stream")
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)  # looked up once: that takes longer than recording
+        self._stream = torch.cuda.current_stream(
+            device
+        )  # looked up once: that takes longer than recording
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._begin.record(self._stream)
 
@@ -92,18 +97,32 @@ class PendingStep:
     request_ids: list[str]  # of all rows: by `collect` a row may have another request
     lines: HostLines  # [n]
     started: float  # when submitted, in seconds on the engine's clock
-    changes: tuple[list[int], list[tuple[int, RowSampling]]]  # rows removed from the sampler, and added to it
-    refused: dict[int, str] = field(default_factory=dict)  # new rows that the sampler or a logits processor rejected, and others that one failed
+    changes: tuple[
+        list[int], list[tuple[int, RowSampling]]
+    ]  # rows removed from the sampler, and added to it
+    refused: dict[int, str] = field(
+        default_factory=dict
+    )  # new rows that the sampler or a logits processor rejected, and others that one failed
     sampled: SampledCopy | None = None  # None if n is 0
-    asked_logprobs: int = -1  # largest number of alternatives requested of a replayed sampling; -1: no logprobs
+    asked_logprobs: int = (
+        -1
+    )  # largest number of alternatives requested of a replayed sampling; -1: no logprobs
     logprobs: LogprobsCopy | None = None  # if sampling wasn't replayed
-    masked: NDArray[np.int64] | None = None  # [n] the lines' rows in the masks, or -1; None: no line is masked
+    masked: NDArray[np.int64] | None = (
+        None  # [n] the lines' rows in the masks, or -1; None: no line is masked
+    )
     asks: Asks | None = None  # which logits processors the lines' rows ask for; None: none
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     pooled: dict[int, PooledResult] = field(default_factory=dict)  # by index in the batch
-    tapped: tuple[TappedStates, int | None] | None = None  # for the draft head, once the tokens are sampled: arguments of `RunningHead.follow`
-    unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and the indices of the lines'
-    checked: CheckedDrafts | None = None  # of a model with recurrent layers: drafts whose changes to the states are enqueued after sampling
+    tapped: tuple[TappedStates, int | None] | None = (
+        None  # for the draft head, once the tokens are sampled: arguments of `RunningHead.follow`
+    )
+    unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = (
+        None  # of a late batch before `sample`: hidden states, and the indices of the lines'
+    )
+    checked: CheckedDrafts | None = (
+        None  # of a model with recurrent layers: drafts whose changes to the states are enqueued after sampling
+    )
     graphs: tuple[str, ...] = ()  # kinds of the replayed ones
     ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
@@ -153,11 +172,19 @@ class Runner:
         self.draft = draft  # None: drafts come with the batches
         self.pooler = pooler  # None: no row pools
         self.processors = processors  # None: the engine has none
-        self.backend, self.pool, self.sampler, self.rows, self.clock = backend, pool, sampler, rows, clock
+        self.backend, self.pool, self.sampler, self.rows, self.clock = (
+            backend,
+            pool,
+            sampler,
+            rows,
+            clock,
+        )
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions with logits computed at once
         self._pending: deque[PendingStep] = deque()
-        self._refused: dict[int, str] = {}  # rows of collected steps in `PendingStep.refused`: their requests have ended
+        self._refused: dict[
+            int, str
+        ] = {}  # rows of collected steps in `PendingStep.refused`: their requests have ended
         self._vocab_size = vocab_size
         self.masks = MaskBuffer(rows.max_lines, vocab_size, rows.device)
         self.adapters: AdapterBank | None = None
@@ -169,7 +196,18 @@ class Runner:
         draft = self.draft.model if isinstance(self.draft, DraftModel) else None
         generates = self.pooler is None or self.pooler.plan.capacity.generates
         adapters = None if self.adapters is None else self.adapters.step
-        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, self._head, generates, adapters, self.processors)
+        return StepParts(
+            self.model,
+            self.backend,
+            self.sampler,
+            self.rows,
+            self.masks,
+            draft,
+            self._head,
+            generates,
+            adapters,
+            self.processors,
+        )
 
     @property
     def _head(self) -> RunningHead | None:
@@ -182,14 +220,21 @@ class Runner:
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._check_drafts(batch)
         changes = self._change_rows(batch)
-        pending = PendingStep(batch, self.rows.request_ids, HostLines.of(batch), started, changes, span=span)
-        graphs, graph = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
+        pending = PendingStep(
+            batch, self.rows.request_ids, HostLines.of(batch), started, changes, span=span
+        )
+        graphs, graph = (
+            self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None,
+            None,
+        )
         proposes = self.draft is not None and batch.drafts is not None
         if graphs is not None or proposes:
             self._tell_sampler(batch, pending)
         if graphs is not None:
             shared, adapted = self._worth_sharing(batch), self._is_adapted(batch)
-            graph = graphs.for_decode(pending.lines.rows, shared, late=batch.late, adapted=adapted, asks=pending.asks)
+            graph = graphs.for_decode(
+                pending.lines.rows, shared, late=batch.late, adapted=adapted, asks=pending.asks
+            )
         if batch.drafts is not None and graph is None:
             self.rows.put_drafts(batch.rows, batch.drafts)
         if self.draft is not None and batch.drafts is not None:
@@ -217,7 +262,9 @@ class Runner:
     def sample(self, pending: PendingStep, masks: Masks) -> None:
         """Enqueue the sampling of a late step. Raises `DovetailError` if it isn't the only step in flight, or has been sampled."""
         if pending.unsampled is None or [*self._pending] != [pending]:
-            raise DovetailError(f"step {pending.step} can't be sampled: it must be late, sampled once, and the only one in flight")
+            raise DovetailError(
+                f"step {pending.step} can't be sampled: it must be late, sampled once, and the only one in flight"
+            )
         hidden, last_indices = pending.unsampled
         pending.unsampled = None
         if len(masks.lines):
@@ -258,12 +305,22 @@ class Runner:
     def collect(self, pending: PendingStep) -> Result:
         """Wait for the oldest submitted step. Raises `DovetailError` if `pending` is another one."""
         if not self._pending or self._pending[0] is not pending:
-            oldest = f"step {self._pending[0].step} is the oldest" if self._pending else "none is in flight"
+            oldest = (
+                f"step {self._pending[0].step} is the oldest"
+                if self._pending
+                else "none is in flight"
+            )
             raise DovetailError(f"step {pending.step} was collected, but {oldest}")
         if pending.unsampled is not None:
-            raise DovetailError(f"step {pending.step} was collected, but it is late and wasn't sampled")
+            raise DovetailError(
+                f"step {pending.step} was collected, but it is late and wasn't sampled"
+            )
         started, ended = self._wait(self._pending.popleft())
-        self._refused |= {row: reason for row, reason in pending.refused.items() if self.rows.request_ids[row] == pending.request_ids[row]}
+        self._refused |= {
+            row: reason
+            for row, reason in pending.refused.items()
+            if self.rows.request_ids[row] == pending.request_ids[row]
+        }
         batch, (sampled, broken, gained) = pending.batch, pending.outcome()
         counts, logprobs = None, pending.outcome_logprobs()
         if batch.drafts is None:
@@ -277,24 +334,37 @@ class Runner:
             lines = yielded = np.flatnonzero(pending.lines.ahead < counts[sampling])
             sampling, token_ids, broken = sampling[yielded], sampled[yielded], broken[yielded]
             if logprobs is not None:
-                logprobs = HostLogprobs(logprobs.token_ids[yielded], logprobs.logprobs[yielded], logprobs.ranks[yielded])
+                logprobs = HostLogprobs(
+                    logprobs.token_ids[yielded], logprobs.logprobs[yielded], logprobs.ranks[yielded]
+                )
             self.rows.known[batch.rows] += counts
-            self.rows.advance(batch.rows, np.where(batch.drafts.counts > 0, counts, batch.num_tokens))
+            self.rows.advance(
+                batch.rows, np.where(batch.drafts.counts > 0, counts, batch.num_tokens)
+            )
             if isinstance(self.draft, DraftModel):
                 self.draft.collected(batch.rows)
-        failed = {int(sampling[index]): self._why_broken(int(broken[index]), int(lines[index]), pending) for index in np.flatnonzero(broken)}
+        failed = {
+            int(sampling[index]): self._why_broken(int(broken[index]), int(lines[index]), pending)
+            for index in np.flatnonzero(broken)
+        }
         pooled = {index: pooled_result.value() for index, pooled_result in pending.pooled.items()}
         for index in [index for index, value in pooled.items() if not np.isfinite(value).all()]:
             failed[index] = "the model's hidden states hold NaN or infinity"
             del pooled[index]
-        failed |= {index: pending.refused[row] for index, row in enumerate(batch.rows.tolist()) if row in pending.refused}
+        failed |= {
+            index: pending.refused[row]
+            for index, row in enumerate(batch.rows.tolist())
+            if row in pending.refused
+        }
         return Result(
             step=pending.step,
             token_ids=token_ids,
             started=started,
             ended=ended,
             logprobs=logprobs,
-            prompt_logprobs={index: copy.value() for index, copy in pending.prompt_logprobs.items()},
+            prompt_logprobs={
+                index: copy.value() for index, copy in pending.prompt_logprobs.items()
+            },
             failed=failed,
             pooled=pooled,
             counts=counts,
@@ -314,24 +384,42 @@ class Runner:
         ended = self.clock.now()
         return ended - pending.span.seconds, ended
 
-    def _run_model(self, batch: Batch, pending: PendingStep) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    def _run_model(
+        self, batch: Batch, pending: PendingStep
+    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Run the model for any step. Large steps are launched kernel by kernel. Returns hidden states [any, hidden], and where in them those of the
         lines' last tokens are."""
-        graphs, shared_blocks, host = self.graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
+        graphs, shared_blocks, host = (
+            self.graphs,
+            self._worth_sharing(batch),
+            HostInputs.of(batch, self.rows),
+        )
         num_lines = batch.num_lines
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         wanted = last_indices = host.line_ends(num_lines)
-        all_states, pools = len(asks) > 0, None if self.pooler is None else self.pooler.plan_step(batch, host)
+        all_states, pools = (
+            len(asks) > 0,
+            None if self.pooler is None else self.pooler.plan_step(batch, host),
+        )
         if pools is not None:
             wanted = np.concatenate([last_indices, pools.tokens])
             all_states = all_states or pools.all_states or len(wanted) > self.rows.max_lines
         draft_model = self.draft if isinstance(self.draft, DraftModel) else None
         draft = draft_model if (batch.num_tokens > num_lines).any() else None
         adapted = self._is_adapted(batch)
-        graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states, adapted=adapted)
+        graph = (
+            None
+            if graphs is None
+            else graphs.for_model(
+                host.num_tokens, shared_blocks, all_states=all_states, adapted=adapted
+            )
+        )
         if graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted)
-            outputs = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
+            outputs = graphs.replay(
+                graph,
+                host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole),
+            )
             all_states, draft = graph.inputs.all_states, draft_model  # these graphs run it
         else:
             inputs = host.to_device(self.rows)
@@ -341,17 +429,25 @@ class Runner:
             all_states = all_states or len(wanted) == host.num_tokens
             types = host.types(self.rows) if getattr(self.model, "reads_types", False) else None
             draft_module = None if draft is None else draft.model
-            outputs = self._launch_model(inputs, None if all_states else wanted, draft_module, adapted=adapted, types=types)
+            outputs = self._launch_model(
+                inputs, None if all_states else wanted, draft_module, adapted=adapted, types=types
+            )
         if draft is not None:
             draft.computed(batch)
         hidden, tapped = outputs
         pending.tapped = None if tapped is None else (tapped, host.num_tokens)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
         if self.pooler is not None and pools is not None:
-            pending.pooled = self.pooler.pool(pools, hidden, pools.tokens if all_states else np.arange(len(last_indices), len(wanted)))
+            pending.pooled = self.pooler.pool(
+                pools,
+                hidden,
+                pools.tokens if all_states else np.arange(len(last_indices), len(wanted)),
+            )
         return hidden, last_indices if all_states else np.arange(len(last_indices))
 
-    def _plan_states(self, states: States, batch: Batch, host: HostInputs, inputs: DeviceInputs) -> CheckedDrafts | None:
+    def _plan_states(
+        self, states: States, batch: Batch, host: HostInputs, inputs: DeviceInputs
+    ) -> CheckedDrafts | None:
         """Plan a step for recurrent layers. Returns its drafts, if it has any."""
         checkpoint_at, most, checked = np.zeros(len(batch.rows), np.int32), batch.num_tokens, None
         if batch.drafts is not None:
@@ -359,28 +455,50 @@ class Runner:
         if batch.checkpoints:
             index = {row: index for index, row in enumerate(batch.rows.tolist())}
             at = [index[checkpoint.row] for checkpoint in batch.checkpoints]
-            checkpoint_at[at] = [checkpoint.tokens - self.rows.computed[checkpoint.row] for checkpoint in batch.checkpoints]
+            checkpoint_at[at] = [
+                checkpoint.tokens - self.rows.computed[checkpoint.row]
+                for checkpoint in batch.checkpoints
+            ]
             if ((checkpoint_at[at] < 1) | (checkpoint_at[at] > most[at])).any():
-                raise DovetailError(f"step {batch.step} can't write a checkpoint of tokens that it doesn't compute, or of a row with drafts")
-            states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
-        step = states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at)
+                raise DovetailError(
+                    f"step {batch.step} can't write a checkpoint of tokens that it doesn't compute, or of a row with drafts"
+                )
+            states.put(
+                [states.max_rows + 1 + i for i in at],
+                [checkpoint.pages for checkpoint in batch.checkpoints],
+            )
+        step = states.batch(
+            inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at
+        )
         if batch.drafts is not None:
-            step, checked = states.with_drafts(step, host.rows, host.kv_lens, batch.num_lines, batch.drafts.counts)
+            step, checked = states.with_drafts(
+                step, host.rows, host.kv_lens, batch.num_lines, batch.drafts.counts
+            )
         states.steps.plan(step)
         return checked
 
     def _launch_model(
-        self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any, *, adapted: bool, types: NDArray[np.int64] | None
+        self,
+        inputs: DeviceInputs,
+        wanted: NDArray[np.int64] | None,
+        draft: Any,
+        *,
+        adapted: bool,
+        types: NDArray[np.int64] | None,
     ) -> ModelOutputs:
         """Return hidden states of all tokens; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that stores
         its K and V of all tokens, or None. `adapted`: tokens have adapters. `types` [tokens]: see `CausalLM.forward`."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
-            wanted = np.array([len(token_ids) - 1])  # no row samples or pools, but models require at least one token
+            wanted = np.array(
+                [len(token_ids) - 1]
+            )  # no row samples or pools, but models require at least one token
         device_wanted = None if wanted is None else to_device(wanted, self.device)
         rows = inputs.token_indices // self.rows.row_width if adapted else None
         device_types = None if types is None else to_device(types, self.device)
-        outputs = self.parts.run(token_ids, inputs.token_indices, inputs.positions, device_wanted, rows, device_types)
+        outputs = self.parts.run(
+            token_ids, inputs.token_indices, inputs.positions, device_wanted, rows, device_types
+        )
         if draft is not None:
             draft(token_ids, inputs.positions, device_wanted)
         return outputs
@@ -393,7 +511,9 @@ class Runner:
 
     def _replay(self, graphs: Graphs, graph: Graph, batch: Batch, pending: PendingStep) -> None:
         """Replay with the longest rows first: kernels that compute a row in one program start with these, and short ones fill the gaps at the end."""
-        order = np.argsort(-self.rows.known[pending.lines.rows], kind="stable")  # a row's lines stay neighbours
+        order = np.argsort(
+            -self.rows.known[pending.lines.rows], kind="stable"
+        )  # a row's lines stay neighbours
         lines = pending.lines.sorted(order)
         outputs = graphs.replay(graph, graph.inputs.fill(lines, self._worth_sharing(batch)))
         if self.rows.states is not None:
@@ -404,7 +524,9 @@ class Runner:
             return
         self._fetch(outputs, pending, order)
 
-    def _fetch(self, sampled: Sampled, pending: PendingStep, order: NDArray[np.int64] | None = None) -> None:
+    def _fetch(
+        self, sampled: Sampled, pending: PendingStep, order: NDArray[np.int64] | None = None
+    ) -> None:
         """Copy the results of the step's lines to the host, in this order."""
         if sampled.packed is not None:
             pending.asked_logprobs = int(self.rows.logprobs[pending.lines.rows].max())
@@ -428,13 +550,21 @@ class Runner:
         """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little, or the step has adapters."""
         if self._is_adapted(batch):
             return 0
-        tokens = batch.shared_prefix_blocks * self.rows.layout.groups[0].block_tokens if batch.shared_prefix_blocks else 0
+        tokens = (
+            batch.shared_prefix_blocks * self.rows.layout.groups[0].block_tokens
+            if batch.shared_prefix_blocks
+            else 0
+        )
         return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
 
     def _check_drafts(self, batch: Batch) -> None:
         """Raise `DovetailError` if the batch has unknown token ids as drafts, or a step with drafts wouldn't be alone in flight."""
-        if self._pending and (batch.drafts is not None or self._pending[-1].batch.drafts is not None):
-            raise DovetailError(f"step {batch.step} can't be submitted while step {self._pending[-1].step} is in flight: one of them has drafts")
+        if self._pending and (
+            batch.drafts is not None or self._pending[-1].batch.drafts is not None
+        ):
+            raise DovetailError(
+                f"step {batch.step} can't be submitted while step {self._pending[-1].step} is in flight: one of them has drafts"
+            )
         if batch.drafts is None:
             return
         ids, lowest = batch.drafts.token_ids, 0 if self.draft is None else -1
@@ -453,7 +583,9 @@ class Runner:
         if self.draft is not None:
             self.draft.begin(batch)
             if batch.drafts is not None and are_mixed(batch.drafts):
-                raise DovetailError(f"step {batch.step}: of a row's drafts, some are -1 and others aren't")
+                raise DovetailError(
+                    f"step {batch.step}: of a row's drafts, some are -1 and others aren't"
+                )
         if batch.copies:
             self.pool.copy(batch.copies)
         if self.pooler is not None and (len(batch.removed) or batch.added):
@@ -470,24 +602,42 @@ class Runner:
         if self.processors is not None:
             pending.asks = self.processors.asked_by(pending.lines.rows)
         for row in self._refused.keys() & set(batch.rows.tolist()) if self._refused else ():
-            raise DovetailError(f"request {self.rows.request_ids[row]!r} goes on, but not on every rank alike: here {self._refused[row]}")
+            raise DovetailError(
+                f"request {self.rows.request_ids[row]!r} goes on, but not on every rank alike: here {self._refused[row]}"
+            )
 
-    def change_sampling(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> dict[int, str]:
+    def change_sampling(
+        self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]
+    ) -> dict[int, str]:
         """Tell the sampler and the logits processors of rows. Returns those of `added` that one of them rejected, and why."""
         name = f"sampler {type(self.sampler).__name__}"
-        refused = update_rows(name, self.sampler.update, removed, added, lambda row: (row, RowSampling()))
-        return refused if self.processors is None else self.processors.update(removed, added) | refused
+        refused = update_rows(
+            name, self.sampler.update, removed, added, lambda row: (row, RowSampling())
+        )
+        return (
+            refused if self.processors is None else self.processors.update(removed, added) | refused
+        )
 
-    def _sample(self, host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
+    def _sample(
+        self, host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep
+    ) -> None:
         """Sample for the step's lines [n], and extend their rows. `host_indices` [n]: indices in `hidden` of their last tokens' states."""
         graphs, host_lines = self.graphs, pending.lines
         adapted = self._adapts_head(host_lines.rows)
-        graph = None if graphs is None or adapted else graphs.for_sampling(host_lines.rows, masked=pending.masked is not None, asks=pending.asks)
+        graph = (
+            None
+            if graphs is None or adapted
+            else graphs.for_sampling(
+                host_lines.rows, masked=pending.masked is not None, asks=pending.asks
+            )
+        )
         if graphs is not None and graph is not None:
             graph.inputs.fill(hidden, host_indices, host_lines, pending.masked)
             self._fetch(graphs.replay(graph), pending)
             return
-        rows, ahead, indices = all_to_device([host_lines.rows, host_lines.ahead, host_indices], self.device)
+        rows, ahead, indices = all_to_device(
+            [host_lines.rows, host_lines.ahead, host_indices], self.device
+        )
         last, lines = hidden.index_select(0, indices), Lines(rows, ahead)  # [n, hidden]
         sampled = self._draw(self._logits(last, rows, adapted=adapted), lines, pending)
         tokens = append(self.rows, lines, last_tokens(self.rows, lines)[1], sampled.token_ids, last)
@@ -509,13 +659,24 @@ class Runner:
         if self.processors is None or pending.asks is None:
             sampled = self.sampler.sample(logits, lines, host_rows)
         else:
-            sampled = self._draw_processed(self.processors, pending.asks, logits, lines, masked, pending)
+            sampled = self._draw_processed(
+                self.processors, pending.asks, logits, lines, masked, pending
+            )
         if masked is None or sampled.logprobs is None:
             return sampled
-        return SampledTokens(sampled.token_ids, top_logprobs(raw, sampled.token_ids, sampled.logprobs.token_ids.shape[1] - 1))
+        return SampledTokens(
+            sampled.token_ids,
+            top_logprobs(raw, sampled.token_ids, sampled.logprobs.token_ids.shape[1] - 1),
+        )
 
     def _draw_processed(
-        self, processors: LogitsProcessors, asks: Asks, logits: torch.Tensor, lines: Lines, masked: torch.Tensor | None, pending: PendingStep
+        self,
+        processors: LogitsProcessors,
+        asks: Asks,
+        logits: torch.Tensor,
+        lines: Lines,
+        masked: torch.Tensor | None,
+        pending: PendingStep,
     ) -> SampledTokens:
         failures: dict[int, str] = {}
         process = processors.process(lines, asks, masked, self.masks.words, failures)
@@ -527,10 +688,19 @@ class Runner:
     def _asks_prompt_logprobs(self, batch: Batch) -> NDArray[np.bool_]:
         """Return [b]: True for rows that request prompt log-probabilities and have more than one known token left to compute."""
         rows = self.rows
-        asks: NDArray[np.bool_] = (rows.prompt_logprobs[batch.rows] >= 0) & (rows.computed[batch.rows] + 1 < rows.known[batch.rows])
+        asks: NDArray[np.bool_] = (rows.prompt_logprobs[batch.rows] >= 0) & (
+            rows.computed[batch.rows] + 1 < rows.known[batch.rows]
+        )
         return asks
 
-    def _ask_prompt_logprobs(self, asks: NDArray[np.int64], batch: Batch, host: HostInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
+    def _ask_prompt_logprobs(
+        self,
+        asks: NDArray[np.int64],
+        batch: Batch,
+        host: HostInputs,
+        hidden: torch.Tensor,
+        pending: PendingStep,
+    ) -> None:
         """Compute the log-probability of the known token after each computed one, for the rows `asks` of the batch; a row's last known token has
         none."""
         for index in asks.tolist():
@@ -541,6 +711,10 @@ class Runner:
             rows = torch.full((count,), row, dtype=torch.int64, device=self.device)
             targets = self.rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = pending.prompt_logprobs[index] = LogprobsCopy()
-            for part, ids in zip(torch.split(hidden[first : first + count], self._slice), torch.split(targets, self._slice), strict=True):
+            for part, ids in zip(
+                torch.split(hidden[first : first + count], self._slice),
+                torch.split(targets, self._slice),
+                strict=True,
+            ):
                 logits = self._logits(part, rows[: len(part)], adapted=adapted)
                 copy.add(top_logprobs(logits, ids, int(self.rows.prompt_logprobs[row])))

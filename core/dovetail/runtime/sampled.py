@@ -27,7 +27,11 @@ class Sampled:
         """Pack the results. Can be recorded in a graph."""
         parts = tokens, top.ranks, top.token_ids, top.logprobs
         packed = torch.cat([part.view(torch.int32).view(-1) for part in parts])
-        return cls(packed[: 2 * tokens.numel()].view(torch.int64).view_as(tokens), packed, top.token_ids.shape[1])
+        return cls(
+            packed[: 2 * tokens.numel()].view(torch.int64).view_as(tokens),
+            packed,
+            top.token_ids.shape[1],
+        )
 
     @property
     def size(self) -> int:
@@ -39,11 +43,19 @@ class SampledCopy:
 
     __slots__ = ("_columns", "_copy", "_order", "_size")
 
-    def __init__(self, sampled: Sampled, order: NDArray[np.int64] | None = None, *, with_logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        sampled: Sampled,
+        order: NDArray[np.int64] | None = None,
+        *,
+        with_logprobs: bool = False,
+    ) -> None:
         """`order` [n]: indices of the step's lines for the first n of `sampled`; None: same order."""
         self._order, self._size = order, sampled.size
         self._columns = sampled.columns if with_logprobs else 0
-        self._copy = HostCopy(sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens)
+        self._copy = HostCopy(
+            sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens
+        )
 
     def tokens(self, n: int) -> NDArray[np.int64]:
         """Return [3, n], as `Sampled.tokens`."""

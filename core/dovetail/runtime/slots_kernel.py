@@ -31,14 +31,31 @@ def _put_slots(
     index = tl.load(token_indices + token, mask=token < count, other=0)
     row, position = index // ROW_WIDTH, index % ROW_WIDTH
     size = tl.load(block_tokens + table)
-    page = tl.load(tables + table * TABLE_SIZE + row * MAX_BLOCKS + position // size, mask=token < count, other=0).to(tl.int64)
+    page = tl.load(
+        tables + table * TABLE_SIZE + row * MAX_BLOCKS + position // size,
+        mask=token < count,
+        other=0,
+    ).to(tl.int64)
     slot = tl.where(token < count, page * size + position % size, waste_page * size)
     tl.store(slots + table * n + token, slot, mask=token < n)
 
 
 def put_slots(
-    token_indices: torch.Tensor, tables: torch.Tensor, block_tokens: torch.Tensor, slots: torch.Tensor, count: int, waste_page: int, row_width: int
+    token_indices: torch.Tensor,
+    tables: torch.Tensor,
+    block_tokens: torch.Tensor,
+    slots: torch.Tensor,
+    count: int,
+    waste_page: int,
+    row_width: int,
 ) -> None:
     num_tables, n = slots.shape
-    sizes = {"ROW_WIDTH": row_width, "TABLE_SIZE": tables.stride(0), "MAX_BLOCKS": tables.stride(1), "TOKENS": TOKENS}
-    launch(_put_slots, (triton.cdiv(n, TOKENS), num_tables))(token_indices, tables, block_tokens, slots, count, n, waste_page, num_warps=4, **sizes)
+    sizes = {
+        "ROW_WIDTH": row_width,
+        "TABLE_SIZE": tables.stride(0),
+        "MAX_BLOCKS": tables.stride(1),
+        "TOKENS": TOKENS,
+    }
+    launch(_put_slots, (triton.cdiv(n, TOKENS), num_tables))(
+        token_indices, tables, block_tokens, slots, count, n, waste_page, num_warps=4, **sizes
+    )

@@ -27,7 +27,9 @@ class HostLines(NamedTuple):
 
     rows: Int64  # [n]
     ahead: Int32  # [n] drafts of its row before each
-    drafts: Int32 | None = None  # [n] drafts that are the lines' last tokens, if they aren't in the rows yet; -1, or None for all: they are
+    drafts: Int32 | None = (
+        None  # [n] drafts that are the lines' last tokens, if they aren't in the rows yet; -1, or None for all: they are
+    )
 
     @classmethod
     def of(cls, batch: Batch) -> HostLines:
@@ -42,7 +44,9 @@ class HostLines(NamedTuple):
 
     def sorted(self, order: Int64) -> HostLines:
         """Return the lines at the indices `order` [n]."""
-        return HostLines(self.rows[order], self.ahead[order], None if self.drafts is None else self.drafts[order])
+        return HostLines(
+            self.rows[order], self.ahead[order], None if self.drafts is None else self.drafts[order]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +88,26 @@ class HostInputs:
         starts[1:] = counts.cumsum()
         kv_lens = (first + counts).astype(np.int32)
         max_blocks = -(-int(kv_lens.max()) // state.block_size)
-        tables = state.host_tables[:, rows, :max_blocks] if state.num_tables * len(rows) * max_blocks <= TABLE_ENTRIES else None
-        slots = np.empty((0, len(row_of)), np.int64) if state.slots_on_device else state.slots(row_of, positions)
-        return cls(row_of * state.row_width + positions, positions, slots, rows, starts, kv_lens, max_blocks, tables)
+        tables = (
+            state.host_tables[:, rows, :max_blocks]
+            if state.num_tables * len(rows) * max_blocks <= TABLE_ENTRIES
+            else None
+        )
+        slots = (
+            np.empty((0, len(row_of)), np.int64)
+            if state.slots_on_device
+            else state.slots(row_of, positions)
+        )
+        return cls(
+            row_of * state.row_width + positions,
+            positions,
+            slots,
+            rows,
+            starts,
+            kv_lens,
+            max_blocks,
+            tables,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -106,10 +127,19 @@ class HostInputs:
         seconds = state.second[self.rows]
         if (seconds >= self.kv_lens).all():
             return None
-        types: Int64 = (self.positions >= seconds.repeat(np.diff(self.query_starts))).astype(np.int64)
+        types: Int64 = (self.positions >= seconds.repeat(np.diff(self.query_starts))).astype(
+            np.int64
+        )
         return types
 
-    def attention_batch(self, state: RowState, inputs: DeviceInputs, shared_blocks: int = 0, *, mixed_graph: bool = False) -> AttentionBatch:
+    def attention_batch(
+        self,
+        state: RowState,
+        inputs: DeviceInputs,
+        shared_blocks: int = 0,
+        *,
+        mixed_graph: bool = False,
+    ) -> AttentionBatch:
         """Return the step for attention; if it is replayed, including its padding. `inputs`: these on the device."""
         tables = inputs.tables
         if tables is None:
@@ -129,7 +159,15 @@ class HostInputs:
 
     def to_device(self, state: RowState) -> DeviceInputs:
         tables = [] if self.tables is None else [self.tables]
-        arrays: list[NDArray[Any]] = [self.token_indices, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *tables]
+        arrays: list[NDArray[Any]] = [
+            self.token_indices,
+            self.positions,
+            self.slots,
+            self.rows,
+            self.query_starts,
+            self.kv_lens,
+            *tables,
+        ]
         inputs = DeviceInputs(*all_to_device(arrays, state.device))
         if not state.slots_on_device:
             return inputs
@@ -144,7 +182,11 @@ class _Slots:
     def __init__(self, size: int, state: RowState) -> None:
         self._state = state
         every = state.waste_slots[:, None]
-        self._all = torch.zeros((state.num_tables, size), dtype=torch.int64, device=state.device) if state.slots_on_device else None
+        self._all = (
+            torch.zeros((state.num_tables, size), dtype=torch.int64, device=state.device)
+            if state.slots_on_device
+            else None
+        )
         self.padding = every[:0] if state.slots_on_device else every  # [tables sent, 1]
         self.sent: Int64 = self.padding.repeat(size, 1)  # [tables sent, size] of a step of padding
 
@@ -165,10 +207,16 @@ class MixedInputs:
     `wanted` [most_wanted] int64: indices, in the step, of the tokens with final states; empty if all have them."""
 
     def __init__(self, size: int, state: RowState, most_wanted: int) -> None:
-        tokens, rows, short = np.zeros(size, np.int64), np.zeros(state.max_rows, np.int64), np.zeros(state.max_rows + 1, np.int32)
+        tokens, rows, short = (
+            np.zeros(size, np.int64),
+            np.zeros(state.max_rows, np.int64),
+            np.zeros(state.max_rows + 1, np.int32),
+        )
         wanted, table = np.zeros(most_wanted, np.int64), np.zeros(TABLE_ENTRIES, np.int32)
         self._slots = _Slots(size, state)
-        self._mirror = Mirror([tokens, tokens, self._slots.sent, rows, short, short[:-1], wanted, table], state.device)
+        self._mirror = Mirror(
+            [tokens, tokens, self._slots.sent, rows, short, short[:-1], wanted, table], state.device
+        )
         self._mirror.send()
         token_indices, positions, sent, *others, self.wanted, self._table = self._mirror.tensors
         self._all = DeviceInputs(token_indices, positions, self._slots.on_device(sent), *others)
@@ -190,12 +238,20 @@ class MixedInputs:
     def rows(self, count: int, tables: torch.Tensor | None = None) -> DeviceInputs:
         """Return the inputs of `rows` rows, optionally with these tables, and of all tokens."""
         every = self._all
-        rows, query_starts, kv_lens = every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count]
-        return DeviceInputs(every.token_indices, every.positions, every.slots, rows, query_starts, kv_lens, tables)
+        rows, query_starts, kv_lens = (
+            every.rows[:count],
+            every.query_starts[: count + 1],
+            every.kv_lens[:count],
+        )
+        return DeviceInputs(
+            every.token_indices, every.positions, every.slots, rows, query_starts, kv_lens, tables
+        )
 
     def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
         """Enqueue the copy of a step's inputs, and of the indices of wanted tokens, unless all are wanted."""
-        token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = self._mirror.arrays
+        token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = (
+            self._mirror.arrays
+        )
         tokens, count = host.num_tokens, len(host.rows)
         for padded, own, padding in (
             (token_indices, host.token_indices, 0),
@@ -203,7 +259,11 @@ class MixedInputs:
             (slots, host.slots, self._slots.padding),
         ):
             padded[..., :tokens], padded[..., tokens:] = own, padding
-        rows[:count], query_starts[: count + 1], kv_lens[:count] = host.rows, host.query_starts, host.kv_lens
+        rows[:count], query_starts[: count + 1], kv_lens[:count] = (
+            host.rows,
+            host.query_starts,
+            host.kv_lens,
+        )
         if len(all_wanted):
             all_wanted[: len(wanted)] = wanted
         used = 0 if host.tables is None else host.tables.size
@@ -211,7 +271,9 @@ class MixedInputs:
             table[:used] = host.tables.reshape(-1)
         self._mirror.send(numbers=used)
         self._slots.put(self._all.token_indices, tokens)
-        return self.rows(count, None if host.tables is None else self._table[:used].view(host.tables.shape))
+        return self.rows(
+            count, None if host.tables is None else self._table[:used].view(host.tables.shape)
+        )
 
 
 class DecodeInputs:
@@ -220,9 +282,15 @@ class DecodeInputs:
 
     def __init__(self, size: int, state: RowState) -> None:
         self.size, self._state = size, state
-        numbers, small, table = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(TABLE_ENTRIES, np.int32)
+        numbers, small, table = (
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int32),
+            np.zeros(TABLE_ENTRIES, np.int32),
+        )
         self._waste = state.waste_slots[:, None]
-        self._mirror = Mirror([numbers, small, self._waste.repeat(size, 1), small, small - 1, table], state.device)
+        self._mirror = Mirror(
+            [numbers, small, self._waste.repeat(size, 1), small, small - 1, table], state.device
+        )
         rows, ahead, self._slots, self._kv_lens, self.drafts, self._table = self._mirror.tensors
         self.lines = Lines(rows, ahead)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
@@ -268,7 +336,16 @@ class DecodeInputs:
         """The step for recurrent layers, including its padding."""
         states, lens = self._state.states, np.ones(self.size, np.int32)
         ahead = self.lines.ahead if states is not None and states.max_lines else None
-        return StateBatch(self.size, self.size, self.lines.rows, self._query_starts, self._kv_lens, lens, decodes=True, ahead=ahead)
+        return StateBatch(
+            self.size,
+            self.size,
+            self.lines.rows,
+            self._query_starts,
+            self._kv_lens,
+            lens,
+            decodes=True,
+            ahead=ahead,
+        )
 
 
 class SamplingInputs:
@@ -284,12 +361,18 @@ class SamplingInputs:
         rows_of, ahead, self._indices, self.masked = self._mirror.tensors
         self.lines = Lines(rows_of, ahead)
 
-    def fill(self, hidden: torch.Tensor, host_indices: Int64, lines: HostLines, masked: Int64 | None) -> None:
+    def fill(
+        self, hidden: torch.Tensor, host_indices: Int64, lines: HostLines, masked: Int64 | None
+    ) -> None:
         """Enqueue the copy: each of `lines` [n], n <= size, is sampled from the hidden state hidden[host_indices]. `masked` [n] are indices of the
         lines' masks, or -1; None: no line is masked."""
         count = len(lines.rows)
         rows, ahead, indices, all_masked = self._mirror.arrays
-        for array, own, padding in ((rows, lines.rows, self._nobody), (ahead, lines.ahead, 0), (indices, host_indices, 0)):
+        for array, own, padding in (
+            (rows, lines.rows, self._nobody),
+            (ahead, lines.ahead, 0),
+            (indices, host_indices, 0),
+        ):
             array[:count], array[count:] = own, padding
         all_masked[:] = -1
         if masked is not None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 ALWAYS_TOKENS = 2048  # always recorded, for any model
 RECORDED_WORK = 5e12  # tokens times parameters: above, a step takes an H200 15 ms, longer than an idle host needs to launch it
-MOST_LINES = 512  # with drafts: more take longer to compute than weights to read, so that drafts don't pay
+MOST_LINES = (
+    512  # with drafts: more take longer to compute than weights to read, so that drafts don't pay
+)
 
 
 def most_recorded(max_tokens: int, parameters: int) -> int:
@@ -18,13 +20,21 @@ def most_recorded(max_tokens: int, parameters: int) -> int:
 
 def padded_sizes(most: int) -> tuple[int, ...]:
     """Return ascending numbers of tokens up to `most`; smaller ones are denser."""
-    sizes = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, most, 512))
+    sizes = (
+        *range(32, 256, 32),
+        *range(256, 512, 64),
+        *range(512, 1024, 128),
+        *range(1024, 4096, 256),
+        *range(4096, most, 512),
+    )
     return (*(size for size in sizes if size < most), most)
 
 
 def sharing_token_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Choose from ascending `sizes` in tokens those for steps that read a shared prefix once: few, since each costs start-up time."""
-    return tuple(size for size in sizes if size == sizes[-1] or (size >= 256 and size.bit_count() == 1))
+    return tuple(
+        size for size in sizes if size == sizes[-1] or (size >= 256 and size.bit_count() == 1)
+    )
 
 
 def typical(sizes: Sequence[int]) -> list[int]:
@@ -47,7 +57,16 @@ def most_lines(max_rows: int, max_drafts: int, max_tokens: int) -> int:
 
 def row_sizes(most: int, *, with_drafts: bool = False) -> tuple[int, ...]:
     """Return ascending numbers of rows, or lines, of decode-only steps up to `most`: dense where padding would cost most."""
-    sizes = {1, 2, 4, *((3, 5, 6, 12) if with_drafts else ()), *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, most, 64)}
+    sizes = {
+        1,
+        2,
+        4,
+        *((3, 5, 6, 12) if with_drafts else ()),
+        *range(8, 128, 8),
+        *range(128, 256, 16),
+        *range(256, 512, 32),
+        *range(512, most, 64),
+    }
     return (*sorted(size for size in sizes if size < most), most)
 
 

@@ -24,7 +24,10 @@ from numpy.typing import NDArray
 
 from dovetail.nn.kernels.launch import ALIGNMENT
 
-SLOTS, TOGETHER = 64, 8  # more copies than the steps in flight need; one event per group, since recording costs as much as a copy
+SLOTS, TOGETHER = (
+    64,
+    8,
+)  # more copies than the steps in flight need; one event per group, since recording costs as much as a copy
 SLOT_BYTES = 320 << 10  # the inputs of a recorded step of 8,192 tokens and 2,048 rows
 
 
@@ -43,7 +46,12 @@ class PinnedRing:
     stands for `together` copies. `make_buffer(bytes)` makes all buffers, [bytes] uint8."""
 
     def __init__(
-        self, slots: int, slot_bytes: int, make_buffer: Callable[[int], torch.Tensor], make_event: Callable[[], Event], together: int = TOGETHER
+        self,
+        slots: int,
+        slot_bytes: int,
+        make_buffer: Callable[[int], torch.Tensor],
+        make_event: Callable[[], Event],
+        together: int = TOGETHER,
     ) -> None:
         self._buffers = make_buffer(slots * slot_bytes).view(slots, slot_bytes).unbind()
         self._arrays = [buffer.numpy() for buffer in self._buffers]  # the same memory
@@ -51,7 +59,9 @@ class PinnedRing:
         self._events = [make_event() for _ in range(0, slots, together)]
         self._next = 0
 
-    def send(self, arrays: Sequence[NDArray[Any]], starts: Sequence[int], target: torch.Tensor) -> None:
+    def send(
+        self, arrays: Sequence[NDArray[Any]], starts: Sequence[int], target: torch.Tensor
+    ) -> None:
         """Enqueue a copy: in target [bytes] uint8 each of `arrays` begins at its start; what lies between them is undefined. The arrays may be
         changed at once. `target` has `slot_bytes` at most."""
         slot, self._next = self._next, (self._next + 1) % len(self._buffers)
@@ -131,7 +141,8 @@ class Mirror:
         self._host = np.zeros(size, np.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8, device=device)
         self.arrays = [
-            self._host[start : start + array.nbytes].view(array.dtype).reshape(array.shape) for array, start in zip(arrays, starts, strict=True)
+            self._host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            for array, start in zip(arrays, starts, strict=True)
         ]
         for own, array in zip(self.arrays, arrays, strict=True):
             own[...] = array
@@ -140,11 +151,16 @@ class Mirror:
     def send(self, last: int = -1, numbers: int | None = None) -> None:
         """Enqueue the copy, of the array at `last` and all before it; of that one of its first `numbers`. The arrays may be changed at once."""
         array = self.arrays[last]
-        end = self._starts[last % len(self.arrays)] + (array.size if numbers is None else numbers) * array.itemsize
+        end = (
+            self._starts[last % len(self.arrays)]
+            + (array.size if numbers is None else numbers) * array.itemsize
+        )
         upload(self._host[:end], self._target[:end])
 
 
-def parts_of(target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> list[torch.Tensor]:
+def parts_of(
+    target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Sequence[int]
+) -> list[torch.Tensor]:
     """Cut target [bytes] uint8, filled as `PinnedRing.send` says, into tensors with the arrays' shapes and dtypes."""
     parts = []
     for array, start in zip(arrays, starts, strict=True):

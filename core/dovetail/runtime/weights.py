@@ -26,7 +26,9 @@ Place = tuple[int, int | str | None]  # of a tensor in the model
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_PREFIX = "model."  # prefix of all names except the head's, in a checkpoint of a causal language model
+_PREFIX = (
+    "model."  # prefix of all names except the head's, in a checkpoint of a causal language model
+)
 
 TEXT_PARTS = {  # prefixes of the text model's names beside a vision model -> without one
     "model.language_model.": "model.",
@@ -38,7 +40,12 @@ OTHER_PARTS = re.compile(  # tensors of vision and audio models and of what join
     r"|multi_modal_projector|mm_projector|connector|qformer|query_tokens|language_projection)(\.|$)"
 )
 
-_PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes, as headers name them, of tensors that are converted to the model's dtype
+_PLAIN = (
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+)  # dtypes, as headers name them, of tensors that are converted to the model's dtype
 
 _COMPUTED = (
     ".rotary_emb.inv_freq",
@@ -46,7 +53,11 @@ _COMPUTED = (
     "embeddings.token_type_ids",
 )  # suffixes of tensors in old checkpoints that are computed instead
 
-_OF_THE_CACHE = (".k_scale", ".v_scale", ".kv_scale")  # endings of tensors that belong to no layer's weights: `dovetail.runtime.kv_scales` reads them
+_OF_THE_CACHE = (
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+)  # endings of tensors that belong to no layer's weights: `dovetail.runtime.kv_scales` reads them
 
 
 @torch.no_grad()
@@ -70,16 +81,26 @@ def load_weights(
     rules: dict[str, list[WeightRule]] = {}
     for rule in _for_each_tensor(plain):
         rules.setdefault(rule.source, []).append(rule)
-    stored = {name: path for name, path in _tensor_files(Path(directory)).items() if not elsewhere(name)}
-    skipped = tuple(rule.source[:-1] for rule in plain if rule.parameter is None and rule.source.endswith("*"))
+    stored = {
+        name: path for name, path in _tensor_files(Path(directory)).items() if not elsewhere(name)
+    }
+    skipped = tuple(
+        rule.source[:-1] for rule in plain if rule.parameter is None and rule.source.endswith("*")
+    )
     names = {new: old for new, old in _text_names(stored).items() if not new.startswith(skipped)}
     if skipped and len(names) < len(stored):
         log.info("tensors named %s are skipped", " and ".join(f"{start}*" for start in skipped))
     files = {name: stored[old] for name, old in names.items()}
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
-    _check_names(rules, {name: path for name, path in files.items() if name in rules} if partly else files, Path(directory))
-    todo = [name for name in files if any(rule.parameter is not None for rule in rules.get(name, ()))]
+    _check_names(
+        rules,
+        {name: path for name, path in files.items() if name in rules} if partly else files,
+        Path(directory),
+    )
+    todo = [
+        name for name in files if any(rule.parameter is not None for rule in rules.get(name, ()))
+    ]
     _expect(rule for name in todo for rule in rules[name])
     loaded: set[Place] = set()
     done = 0
@@ -95,7 +116,9 @@ def load_weights(
                     progress("loading weights", done, len(todo))
 
 
-def tensors_named(directory: str | Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_named(
+    directory: str | Path, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor, on the CPU, of those in the checkpoint whose names are `wanted`. Raises `ModelLoadError` as `load_weights` does."""
     files = _tensor_files(Path(directory))
     for path in dict.fromkeys(path for name, path in files.items() if wanted(name)):
@@ -115,7 +138,9 @@ def read_rows(directory: str | Path, names: Sequence[str], rows: Sequence[int]) 
         matrix = file.get_slice(name)
         found = torch.cat([matrix[row : row + 1] for row in rows])
         if not found.is_floating_point() or found.element_size() < 2:
-            raise ModelLoadError(f"expected plain numbers, found {str(found.dtype).removeprefix('torch.')}")
+            raise ModelLoadError(
+                f"expected plain numbers, found {str(found.dtype).removeprefix('torch.')}"
+            )
         return found
 
 
@@ -135,7 +160,11 @@ def stored_bytes(directory: str | Path, dtype: torch.dtype | None = None) -> int
             for name in (name for name in files if files[name] == path and name in wanted):
                 part = file.get_slice(name)
                 stored = part.get_dtype()
-                bits = 8 * dtype.itemsize if dtype is not None and stored in _PLAIN else _bits_of(stored)
+                bits = (
+                    8 * dtype.itemsize
+                    if dtype is not None and stored in _PLAIN
+                    else _bits_of(stored)
+                )
                 total += math.prod(part.get_shape()) * bits // 8
     return total
 
@@ -149,13 +178,23 @@ def _bits_of(dtype: str) -> int:
 def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
     """Return the rules, with one per stored tensor for weights in another format, instead of one for the plain weight."""
     for rule in rules:
-        tensors = dict(rule.parameter.tensors(rule.shard_id)) if isinstance(rule.parameter, StoredWeight) else {}
+        tensors = (
+            dict(rule.parameter.tensors(rule.shard_id))
+            if isinstance(rule.parameter, StoredWeight)
+            else {}
+        )
         if not tensors:
             yield rule
         for word, tensor in tensors.items():
             before, _, last = rule.source.rpartition(".")
             name = f"{before}.{word}" if last == "weight" else f"{rule.source}_{word}"
-            yield WeightRule(name, tensor, rule.shard_id, optional=rule.optional or tensor.optional, transform=rule.transform)
+            yield WeightRule(
+                name,
+                tensor,
+                rule.shard_id,
+                optional=rule.optional or tensor.optional,
+                transform=rule.transform,
+            )
 
 
 def _expect(rules: Iterable[WeightRule]) -> None:
@@ -168,7 +207,9 @@ def _expect(rules: Iterable[WeightRule]) -> None:
 def _is_bare(files: Mapping[str, Path], rules: Mapping[str, list[WeightRule]]) -> bool:
     """Return True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix. transformers reads such checkpoints,
     too."""
-    return not any(name.startswith(_PREFIX) for name in files) and any(_PREFIX + name in rules for name in files)
+    return not any(name.startswith(_PREFIX) for name in files) and any(
+        _PREFIX + name in rules for name in files
+    )
 
 
 def _text_names(names: Iterable[str]) -> dict[str, str]:
@@ -195,7 +236,9 @@ def text_name(name: str) -> str:
 
 def place_of(rule: WeightRule) -> Place:
     """Return where a rule's tensor goes: the parameter, and where the part begins. Of parts for different layouts of a checkpoint it is the same."""
-    owner = rule.parameter.weight if isinstance(rule.parameter, CheckpointTensor) else rule.parameter
+    owner = (
+        rule.parameter.weight if isinstance(rule.parameter, CheckpointTensor) else rule.parameter
+    )
     part = getattr(owner, "parts", {}).get(rule.shard_id)
     return id(rule.parameter), rule.shard_id if part is None else part.at
 
@@ -211,7 +254,9 @@ def _load_one(rule: WeightRule, source: Any, loaded: set[Place]) -> None:
     part = rule.parameter.parts[rule.shard_id]
     there = part.place(rule.parameter.data)
     if not torch.equal(part.read(source, rule.transform).to(there), there):
-        raise ModelLoadError("differs from the tensor that the config says it is tied to; set tie_word_embeddings to false in config.json")
+        raise ModelLoadError(
+            "differs from the tensor that the config says it is tied to; set tie_word_embeddings to false in config.json"
+        )
 
 
 def dummy_weights(model: Any, seed: int) -> None:
@@ -234,9 +279,13 @@ def dummy_weights(model: Any, seed: int) -> None:
         weight.load(part.whole(drawn[1]), rule.shard_id)
 
 
-def random_numbers(shape: Sequence[int], name: str, seed: int, device: torch.device) -> torch.Tensor:
+def random_numbers(
+    shape: Sequence[int], name: str, seed: int, device: torch.device
+) -> torch.Tensor:
     """Return float32 numbers for the tensor `name` of a model with random weights."""
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # torch takes 32 bits on a CPU
+    generator = torch.Generator(device).manual_seed(
+        zlib.crc32(f"{seed} {name}".encode())
+    )  # torch takes 32 bits on a CPU
     return torch.randn(tuple(shape), generator=generator, device=device) * 0.02
 
 
@@ -247,7 +296,9 @@ def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
         for shard_id in getattr(parameter, "parts", {None: None}):
             if (id(parameter), shard_id) not in ruled:
                 part = f" (part {shard_id!r})" if shard_id is not None else ""
-                raise ModelLoadError(f"{type(model).__name__}.weights() has no rule for parameter {name}{part}")
+                raise ModelLoadError(
+                    f"{type(model).__name__}.weights() has no rule for parameter {name}{part}"
+                )
 
 
 def _missing(rules: Mapping[str, list[WeightRule]], found: set[Place]) -> list[str]:
@@ -261,11 +312,15 @@ def _missing(rules: Mapping[str, list[WeightRule]], found: set[Place]) -> list[s
     return [some[0].source for some in rules.values() if some[0].source in named]
 
 
-def _check_names(rules: Mapping[str, list[WeightRule]], files: Mapping[str, Path], directory: Path) -> None:
+def _check_names(
+    rules: Mapping[str, list[WeightRule]], files: Mapping[str, Path], directory: Path
+) -> None:
     """Check that the checkpoint has everything the model needs, and nothing that it doesn't know."""
     found = {place_of(rule) for name in files for rule in rules.get(name, ())}
     missing = _missing(rules, found)
-    extra = [name for name in files if name not in rules and not name.endswith(_COMPUTED + _OF_THE_CACHE)]
+    extra = [
+        name for name in files if name not in rules and not name.endswith(_COMPUTED + _OF_THE_CACHE)
+    ]
     problems = []
     if missing:
         problems.append(f"lacks {_some(missing)}")
@@ -282,7 +337,9 @@ def _some(names: list[str]) -> str:
 def some_of(names: Iterable[str], limit: int = 5) -> str:
     """Return the first names in order, and the number of others."""
     names = sorted(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -293,7 +350,11 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return dict.fromkeys(_names_in(directory / _WEIGHTS), directory / _WEIGHTS)
     if (directory / _INDEX).is_file():
         return _sharded_files(directory)
-    others = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(
+        p.name
+        for p in directory.iterdir()
+        if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    )
     found = f"found {', '.join(others[:5])}" if others else "found no weights at all"
     hint = ""
     if others and not any(name.endswith(".safetensors") for name in others):
@@ -306,7 +367,9 @@ def _sharded_files(directory: Path) -> dict[str, Path]:
     path = directory / _INDEX
     names = read_json_object(path).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ModelLoadError(f"{path}: expected 'weight_map', a map from tensor names to file names")
+        raise ModelLoadError(
+            f"{path}: expected 'weight_map', a map from tensor names to file names"
+        )
     files: dict[str, Path] = {}
     for shard in sorted(set(names.values())):
         if shard != Path(shard).name:
@@ -314,7 +377,9 @@ def _sharded_files(directory: Path) -> dict[str, Path]:
         held = set(_names_in(directory / shard))
         for name in (name for name, file in names.items() if file == shard):
             if name not in held:
-                raise ModelLoadError(f"{directory / shard}: lacks the tensor {name}, which {_INDEX} says it holds")
+                raise ModelLoadError(
+                    f"{directory / shard}: lacks the tensor {name}, which {_INDEX} says it holds"
+                )
             files[name] = directory / shard
     return files
 

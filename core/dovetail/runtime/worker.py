@@ -61,7 +61,9 @@ class Worker:
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
         self._generates = True
-        self.line_costs: tuple[tuple[int, float], ...] = ()  # see `Capacity`; measured by `allocate`
+        self.line_costs: tuple[
+            tuple[int, float], ...
+        ] = ()  # see `Capacity`; measured by `allocate`
         self.draft_costs: tuple[tuple[int, float], ...] = ()
 
     def load(self, device: torch.device, num_pages: int | None = None) -> Capacity:
@@ -72,24 +74,55 @@ class Worker:
         `ConfigError` if there is no sampler, or if the pool can't hold one sequence of `max_model_len` tokens.
         """
         config = self.context.config
-        plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
+        plan = ModelPlan.of(
+            config, self.context.models, self.group, device, self.context.quantizations
+        )
         if config.max_drafts and not plan.pooling.capacity.generates:
-            raise UnsupportedError("speculation: this model generates nothing: it makes embeddings or scores")
-        if config.max_drafts and (stuck := [spec.index for spec in plan.states if not all(tensor.takes_drafts for tensor in spec.tensors)]):
-            raise UnsupportedError(f"speculation: the states of layer {stuck[0]} can't take back a rejected draft (StateTensor.heads)")
+            raise UnsupportedError(
+                "speculation: this model generates nothing: it makes embeddings or scores"
+            )
+        if config.max_drafts and (
+            stuck := [
+                spec.index
+                for spec in plan.states
+                if not all(tensor.takes_drafts for tensor in spec.tensors)
+            ]
+        ):
+            raise UnsupportedError(
+                f"speculation: the states of layer {stuck[0]} can't take back a rejected draft (StateTensor.heads)"
+            )
         drafting: DraftPlan | HeadPlan | None
         if config.draft_head is not None:
             drafting = HeadPlan.of(config, plan, self.group)
         else:
-            drafting = DraftPlan.of(config, plan, self.context.models, self.group, device, self.context.quantizations)
+            drafting = DraftPlan.of(
+                config, plan, self.context.models, self.group, device, self.context.quantizations
+            )
         specs = plan.specs if drafting is None else [*plan.specs, *drafting.specs]
-        chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
+        chosen = choose_attention(
+            self.context.attention,
+            specs,
+            str(device),
+            plan.dtype_name,
+            config.block_size,
+            plan.cache_dtype,
+        )
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
-        planned = kv_layout(chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes, plan.max_model_len)
+        planned = kv_layout(
+            chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes, plan.max_model_len
+        )
         if isinstance(drafting, HeadPlan):
             planned = replace(planned, layout=replace(planned.layout, reads_next=True))
-        max_lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens) if config.max_drafts else 0
-        states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device, max_lines) if sizes else None
+        max_lines = (
+            most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
+            if config.max_drafts
+            else 0
+        )
+        states = (
+            States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device, max_lines)
+            if sizes
+            else None
+        )
         pool = KVPool(planned, device, states)
         layout = planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
@@ -101,23 +134,41 @@ class Worker:
         scaled = bound if self._scales is None else self._scales.wrap(bound)
         make_layer, told = splitter.wrap(scaled), self.context.progress
         graphs = "graphs" if config.cuda_graphs else "no graphs"
-        environment = f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
+        environment = (
+            f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
+        )
         make_state = no_states if states is None else states.make_layer
-        model = load_model(plan, config, make_layer, self.group, device, told, environment, make_state)
+        model = load_model(
+            plan, config, make_layer, self.group, device, told, environment, make_state
+        )
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
         runner = self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
         self._generates = plan.pooling.capacity.generates
-        hidden_size, seed = int(plan.config.hidden_size), config.seed if config.load_format == "dummy" else None
+        hidden_size, seed = (
+            int(plan.config.hidden_size),
+            config.seed if config.load_format == "dummy" else None,
+        )
         runner.pooler = load_pooler(plan.pooling, plan.vocab_size, hidden_size, runner.rows, seed)
         if config.max_adapters:
-            runner.adapters = AdapterBank(model, config.max_adapters, config.max_adapter_rank, plan.dtype, device)
+            runner.adapters = AdapterBank(
+                model, config.max_adapters, config.max_adapter_rank, plan.dtype, device
+            )
         if isinstance(drafting, HeadPlan):
             head = drafting.load(model, bound, self.group, device, told, environment)
-            runner.draft = RunningHead(head, drafting.arch, plan.dtype, chosen.backend, runner.sampler, runner.rows)
+            runner.draft = RunningHead(
+                head, drafting.arch, plan.dtype, chosen.backend, runner.sampler, runner.rows
+            )
         elif drafting is not None:
             draft = drafting.load(splitter, bound, self.group, device, told, environment)
-            runner.draft = DraftModel(draft, drafting.specs, chosen.backend, runner.sampler, runner.rows, config.max_num_batched_tokens)
+            runner.draft = DraftModel(
+                draft,
+                drafting.specs,
+                chosen.backend,
+                runner.sampler,
+                runner.rows,
+                config.max_num_batched_tokens,
+            )
         if device.type == "cpu":
             _show_progress(model)
         if device.type == "cuda":
@@ -135,16 +186,28 @@ class Worker:
             max_lines=runner.rows.max_lines if config.max_drafts else 0,
             pooling=plan.pooling.capacity,
             adapters=None if runner.adapters is None else runner.adapters.capacity,
-            prompt_rate=SLOW_CPU_FLOPS / (2 * _parameters_of_a_token(model)) if device.type == "cpu" else None,
+            prompt_rate=SLOW_CPU_FLOPS / (2 * _parameters_of_a_token(model))
+            if device.type == "cpu"
+            else None,
             details={
                 "device": describe_device(device),
                 "dtype": plan.dtype_name,
                 "quantization": plan.quantization_name,
                 "attention": chosen.name,
-                **({} if self._scales is None else {"kv_cache": f"{layout.dtype}, scales {self._scales.source}"}),
+                **(
+                    {}
+                    if self._scales is None
+                    else {"kv_cache": f"{layout.dtype}, scales {self._scales.source}"}
+                ),
                 "model": str(plan.config.architectures[0]),
                 **({} if runner.adapters is None else {"adapters": str(runner.adapters)}),
-                **({} if runner.draft is None else {"draft_model": f"{config.draft_model}, {_num_parameters(runner.draft.model) / 1e6:.1f}M"}),
+                **(
+                    {}
+                    if runner.draft is None
+                    else {
+                        "draft_model": f"{config.draft_model}, {_num_parameters(runner.draft.model) / 1e6:.1f}M"
+                    }
+                ),
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
                 **({} if self._generates else {"pooling": str(plan.pooling)}),
                 "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
@@ -167,7 +230,14 @@ class Worker:
         if runner.draft is not None:
             self.draft_costs = draft_costs(runner, runner.draft, self.context.config.max_drafts)
         if isinstance(runner.model, VerifiesItself):
-            runner.model.verify(TrialRun(runner, num_pages, self.context.config.max_num_batched_tokens, rounds_kv=self._scales is not None))
+            runner.model.verify(
+                TrialRun(
+                    runner,
+                    num_pages,
+                    self.context.config.max_num_batched_tokens,
+                    rounds_kv=self._scales is not None,
+                )
+            )
         if runner.device.type == "cuda":
             gc.freeze()  # also objects from compilation and recording
 
@@ -197,7 +267,9 @@ class Worker:
         try:
             self._running().sample(handle, masks)
         except Exception as error:
-            raise self._failed(handle.step, error, handle.rows.tolist(), handle.request_ids) from error
+            raise self._failed(
+                handle.step, error, handle.rows.tolist(), handle.request_ids
+            ) from error
 
     def collect(self, handle: PendingStep) -> Result:
         """Wait for `handle`, the oldest uncollected step. Raises like `submit`."""
@@ -205,12 +277,16 @@ class Worker:
         try:
             return self._running().collect(handle)
         except Exception as error:
-            raise self._failed(handle.step, error, handle.rows.tolist(), handle.request_ids) from error
+            raise self._failed(
+                handle.step, error, handle.rows.tolist(), handle.request_ids
+            ) from error
 
     def check(self) -> None:
         """Raise `DovetailError` if a step has failed."""
         if self._failure is not None:
-            raise DovetailError(f"executor {self.executor} stopped computing: {self._failure}") from self._failure
+            raise DovetailError(
+                f"executor {self.executor} stopped computing: {self._failure}"
+            ) from self._failure
 
     def stop(self) -> None:
         """Release all resources. Idempotent; may be called before, or after a failed, `load` or `allocate`."""
@@ -224,52 +300,124 @@ class Worker:
 
     def _running(self) -> Runner:
         if self.runner is None:
-            raise DovetailError(f"executor {self.executor} isn't running: start() hasn't been called, or stop() has")
+            raise DovetailError(
+                f"executor {self.executor} isn't running: start() hasn't been called, or stop() has"
+            )
         if self.runner.device.type == "cuda":
-            torch.cuda.set_device(self.runner.device)  # the current device is per thread, and steps may run in another thread than `load`
+            torch.cuda.set_device(
+                self.runner.device
+            )  # the current device is per thread, and steps may run in another thread than `load`
         return self.runner
 
-    def _failed(self, step: int, error: Exception, rows: list[int], names: list[str]) -> DovetailError:
+    def _failed(
+        self, step: int, error: Exception, rows: list[int], names: list[str]
+    ) -> DovetailError:
         requests = ", ".join(names[row] for row in rows if row < len(names))
-        self._failure = DovetailError(f"step {step} failed: {type(error).__name__}: {error}; requests in it: {requests or 'none'}")
+        self._failure = DovetailError(
+            f"step {step} failed: {type(error).__name__}: {error}; requests in it: {requests or 'none'}"
+        )
         return self._failure
 
-    def _make_runner(self, plan: ModelPlan, model: torch.nn.Module, backend: AttentionBackend, pool: KVPool, device: torch.device) -> Runner:
+    def _make_runner(
+        self,
+        plan: ModelPlan,
+        model: torch.nn.Module,
+        backend: AttentionBackend,
+        pool: KVPool,
+        device: torch.device,
+    ) -> Runner:
         if self.context.sampler is None:
             raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
         config = self.context.config
-        max_lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
-        rows = RowState(config.max_num_seqs, plan.max_model_len, pool.planned.layout, device, pool.states, max_lines)
-        sampler = self.context.sampler.make(SamplerContext(str(device), plan.vocab_size, rows.history, config.max_drafts))
+        max_lines = most_lines(
+            config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens
+        )
+        rows = RowState(
+            config.max_num_seqs,
+            plan.max_model_len,
+            pool.planned.layout,
+            device,
+            pool.states,
+            max_lines,
+        )
+        sampler = self.context.sampler.make(
+            SamplerContext(str(device), plan.vocab_size, rows.history, config.max_drafts)
+        )
         if config.max_drafts and not sampler.capabilities.drafts:
-            raise UnsupportedError(f"speculation: sampler {self.context.sampler.name} can't check drafts (SamplerCapabilities.drafts)")
+            raise UnsupportedError(
+                f"speculation: sampler {self.context.sampler.name} can't check drafts (SamplerCapabilities.drafts)"
+            )
         sampler.prepare(rows.max_rows)
         processors = None
         if refs := self.context.logits_processors:
             if not sampler.capabilities.processors:
-                raise UnsupportedError(f"logits_processors: sampler {self.context.sampler.name} can't apply them (SamplerCapabilities.processors)")
+                raise UnsupportedError(
+                    f"logits_processors: sampler {self.context.sampler.name} can't apply them (SamplerCapabilities.processors)"
+                )
             processors = LogitsProcessors(refs, plan.vocab_size, rows, config.max_drafts)
-        return Runner(model, backend, pool, sampler, rows, self.context.clock, plan.vocab_size, processors=processors)
+        return Runner(
+            model,
+            backend,
+            pool,
+            sampler,
+            rows,
+            self.context.clock,
+            plan.vocab_size,
+            processors=processors,
+        )
 
     def _make_pool(self, num_pages: int) -> None:
         config, runner = self.context.config, self._running()
         runner.pool.allocate(num_pages)
         runner.rows.pool_allocated(num_pages)
-        runner.backend.prepare(runner.rows.max_lines, config.max_num_batched_tokens, runner.rows.max_len)
+        runner.backend.prepare(
+            runner.rows.max_lines, config.max_num_batched_tokens, runner.rows.max_len
+        )
 
-    def _make_graphs(self, model: torch.nn.Module, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> Graphs | None:
+    def _make_graphs(
+        self,
+        model: torch.nn.Module,
+        backend: AttentionBackend,
+        splitter: LayerSplitter,
+        device: torch.device,
+    ) -> Graphs | None:
         """Return the graphs to record, with compiled kernels; None if unsupported or disabled."""
         config = self.context.config
-        if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
+        if (
+            device.type != "cuda"
+            or not config.cuda_graphs
+            or backend.capabilities.cuda_graph == "none"
+        ):
             return None
-        if config.max_drafts and self._running().rows.states is not None and not runs_kernels(device):
-            return None  # torch's operations on states with drafts ask the device how many there are
-        graphs = Graphs.of(self._running().parts, splitter, config.max_num_batched_tokens, _parameters_of_a_token(model))
+        if (
+            config.max_drafts
+            and self._running().rows.states is not None
+            and not runs_kernels(device)
+        ):
+            return (
+                None  # torch's operations on states with drafts ask the device how many there are
+            )
+        graphs = Graphs.of(
+            self._running().parts,
+            splitter,
+            config.max_num_batched_tokens,
+            _parameters_of_a_token(model),
+        )
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
 
-    def _pool_pages(self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device) -> int:
-        return pool_pages(self.context.config, layout, max_model_len, asked, device, self._profile, self.group.size)
+    def _pool_pages(
+        self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device
+    ) -> int:
+        return pool_pages(
+            self.context.config,
+            layout,
+            max_model_len,
+            asked,
+            device,
+            self._profile,
+            self.group.size,
+        )
 
     def _profile(self) -> int:
         """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one page."""
@@ -295,7 +443,10 @@ def _num_parameters(model: torch.nn.Module) -> int:
 def _parameters_of_a_token(model: torch.nn.Module) -> int:
     """Return the number of parameters used per token: for a mixture, those of a few experts."""
     mixtures = [module for module in model.modules() if isinstance(module, Experts)]
-    left_out = sum((1 - mixture.share_per_token) * sum(map(_numbers, mixture.placed_weights())) for mixture in mixtures)
+    left_out = sum(
+        (1 - mixture.share_per_token) * sum(map(_numbers, mixture.placed_weights()))
+        for mixture in mixtures
+    )
     return _num_parameters(model) - round(left_out)
 
 

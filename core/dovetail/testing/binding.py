@@ -28,10 +28,14 @@ class Binding:
         {"component", "options", "time_limit_s", "waivers"}
     )  # a subclass may set these; kinds may add some
 
-    component: ClassVar[str | type[Any] | None] = None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
+    component: ClassVar[str | type[Any] | None] = (
+        None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
+    )
     options: ClassVar[Mapping[str, Any]] = {}
     waivers: ClassVar[Mapping[str, Waiver]] = {}  # id of a check -> its waiver
-    time_limit_s: ClassVar[float | None] = TIME_LIMIT_S  # for each check, as `OwnTime` counts; None: no limit
+    time_limit_s: ClassVar[float | None] = (
+        TIME_LIMIT_S  # for each check, as `OwnTime` counts; None: no limit
+    )
 
     @cached_property
     def resolved(self) -> ResolvedComponent:
@@ -56,11 +60,19 @@ class Binding:
     @cached_property
     def options_model(self) -> type[BaseModel]:
         """Return the options model; for a class, the annotation of its `options`."""
-        return options_of(self.component) if isinstance(self.component, type) else self.resolved.options_model()
+        return (
+            options_of(self.component)
+            if isinstance(self.component, type)
+            else self.resolved.options_model()
+        )
 
     def make_options(self) -> BaseModel:
         """Return `options` as the component's own model. Raises `ConfigError`, or pydantic's `ValidationError` for a bare class."""
-        return self.resolved.validate_options() if isinstance(self.component, str) else self.options_model.model_validate(dict(self.options))
+        return (
+            self.resolved.validate_options()
+            if isinstance(self.component, str)
+            else self.options_model.model_validate(dict(self.options))
+        )
 
     def make(self, context: Any) -> Any:
         """Make a new component, with `options`."""

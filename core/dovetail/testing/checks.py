@@ -46,7 +46,9 @@ class Waiver:
         if not self.reason.strip():
             raise ValueError("a waiver needs a reason")
         if not re.fullmatch(r"https?://\S+", self.url):
-            raise ValueError(f"a waiver needs the url of the issue that tracks it, got {self.url!r}")
+            raise ValueError(
+                f"a waiver needs the url of the issue that tracks it, got {self.url!r}"
+            )
 
 
 class CheckFailed(AssertionError):
@@ -77,14 +79,23 @@ class Declares(Protocol):
         ...
 
 
-def check(id: str, *, since: str, capability: str | None = None) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+def check(
+    id: str, *, since: str, capability: str | None = None
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Turn a method of a suite into a check. It takes only `self` (no fixtures: checks must run without pytest, too), is named `test_…`, and has
     a docstring. Raises `TypeError` otherwise."""
 
     def decorate(method: Callable[[Any], None]) -> Callable[[Any], None]:
         name = method.__name__
-        if not ID.fullmatch(id) or not name.startswith("test_") or list(inspect.signature(method).parameters) != ["self"] or not method.__doc__:
-            raise TypeError(f'check {id!r} must be "kind.name", on a method {name!r} = "test_…(self)" that has a docstring')
+        if (
+            not ID.fullmatch(id)
+            or not name.startswith("test_")
+            or list(inspect.signature(method).parameters) != ["self"]
+            or not method.__doc__
+        ):
+            raise TypeError(
+                f'check {id!r} must be "kind.name", on a method {name!r} = "test_…(self)" that has a docstring'
+            )
 
         @wraps(method)
         def run(self: Declares) -> None:

@@ -30,7 +30,18 @@ from dovetail.testing.suite import Suite
 
 COMMAND = "import sys; from dovetail.testing.child import main; main(sys.argv[1])"
 MODULE = "from dovetail.testing.child import generated_suite\n\nTestComponent = generated_suite({job!r})\n"
-PYTEST = ["-p", "dovetail.testing.pytest_plugin", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "-c"]
+PYTEST = [
+    "-p",
+    "dovetail.testing.pytest_plugin",
+    "-p",
+    "no:terminal",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:faulthandler",
+    "--noconftest",
+    "-c",
+]
 REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -103,8 +114,17 @@ def generated_suite(job_path: str) -> Any:
     job = SuiteRun.read(job_path)
     component: Any = _load(job.component) if job.is_class else job.component
     waivers = {id: Waiver(**values) for id, values in job.waivers.items()}
-    own = {name: tuple(value) if isinstance(value, list) else value for name, value in job.settings.items()}
-    body = {"component": component, "options": dict(job.options), "waivers": waivers, "time_limit_s": None, "__module__": job.module.stem}
+    own = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in job.settings.items()
+    }
+    body = {
+        "component": component,
+        "options": dict(job.options),
+        "waivers": waivers,
+        "time_limit_s": None,
+        "__module__": job.module.stem,
+    }
     return type("TestComponent", (suite_for(job.kind),), own | body)
 
 
@@ -132,14 +152,27 @@ class Ledger:
         """Load the component first, so that a failure is reported once instead of by every check."""
         try:
             suite = generated_suite(job_path)()
-            misuse = _wrong_settings(suite, self.job) or (None if self.job.is_class else _misuse(suite, self.job))
+            misuse = _wrong_settings(suite, self.job) or (
+                None if self.job.is_class else _misuse(suite, self.job)
+            )
             if misuse is None and not self.job.is_class:
                 found = suite.resolved
-                self.tell("found", component={"distribution": found.distribution, "version": found.version, "written_for": found.spec.api})
+                self.tell(
+                    "found",
+                    component={
+                        "distribution": found.distribution,
+                        "version": found.version,
+                        "written_for": found.spec.api,
+                    },
+                )
             if misuse is None:
                 _ = suite.component_class
         except BaseException as error:  # SystemExit too
-            message = str(error) if isinstance(error, DovetailError) else describe(error) + frames.of_error(error)
+            message = (
+                str(error)
+                if isinstance(error, DovetailError)
+                else describe(error) + frames.of_error(error)
+            )
             self.tell("broken", message=message)
             return False
         if misuse is not None:
@@ -157,7 +190,9 @@ class Ledger:
         id = item.function.check.id
         self.tell("started", id=id)
         result = yield
-        outcome = item.config.pluginmanager.get_plugin("dovetail-suites").outcomes[item.parent.nodeid][id]
+        outcome = item.config.pluginmanager.get_plugin("dovetail-suites").outcomes[
+            item.parent.nodeid
+        ][id]
         self.tell("outcome", id=id, outcome=asdict(outcome))
         return result
 
@@ -174,7 +209,13 @@ def _wrong_settings(suite: Any, job: SuiteRun) -> DovetailError | None:
     """Return the first setting that the suite of the kind doesn't have, as an error."""
     known = sorted(suite.settings - Suite.settings)
     wrong = next((name for name in job.settings if name not in known), None)
-    return None if wrong is None else ConfigError(f"the suite of kind {job.kind} has no setting {wrong!r}; it has: {', '.join(known) or 'none'}")
+    return (
+        None
+        if wrong is None
+        else ConfigError(
+            f"the suite of kind {job.kind} has no setting {wrong!r}; it has: {', '.join(known) or 'none'}"
+        )
+    )
 
 
 def _misuse(suite: Any, job: SuiteRun) -> DovetailError | None:
@@ -184,7 +225,11 @@ def _misuse(suite: Any, job: SuiteRun) -> DovetailError | None:
         resolved = suite.resolved
     except PluginError as error:
         registry = installed(tuple(sys.path))
-        offered = [c for c in registry.components(job.kind) if job.component in (c.spec.name, c.qualified_name)]
+        offered = [
+            c
+            for c in registry.components(job.kind)
+            if job.component in (c.spec.name, c.qualified_name)
+        ]
         if len(offered) == 1 or (registry.failures and not offered):
             raise
         return error

@@ -33,7 +33,10 @@ from dovetail.api.executor import (
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import DovetailError
 
-ADAPTED = {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.0.mlp.down_proj": (16, 8)}  # modules that adapters may change
+ADAPTED = {
+    "model.layers.0.self_attn.q_proj": (8, 8),
+    "model.layers.0.mlp.down_proj": (16, 8),
+}  # modules that adapters may change
 
 
 class FakeExecutorOptions(BaseModel):
@@ -45,16 +48,25 @@ class FakeExecutorOptions(BaseModel):
     block_size: int = Field(4, ge=1)
     window: int | None = Field(default=None, ge=1, description="Sliding window of all layers.")
     groups: tuple[tuple[int, int | None, int], ...] = Field(
-        (), description="Cache groups (block_tokens, window, pages_per_block), instead of one with `block_size` and `window`."
+        (),
+        description="Cache groups (block_tokens, window, pages_per_block), instead of one with `block_size` and `window`.",
     )
-    state_pages: int = Field(0, ge=0, description="Pages of the state of recurrent layers, in one more group; 0: there are none.")
+    state_pages: int = Field(
+        0,
+        ge=0,
+        description="Pages of the state of recurrent layers, in one more group; 0: there are none.",
+    )
     max_in_flight: int = Field(2, ge=1)
     vocab_size: int = Field(97, ge=2)
     max_model_len: int = Field(128, ge=2)
     seconds_per_step: float = Field(0.01, gt=0)
     seconds_per_token: float = Field(0.001, ge=0)
-    max_lines: int = Field(default=0, ge=0, description="Lines of a step with drafts; 0: it can't check drafts.")
-    pooling: PoolingCapacity | None = Field(default=None, description="How it pools; None: it only generates.")
+    max_lines: int = Field(
+        default=0, ge=0, description="Lines of a step with drafts; 0: it can't check drafts."
+    )
+    pooling: PoolingCapacity | None = Field(
+        default=None, description="How it pools; None: it only generates."
+    )
 
 
 def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[int]:
@@ -66,7 +78,9 @@ def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[in
     return values
 
 
-def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97, digest: str = "") -> list[int]:
+def expected_tokens(
+    prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97, digest: str = ""
+) -> list[int]:
     """Return the tokens that the fake generates for a prompt with the adapter of this digest, independent of other requests; the oracle of tests."""
     tokens = list(prompt)
     for _ in range(count):
@@ -75,7 +89,10 @@ def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: in
 
 
 def next_token(tokens: list[int], seed: int, vocab_size: int, digest: str = "") -> int:
-    return zlib.crc32(seed.to_bytes(8, "little", signed=False), prefix_ids(tokens, digest)[-1]) % vocab_size
+    return (
+        zlib.crc32(seed.to_bytes(8, "little", signed=False), prefix_ids(tokens, digest)[-1])
+        % vocab_size
+    )
 
 
 def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
@@ -86,27 +103,39 @@ def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
 
 
-def guessed_tokens(tokens: list[int], count: int, seed: int, vocab_size: int, digest: str = "") -> list[int]:
+def guessed_tokens(
+    tokens: list[int], count: int, seed: int, vocab_size: int, digest: str = ""
+) -> list[int]:
     """Return the drafts of the fake's draft model for `tokens`: the tokens that the fake would generate, except at every fifth position."""
     known = list(tokens)
     for _ in range(count):
-        known.append((next_token(known, seed, vocab_size, digest) + (len(known) % 5 == 0)) % vocab_size)
+        known.append(
+            (next_token(known, seed, vocab_size, digest) + (len(known) % 5 == 0)) % vocab_size
+        )
     return known[len(tokens) :]
 
 
-def expected_pooled(prompt: list[int], pooling: RowPooling, capacity: PoolingCapacity) -> NDArray[np.float32]:
+def expected_pooled(
+    prompt: list[int], pooling: RowPooling, capacity: PoolingCapacity
+) -> NDArray[np.float32]:
     """Return what the fake pools of a prompt, independent of other requests; the oracle of tests."""
     embeds = pooling.task.endswith("embed")
     ids = np.array(prefix_ids(prompt), np.uint64)[:, None]
     factors = np.arange(1, 1 + (capacity.size if embeds else len(capacity.labels)), dtype=np.uint64)
     states: NDArray[Any] = (ids * factors % 1009 + 1).astype(np.float32) / 1009  # [tokens, size]
     if not pooling.task.startswith("token_"):
-        states = {"last": states[-1:], "cls": states[:1], "mean": states.mean(0, keepdims=True)}[capacity.method]
+        states = {"last": states[-1:], "cls": states[:1], "mean": states.mean(0, keepdims=True)}[
+            capacity.method
+        ]
     result = states[:, : pooling.dimensions]
     if pooling.activate and embeds:
         result = result / np.linalg.norm(result, axis=1, keepdims=True)
     elif pooling.activate:
-        result = 1 / (1 + np.exp(-result)) if len(capacity.labels) == 1 else np.exp(result) / np.exp(result).sum(1, keepdims=True)
+        result = (
+            1 / (1 + np.exp(-result))
+            if len(capacity.labels) == 1
+            else np.exp(result) / np.exp(result).sum(1, keepdims=True)
+        )
     result = result.astype(np.float32, copy=False)
     return result if pooling.task.startswith("token_") else result[0]
 
@@ -130,7 +159,9 @@ class FakeExecutor(Executor):
     """Computes at `submit` and returns results at `collect`, which advances a virtual clock. Raises `DovetailError` on any violation of the
     contract."""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True, samples=False)
+    capabilities = ExecutorCapabilities(
+        virtual_clock=True, logprobs=False, masks=True, samples=False
+    )
     options: FakeExecutorOptions
 
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
@@ -139,16 +170,30 @@ class FakeExecutor(Executor):
         # (page, offset) -> what was written there: the group, the page's place in its block, and the prefix id of the token
         self._memory: dict[tuple[int, int], tuple[int, int, int]] = {}
         groups = options.groups or ((options.block_size, options.window, 1),)
-        layout = tuple(CacheGroup((index,), tokens, window, pages) for index, (tokens, window, pages) in enumerate(groups))
+        layout = tuple(
+            CacheGroup((index,), tokens, window, pages)
+            for index, (tokens, window, pages) in enumerate(groups)
+        )
         if options.state_pages:
             every = math.lcm(*(group.block_tokens for group in layout))
-            layout = (*layout, CacheGroup((len(layout),), every, None, options.state_pages, recurrent=True))
+            layout = (
+                *layout,
+                CacheGroup((len(layout),), every, None, options.state_pages, recurrent=True),
+            )
         self._layout = KVLayout(layout, 1, "none")
         self._adapters = {0: ""}  # slot -> digest of what it holds
-        self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
-        self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
-        self._counts: dict[int, list[int]] = {}  # of each pending step with drafts: tokens that each row yielded
-        self._pooled: dict[int, dict[int, NDArray[np.float32]]] = {}  # results of each pending step with pooled rows
+        self._pending: list[
+            tuple[int, list[int], float, float]
+        ] = []  # step, tokens, seconds that it takes, when it was submitted
+        self._unsampled: tuple[int, list[_Row], list[bool]] | None = (
+            None  # of a late step: its number, its rows, and which yield a token
+        )
+        self._counts: dict[
+            int, list[int]
+        ] = {}  # of each pending step with drafts: tokens that each row yielded
+        self._pooled: dict[
+            int, dict[int, NDArray[np.float32]]
+        ] = {}  # results of each pending step with pooled rows
         self._broken: str | None = None  # the violated rule: its state may be inconsistent
         self._last_step = -1
         self._last_ended = 0.0
@@ -156,19 +201,45 @@ class FakeExecutor(Executor):
 
     def start(self) -> Capacity:
         options = self.options
-        limits = options.num_blocks, options.max_in_flight, self._layout, options.vocab_size, options.max_model_len
+        limits = (
+            options.num_blocks,
+            options.max_in_flight,
+            self._layout,
+            options.vocab_size,
+            options.max_model_len,
+        )
         sizes = sorted({1, options.max_lines}) if options.max_lines else ()
-        costs = tuple((lines, options.seconds_per_step + options.seconds_per_token * lines) for lines in sizes)
+        costs = tuple(
+            (lines, options.seconds_per_step + options.seconds_per_token * lines) for lines in sizes
+        )
         config = self.context.config
-        adapters = AdapterCapacity(config.max_adapters, config.max_adapter_rank, ADAPTED) if config.max_adapters else None
-        return Capacity(*limits, shared_prefix=True, max_lines=options.max_lines, line_costs=costs, pooling=options.pooling, adapters=adapters)
+        adapters = (
+            AdapterCapacity(config.max_adapters, config.max_adapter_rank, ADAPTED)
+            if config.max_adapters
+            else None
+        )
+        return Capacity(
+            *limits,
+            shared_prefix=True,
+            max_lines=options.max_lines,
+            line_costs=costs,
+            pooling=options.pooling,
+            adapters=adapters,
+        )
 
     def submit(self, batch: Batch) -> int:
         self.check()
-        self._require(self._unsampled is None, "a late step must be sampled before the next is submitted")
-        self._require(len(self._pending) < self.options.max_in_flight, "more steps in flight than max_in_flight")
+        self._require(
+            self._unsampled is None, "a late step must be sampled before the next is submitted"
+        )
+        self._require(
+            len(self._pending) < self.options.max_in_flight,
+            "more steps in flight than max_in_flight",
+        )
         self._require(batch.step > self._last_step, "steps must be submitted in order")
-        self._require(len(set(batch.rows.tolist())) == len(batch.rows), "a row occurs twice in a batch")
+        self._require(
+            len(set(batch.rows.tolist())) == len(batch.rows), "a row occurs twice in a batch"
+        )
         self._last_step = batch.step
         self._change_rows(batch)
         for copy in batch.copies:
@@ -176,11 +247,20 @@ class FakeExecutor(Executor):
                 if (copy.src, offset) in self._memory:
                     self._memory[copy.dst, offset] = self._memory[copy.src, offset]
         rows = [self._rows[row] for row in batch.rows.tolist()]
-        self._require(all(self._adapters[row.adapter[0]] == row.adapter[1] for row in rows), "a slot keeps its adapter while a row uses it")
+        self._require(
+            all(self._adapters[row.adapter[0]] == row.adapter[1] for row in rows),
+            "a slot keeps its adapter while a row uses it",
+        )
         prefix = batch.shared_prefix_blocks * self._layout.groups[0].pages_per_block
         shared = {tuple(row.tables[0][:prefix]) for row in rows}
-        self._require(len(shared) == 1 and len(shared.pop()) == prefix, "shared_prefix_blocks aren't shared by all rows")
-        self._require(not prefix or self._layout.groups[0].window is None, "a prefix is shared only in a group without a window")
+        self._require(
+            len(shared) == 1 and len(shared.pop()) == prefix,
+            "shared_prefix_blocks aren't shared by all rows",
+        )
+        self._require(
+            not prefix or self._layout.groups[0].window is None,
+            "a prefix is shared only in a group without a window",
+        )
         self._take_drafts(batch, rows)
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
@@ -194,30 +274,56 @@ class FakeExecutor(Executor):
             self._unsampled = batch.step, rows, yields_token
         else:
             self._sample_all(batch.step, rows, yields_token, {}, tokens)
-        seconds = self.options.seconds_per_step + self.options.seconds_per_token * int(batch.num_tokens.sum())
+        seconds = self.options.seconds_per_step + self.options.seconds_per_token * int(
+            batch.num_tokens.sum()
+        )
         self._pending.append((batch.step, tokens, seconds, self.context.clock.now()))
         self.batches += 1
         return batch.step
 
     def sample(self, handle: int, masks: Masks) -> None:
-        self._require(self._unsampled is not None and self._unsampled[0] == handle, "only a late step is sampled, and once")
-        self._require([pending[0] for pending in self._pending] == [handle], "a step is sampled when all before it are collected")
+        self._require(
+            self._unsampled is not None and self._unsampled[0] == handle,
+            "only a late step is sampled, and once",
+        )
+        self._require(
+            [pending[0] for pending in self._pending] == [handle],
+            "a step is sampled when all before it are collected",
+        )
         if self._unsampled is None:
             return
         _, rows, yields_token = self._unsampled
         self._unsampled = None
-        self._sample_all(handle, rows, yields_token, dict(zip(masks.lines.tolist(), masks.words, strict=True)), self._pending[0][1])
+        self._sample_all(
+            handle,
+            rows,
+            yields_token,
+            dict(zip(masks.lines.tolist(), masks.words, strict=True)),
+            self._pending[0][1],
+        )
 
     def collect(self, handle: int) -> Result:
-        self._require(self._unsampled is None or self._unsampled[0] != handle, "a late step must be sampled before it is collected")
+        self._require(
+            self._unsampled is None or self._unsampled[0] != handle,
+            "a late step must be sampled before it is collected",
+        )
         step, tokens, seconds, submitted = self._pending.pop(0)
         self._require(step == handle, "results must be collected in order")
-        started = max(submitted, self._last_ended)  # like a device, which starts a step when the previous one has ended
+        started = max(
+            submitted, self._last_ended
+        )  # like a device, which starts a step when the previous one has ended
         self._last_ended = started + seconds
         if isinstance(self.context.clock, VirtualClock):
             self.context.clock.wait_until(self._last_ended)
         counts = np.array(self._counts.pop(step), np.int32) if step in self._counts else None
-        return Result(step, np.array(tokens, np.int64), started, self._last_ended, pooled=self._pooled.pop(step, {}), counts=counts)
+        return Result(
+            step,
+            np.array(tokens, np.int64),
+            started,
+            self._last_ended,
+            pooled=self._pooled.pop(step, {}),
+            counts=counts,
+        )
 
     def check(self) -> None:
         if self._broken is not None:
@@ -232,18 +338,33 @@ class FakeExecutor(Executor):
             self._require(row in self._rows, f"row {row} was removed but not in use")
             del self._rows[row]
         for load in batch.adapters:
-            self._require(1 <= load.slot <= self.context.config.max_adapters, f"an adapter is loaded to slot {load.slot}, which there isn't")
+            self._require(
+                1 <= load.slot <= self.context.config.max_adapters,
+                f"an adapter is loaded to slot {load.slot}, which there isn't",
+            )
             self._adapters[load.slot] = load.digest
         for new in batch.added:
             self._require(new.row not in self._rows, f"row {new.row} was added but is in use")
-            self._require(0 <= new.computed < len(new.token_ids), "a new row has no token left to compute")
-            self._require(len(new.pages) == len(self._layout.groups), "a new row has a table for each group")
+            self._require(
+                0 <= new.computed < len(new.token_ids), "a new row has no token left to compute"
+            )
+            self._require(
+                len(new.pages) == len(self._layout.groups), "a new row has a table for each group"
+            )
             tables = [pages.tolist() for pages in new.pages]
             if new.pooling is not None:
                 self._require_poolable(new, new.pooling)
-            self._require(new.adapter in self._adapters, f"a new row's adapter is in slot {new.adapter}, which holds none")
-            seed, adapter = new.sampling.seed if new.sampling else 0, (new.adapter, self._adapters[new.adapter])
-            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, tables, seed, adapter, pooling=new.pooling)
+            self._require(
+                new.adapter in self._adapters,
+                f"a new row's adapter is in slot {new.adapter}, which holds none",
+            )
+            seed, adapter = (
+                new.sampling.seed if new.sampling else 0,
+                (new.adapter, self._adapters[new.adapter]),
+            )
+            self._rows[new.row] = _Row(
+                new.token_ids.tolist(), new.computed, tables, seed, adapter, pooling=new.pooling
+            )
         for group, row, page in batch.new_pages.tolist():
             self._rows[row].tables[group].append(page)
 
@@ -254,90 +375,176 @@ class FakeExecutor(Executor):
             return
         self._require(not self._pending, "drafts are submitted while nothing is in flight")
         counts, token_ids = batch.drafts.counts.tolist(), batch.drafts.token_ids.tolist()
-        self._require(len(counts) == len(rows) and sum(counts) == len(token_ids) > 0, "each row has a number of drafts, and as many ids")
-        self._require(int(batch.num_lines.sum()) <= self.options.max_lines, "more lines than max_lines")
-        for row, yields, tokens, count in zip(rows, batch.yields_token.tolist(), batch.num_tokens.tolist(), counts, strict=True):
+        self._require(
+            len(counts) == len(rows) and sum(counts) == len(token_ids) > 0,
+            "each row has a number of drafts, and as many ids",
+        )
+        self._require(
+            int(batch.num_lines.sum()) <= self.options.max_lines, "more lines than max_lines"
+        )
+        for row, yields, tokens, count in zip(
+            rows, batch.yields_token.tolist(), batch.num_tokens.tolist(), counts, strict=True
+        ):
             ids, token_ids = token_ids[:count], token_ids[count:]
             if count:
-                self._require(yields and tokens == 1 + count, "a row with drafts yields a token, and computes its last known one and the drafts")
-                self._require(row.computed + 1 == len(row.tokens), "a row with drafts has computed all tokens but the last")
-                self._require(len(row.tokens) + count < self.options.max_model_len, "the tokens of a row fit the model's length")
+                self._require(
+                    yields and tokens == 1 + count,
+                    "a row with drafts yields a token, and computes its last known one and the drafts",
+                )
+                self._require(
+                    row.computed + 1 == len(row.tokens),
+                    "a row with drafts has computed all tokens but the last",
+                )
+                self._require(
+                    len(row.tokens) + count < self.options.max_model_len,
+                    "the tokens of a row fit the model's length",
+                )
             if -1 in ids:
-                self._require(set(ids) == {-1}, "the draft model proposes all drafts of a row, or none")
-                ids = guessed_tokens(row.tokens, count, row.seed, self.options.vocab_size, row.adapter[1])
-            self._require(all(0 <= token < self.options.vocab_size for token in ids), "drafts are ids of the vocabulary")
+                self._require(
+                    set(ids) == {-1}, "the draft model proposes all drafts of a row, or none"
+                )
+                ids = guessed_tokens(
+                    row.tokens, count, row.seed, self.options.vocab_size, row.adapter[1]
+                )
+            self._require(
+                all(0 <= token < self.options.vocab_size for token in ids),
+                "drafts are ids of the vocabulary",
+            )
             row.drafts = ids
         self._counts[batch.step] = []
 
     def _require_poolable(self, new: NewRow, pooling: RowPooling) -> None:
         can = self.options.pooling
-        self._require(can is not None and pooling.task in can.tasks, "a row pools by a task that the model can serve")
-        self._require(len(new.token_ids) == new.prompt_len, "a row that pools has no token but its prompt's")
+        self._require(
+            can is not None and pooling.task in can.tasks,
+            "a row pools by a task that the model can serve",
+        )
+        self._require(
+            len(new.token_ids) == new.prompt_len, "a row that pools has no token but its prompt's"
+        )
         if can is not None:
             all_states = can.needs_all_states(pooling.task) or can.indivisible
-            self._require(not all_states or not new.computed, "a row that pools all states starts without computed tokens")
+            self._require(
+                not all_states or not new.computed,
+                "a row that pools all states starts without computed tokens",
+            )
 
     def _pool(self, batch: Batch, rows: list[_Row]) -> None:
         """Pool the rows whose results are due, once their tokens are computed."""
         can = self.options.pooling
-        generates = [not yields or row.pooling is None for row, yields in zip(rows, batch.yields_token.tolist(), strict=True)]
+        generates = [
+            not yields or row.pooling is None
+            for row, yields in zip(rows, batch.yields_token.tolist(), strict=True)
+        ]
         self._require(all(generates), "a row that pools yields no token")
         if can is not None and not can.generates:
-            self._require(all(row.pooling is not None for row in rows), "the model generates nothing")
-        due = [index for index, row in enumerate(rows) if row.pooling is not None and row.computed == len(row.tokens)]
-        self._require(due == ([] if batch.pooled is None else batch.pooled.tolist()), "rows pool exactly when they end their prompts")
+            self._require(
+                all(row.pooling is not None for row in rows), "the model generates nothing"
+            )
+        due = [
+            index
+            for index, row in enumerate(rows)
+            if row.pooling is not None and row.computed == len(row.tokens)
+        ]
+        self._require(
+            due == ([] if batch.pooled is None else batch.pooled.tolist()),
+            "rows pool exactly when they end their prompts",
+        )
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
-            whole = row.pooling is None or can is None or not can.indivisible or count == len(row.tokens)
+            whole = (
+                row.pooling is None
+                or can is None
+                or not can.indivisible
+                or count == len(row.tokens)
+            )
             self._require(whole, "an indivisible prompt is computed in one step")
         if can is not None and due:
             found = [(index, rows[index]) for index in due]
-            self._pooled[batch.step] = {index: expected_pooled(row.tokens, row.pooling, can) for index, row in found if row.pooling is not None}
+            self._pooled[batch.step] = {
+                index: expected_pooled(row.tokens, row.pooling, can)
+                for index, row in found
+                if row.pooling is not None
+            }
 
     def _write(self, row: _Row, count: int) -> None:
         tokens = row.tokens + row.drafts
-        self._require(count >= 1 and row.computed + count <= len(tokens), "more tokens to compute than are known")
+        self._require(
+            count >= 1 and row.computed + count <= len(tokens),
+            "more tokens to compute than are known",
+        )
         values = row.prefix_ids()
         for position in range(row.computed, row.computed + count):
             for index, group in self._paged():
                 pages, offset = self._block(row, index, position)
-                self._require(len(pages) == group.pages_per_block, f"token {position} of {len(tokens)} has no block in group {index}")
+                self._require(
+                    len(pages) == group.pages_per_block,
+                    f"token {position} of {len(tokens)} has no block in group {index}",
+                )
                 for place, page in enumerate(pages):
-                    self._require(0 <= page < self.options.num_blocks, f"token {position} is written to page {page}, which isn't in the pool")
+                    self._require(
+                        0 <= page < self.options.num_blocks,
+                        f"token {position} is written to page {page}, which isn't in the pool",
+                    )
                     self._memory[page, offset] = index, place, values[position]
         row.computed += count
 
     def _read(self, row: _Row, count: int) -> None:
         values = row.prefix_ids()
         for index, group in self._paged():
-            first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)  # seen by the first of its tokens
+            first = (
+                0 if group.window is None else max(0, row.computed - count - group.window + 1)
+            )  # seen by the first of its tokens
             for position in range(first, row.computed):
                 pages, offset = self._block(row, index, position)
                 found = [self._memory.get((page, offset)) for page in pages]
-                expected = [(index, place, values[position]) for place in range(group.pages_per_block)]
+                expected = [
+                    (index, place, values[position]) for place in range(group.pages_per_block)
+                ]
                 rule = f"position {position} of {len(row.tokens)} would read another sequence's K and V, or another group's"
                 self._require(found == expected, rule)
 
     def _replace_states(self, batch: Batch) -> None:
         """Advance the live state of each row of the batch, which has been written, and write its checkpoints."""
         if not self._layout.recurrent:
-            self._require(not batch.checkpoints, "a checkpoint is written where there are no states")
+            self._require(
+                not batch.checkpoints, "a checkpoint is written where there are no states"
+            )
             return
-        index, saved = len(self._layout.groups) - 1, {checkpoint.row: checkpoint for checkpoint in batch.checkpoints}
-        self._require(len(saved) == len(batch.checkpoints) and saved.keys() <= set(batch.rows.tolist()), "one checkpoint a row of the batch")
+        index, saved = (
+            len(self._layout.groups) - 1,
+            {checkpoint.row: checkpoint for checkpoint in batch.checkpoints},
+        )
+        self._require(
+            len(saved) == len(batch.checkpoints) and saved.keys() <= set(batch.rows.tolist()),
+            "one checkpoint a row of the batch",
+        )
         for number, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
             row = self._rows[number]
             pages, values, before = row.tables[index], row.prefix_ids(), row.computed - count
-            self._require(len(pages) == self._layout.state_pages, "a row has exactly one live state")
-            self._require(all(0 <= page < self.options.num_blocks for page in pages), "the live state is in pages of the pool")
+            self._require(
+                len(pages) == self._layout.state_pages, "a row has exactly one live state"
+            )
+            self._require(
+                all(0 <= page < self.options.num_blocks for page in pages),
+                "the live state is in pages of the pool",
+            )
             if before:
                 expected = [(index, place, values[before - 1]) for place in range(len(pages))]
                 found = [self._memory.get((page, 0)) for page in pages]
-                self._require(found == expected, f"the state after {before} of {len(row.tokens)} tokens would be another one")
-            self._keep_state(pages, values[min(row.computed, len(row.tokens)) - 1])  # drafts change it when they are accepted
+                self._require(
+                    found == expected,
+                    f"the state after {before} of {len(row.tokens)} tokens would be another one",
+                )
+            self._keep_state(
+                pages, values[min(row.computed, len(row.tokens)) - 1]
+            )  # drafts change it when they are accepted
             if number in saved:
                 checkpoint = saved[number]
                 self._require(not row.drafts, "a row with drafts has no checkpoint")
-                self._require(before < checkpoint.tokens <= row.computed, "a checkpoint is of tokens that its step computes")
+                self._require(
+                    before < checkpoint.tokens <= row.computed,
+                    "a checkpoint is of tokens that its step computes",
+                )
                 self._keep_state(checkpoint.pages.tolist(), values[checkpoint.tokens - 1])
 
     def _keep_state(self, pages: list[int], value: int) -> None:
@@ -345,19 +552,34 @@ class FakeExecutor(Executor):
             self._memory[page, 0] = len(self._layout.groups) - 1, place, value
 
     def _paged(self) -> list[tuple[int, CacheGroup]]:
-        return [(index, group) for index, group in enumerate(self._layout.groups) if not group.recurrent]
+        return [
+            (index, group) for index, group in enumerate(self._layout.groups) if not group.recurrent
+        ]
 
     def _block(self, row: _Row, index: int, position: int) -> tuple[list[int], int]:
         """Return the pages of the block of group `index` with this position, and the position's offset in it."""
         group = self._layout.groups[index]
         block, offset = divmod(position, group.block_tokens)
-        return row.tables[index][block * group.pages_per_block : (block + 1) * group.pages_per_block], offset
+        return row.tables[index][
+            block * group.pages_per_block : (block + 1) * group.pages_per_block
+        ], offset
 
-    def _sample_all(self, step: int, rows: list[_Row], yields_token: list[bool], words: dict[int, NDArray[np.uint32]], tokens: list[int]) -> None:
+    def _sample_all(
+        self,
+        step: int,
+        rows: list[_Row],
+        yields_token: list[bool],
+        words: dict[int, NDArray[np.uint32]],
+        tokens: list[int],
+    ) -> None:
         """Sample the lines of all rows, add the tokens that they yield to `tokens`, and count them if the step has drafts."""
         line, counts = 0, self._counts.get(step)
         for row, yields in zip(rows, yields_token, strict=True):
-            masks = [words.pop(line + index, None) for index in range(1 + len(row.drafts))] if yields else []
+            masks = (
+                [words.pop(line + index, None) for index in range(1 + len(row.drafts))]
+                if yields
+                else []
+            )
             line += len(masks)
             found = self._check(row, masks)
             if counts is not None:
@@ -380,7 +602,9 @@ class FakeExecutor(Executor):
         return found
 
     def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:
-        self._require(row.computed == len(row.tokens), "a row samples before its last token is computed")
+        self._require(
+            row.computed == len(row.tokens), "a row samples before its last token is computed"
+        )
         token = next_token(row.tokens, row.seed, self.options.vocab_size, row.adapter[1])
         if words is not None:
             token = next_allowed(token, words, self.options.vocab_size)

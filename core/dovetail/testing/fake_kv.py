@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from dovetail.api.kv_cache import Allocation, KVCacheManager, KVCapabilities, KVContext, PageCopy, PageCounts, Pages
+from dovetail.api.kv_cache import (
+    Allocation,
+    KVCacheManager,
+    KVCapabilities,
+    KVContext,
+    PageCopy,
+    PageCounts,
+    Pages,
+)
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 
@@ -17,7 +25,9 @@ class FakeKVCache(KVCacheManager):
 
     capabilities = KVCapabilities(reuse=False, fork=False, trim=False, groups=True, states=True)
 
-    def __init__(self, options: BaseModel, context: KVContext, hits: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, options: BaseModel, context: KVContext, hits: dict[str, int] | None = None
+    ) -> None:
         super().__init__(options, context)
         self._free = list(range(context.num_pages - 1, -1, -1))
         self._tables: dict[str, list[list[int]]] = {}  # request id -> pages, by group
@@ -29,21 +39,28 @@ class FakeKVCache(KVCacheManager):
     def lookup(self, request: Request) -> int:
         return self._hits.get(request.id, 0)
 
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         held = sum(map(len, self._tables.get(request.id, ())))
         freed = sum(len(own) for other in without for own in self._tables[other.id])
         return max(0, self.context.layout.pages(num_tokens) - held) - freed
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         if num_tokens < self._tokens.get(request.id, 1):
-            raise DovetailError(f"allocate({num_tokens} tokens) of {request!r}, which had {self._tokens.get(request.id, 0)}")
+            raise DovetailError(
+                f"allocate({num_tokens} tokens) of {request!r}, which had {self._tokens.get(request.id, 0)}"
+            )
         if self.pages_needed(request, num_tokens) > len(self._free):
             return None
         first = request.id not in self._tables
         tables = self._tables.setdefault(request.id, [[] for _ in self.context.layout.groups])
         pages = []
         for group, own in zip(self.context.layout.groups, tables, strict=True):
-            new = [self._free.pop() for _ in range(group.blocks(num_tokens) * group.pages_per_block - len(own))]
+            new = [
+                self._free.pop()
+                for _ in range(group.blocks(num_tokens) * group.pages_per_block - len(own))
+            ]
             own += new
             pages.append(tuple(new))
         self._tokens[request.id] = num_tokens

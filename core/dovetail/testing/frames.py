@@ -42,4 +42,6 @@ def _since_the_suite(calls: traceback.StackSummary) -> str:
 def _told(frames: Iterable[tuple[str, object, str]]) -> str:
     """Format the calls, without those of the import system."""
     shown = [frame for frame in frames if not frame[0].startswith("<frozen")][:SHOWN]
-    return "".join(f"\n  in {function} ({Path(file).name}:{line})" for file, line, function in shown)
+    return "".join(
+        f"\n  in {function} ({Path(file).name}:{line})" for file, line, function in shown
+    )

@@ -52,7 +52,13 @@ class Hygiene(Binding):
         """Declaring components raised, or imported torch or transformers. The entry point's module should hold only strings and small values: move
         imports of torch to the modules that `target` and `options` name."""
         origin = self.resolved.origin
-        run_python(_DECLARE, b"", f"declaring what plugin {origin.id} offers failed", origin.distribution, origin.entry_point)
+        run_python(
+            _DECLARE,
+            b"",
+            f"declaring what plugin {origin.id} offers failed",
+            origin.distribution,
+            origin.entry_point,
+        )
 
     @check("hygiene.capabilities", since="0.1")
     def test_capabilities(self) -> None:
@@ -64,8 +70,14 @@ class Hygiene(Binding):
             return  # a drafter has none
         wanted = type(getattr(base, name))
         value = getattr(self.component_class, name, None)
-        require(isinstance(value, wanted), f"{self.component_class.__name__}.{name} is {value!r}, expected {wanted.__name__}(…)")
-        declared = (f"{field.name}={getattr(self.capabilities, field.name)!r}" for field in dataclasses.fields(wanted))
+        require(
+            isinstance(value, wanted),
+            f"{self.component_class.__name__}.{name} is {value!r}, expected {wanted.__name__}(…)",
+        )
+        declared = (
+            f"{field.name}={getattr(self.capabilities, field.name)!r}"
+            for field in dataclasses.fields(wanted)
+        )
         self.note(f"{name}: {', '.join(declared)}")
 
     @check("hygiene.options", since="0.1")
@@ -76,7 +88,10 @@ class Hygiene(Binding):
             self.options_model.model_validate({**self.options, UNKNOWN_KEY: 1})
         except ValidationError as error:
             refused = any(UNKNOWN_KEY in problem["loc"] for problem in error.errors())
-            require(refused, f"{self.options_model.__name__} refuses an unknown key without naming it: {error}")
+            require(
+                refused,
+                f"{self.options_model.__name__} refuses an unknown key without naming it: {error}",
+            )
         else:
             fail(f"{self.options_model.__name__} took the unknown key {UNKNOWN_KEY!r}")
 
@@ -88,13 +103,19 @@ class Hygiene(Binding):
             again = pickle.loads(pickle.dumps(options))
         except Exception as error:
             fail(f"{options!r} can't be pickled: {describe(error)}")
-        require(type(again) is type(options) and again == options, f"pickling turned {options!r} into {again!r}")
+        require(
+            type(again) is type(options) and again == options,
+            f"pickling turned {options!r} into {again!r}",
+        )
 
     @check("hygiene.spawn", since="0.1")
     def test_spawn(self) -> None:
         """A new process can't import the class or unpickle its options. Define both at the top level of a module that can be imported anywhere,
         without depending on the state of this process."""
-        require("<" not in self.target, f"{self.target} is defined inside a function: no other process can import it")
+        require(
+            "<" not in self.target,
+            f"{self.target} is defined inside a function: no other process can import it",
+        )
         run_python(_SPAWN, self.spawn_payload(), f"a new process can't import {self.target}")
 
     def spawn_payload(self) -> bytes:
@@ -111,9 +132,16 @@ class Hygiene(Binding):
             if name.startswith("_") and name != "__init__":
                 continue
             mine = getattr(self.component_class, name)
-            require(callable(mine), f"{self.component_class.__name__}.{name} is {mine!r}, and should be a method")
-            if mine is not method and (problem := _mismatch(inspect.signature(method), inspect.signature(mine))):
-                fail(f"{self.component_class.__name__}.{name}{inspect.signature(mine)}: {problem}; the api has {inspect.signature(method)}")
+            require(
+                callable(mine),
+                f"{self.component_class.__name__}.{name} is {mine!r}, and should be a method",
+            )
+            if mine is not method and (
+                problem := _mismatch(inspect.signature(method), inspect.signature(mine))
+            ):
+                fail(
+                    f"{self.component_class.__name__}.{name}{inspect.signature(mine)}: {problem}; the api has {inspect.signature(method)}"
+                )
 
     @check("hygiene.callbacks", since="0.1")
     def test_callbacks(self) -> None:
@@ -122,8 +150,12 @@ class Hygiene(Binding):
         base = getattr(api, BASE_CLASSES[self.kind])
         for name in dir(self.component_class):
             if name.startswith("on_") and not hasattr(base, name):
-                near = difflib.get_close_matches(name, [known for known in dir(base) if known.startswith("on_")], 1)
-                fail(f"{self.component_class.__name__}.{name} is never called{f': did you mean {near[0]}?' if near else ''}")
+                near = difflib.get_close_matches(
+                    name, [known for known in dir(base) if known.startswith("on_")], 1
+                )
+                fail(
+                    f"{self.component_class.__name__}.{name} is never called{f': did you mean {near[0]}?' if near else ''}"
+                )
 
 
 def _mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
@@ -137,7 +169,11 @@ def _mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
             bound = mine.bind(*args, **kwargs)
         except TypeError as error:
             return str(error)
-        moved = [f"{name!r} is where {value!r} should be" for name, value in bound.arguments.items() if isinstance(value, str) and name != value]
+        moved = [
+            f"{name!r} is where {value!r} should be"
+            for name, value in bound.arguments.items()
+            if isinstance(value, str) and name != value
+        ]
         if moved:
             return moved[0]
     return None

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from dovetail.testing.suite import Suite
 
 # Names that every class body has.
-_ALLOWED = {"__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__qualname__", "__static_attributes__", "__weakref__"}
+_ALLOWED = {
+    "__annotations__",
+    "__dict__",
+    "__doc__",
+    "__firstlineno__",
+    "__module__",
+    "__qualname__",
+    "__static_attributes__",
+    "__weakref__",
+}
 
 Status = Literal["passed", "failed", "absent", "untried", "skipped"]
 Judged = Literal["passed", "failed", "waived", "absent", "untried"]
@@ -96,10 +105,14 @@ class Verdict:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     untried: tuple[str, ...] = ()  # declared capabilities that can't be tested on this machine
-    checks: Mapping[str, Judged] = field(default_factory=dict)  # id -> how it counts; empty if the component couldn't be loaded
+    checks: Mapping[str, Judged] = field(
+        default_factory=dict
+    )  # id -> how it counts; empty if the component couldn't be loaded
     distribution: str = ""  # of the component, as in the next two; "" of a class
     version: str = ""
-    written_for: str = ""  # the version of the interface that it declares; `api` is the one whose checks ran
+    written_for: str = (
+        ""  # the version of the interface that it declares; `api` is the one whose checks ran
+    )
     seconds: float = field(default=0.0, compare=False)  # wall time of `run`; 0: not measured
 
     @property
@@ -118,7 +131,9 @@ class Verdict:
 
     def report(self) -> Iterator[str]:
         """Yield the lines of the report; the last is the verdict."""
-        for (message, help, output), same in groupby(self.findings, key=lambda finding: (finding.message, finding.help, finding.output)):
+        for (message, help, output), same in groupby(
+            self.findings, key=lambda finding: (finding.message, finding.help, finding.output)
+        ):
             findings = list(same)
             yield f"{', '.join(finding.id for finding in findings)}: {self.component}: {message}"
             if help:
@@ -132,12 +147,23 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return its fields and properties, and Dovetail's version, as plain values."""
-        return {"conformant": self.conformant, "line": self.line, "dovetail": __version__, **asdict(self)}
+        return {
+            "conformant": self.conformant,
+            "line": self.line,
+            "dovetail": __version__,
+            **asdict(self),
+        }
 
     def badge(self) -> dict[str, Any]:
         """Return the verdict as shields.io's endpoint expects it: yellow if a check is waived or couldn't be tried."""
         word = "conformant" if self.conformant else "not conformant"
-        color = "red" if not self.conformant else "yellow" if self.waived or self.untried else "brightgreen"
+        color = (
+            "red"
+            if not self.conformant
+            else "yellow"
+            if self.waived or self.untried
+            else "brightgreen"
+        )
         return {
             "schemaVersion": 1,
             "label": f"Dovetail {__version__}",
@@ -150,13 +176,21 @@ def expected_of(suite: type[Suite]) -> Expected:
     """Return the checks that the class should run, and all forbidden changes in it."""
     official = next(cls for cls in suite.__mro__ if _is_ours(cls))
     checks = checks_of(official)
-    component = suite.component if isinstance(suite.component, str) else getattr(suite.component, "__qualname__", repr(suite.component))
+    component = (
+        suite.component
+        if isinstance(suite.component, str)
+        else getattr(suite.component, "__qualname__", repr(suite.component))
+    )
     waivers = suite.waivers if isinstance(suite.waivers, Mapping) else {}
     return Expected(
         suite.kind,
         component,
         {id: check.help for id, check in checks.items()},
-        {id: f"{waiver.reason} ({waiver.url})" for id, waiver in waivers.items() if isinstance(waiver, Waiver)},
+        {
+            id: f"{waiver.reason} ({waiver.url})"
+            for id, waiver in waivers.items()
+            if isinstance(waiver, Waiver)
+        },
         dict((*_tampering(suite, official, checks), *_wrong_waivers(suite, checks))),
     )
 
@@ -169,12 +203,19 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
     judged: dict[str, Judged] = dict.fromkeys(expected.checks, "failed")
     unwanted: dict[Status, set[str]] = {"absent": set(), "untried": set()}
     for id, help in expected.checks.items():
-        outcome = outcomes.get(id, Outcome("skipped", "it didn't run: deleted, deselected, or its class can't be collected"))
+        outcome = outcomes.get(
+            id,
+            Outcome(
+                "skipped", "it didn't run: deleted, deselected, or its class can't be collected"
+            ),
+        )
         if outcome.status == "absent" or outcome.status == "untried":
             unwanted[outcome.status].add(str(outcome.capability))
             judged[id] = outcome.status
             if id in expected.waivers:
-                findings.append(Finding(id, "it is waived, but not wanted of this component: remove the waiver"))
+                findings.append(
+                    Finding(id, "it is waived, but not wanted of this component: remove the waiver")
+                )
             continue
         if outcome.status == "passed" and id in expected.waivers:
             findings.append(Finding(id, "it is waived, but passes: remove the waiver"))
@@ -191,7 +232,14 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
         else:
             if outcome.fault:
                 told[outcome.fault] = len(findings)
-            findings.append(Finding(id, outcome.message, help if outcome.status == "failed" and outcome.judged else "", outcome.output))
+            findings.append(
+                Finding(
+                    id,
+                    outcome.message,
+                    help if outcome.status == "failed" and outcome.judged else "",
+                    outcome.output,
+                )
+            )
     notes = dict.fromkeys(note for outcome in outcomes.values() for note in outcome.notes)
     api = API_VERSIONS[expected.kind]
     return Verdict(
@@ -213,7 +261,9 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__.startswith("dovetail.testing.")
 
 
-def _tampering(suite: type[Suite], official: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:
+def _tampering(
+    suite: type[Suite], official: type[Suite], checks: Mapping[str, Check]
+) -> Iterator[tuple[str, str]]:
     """Yield (id or attribute, complaint); of two complaints about one check the later counts."""
     by_attribute = {check.attribute: check for check in checks.values()}
     for name, check in by_attribute.items():
@@ -226,11 +276,24 @@ def _tampering(suite: type[Suite], official: type[Suite], checks: Mapping[str, C
             alias = getattr(value, "check", None)
             if name in by_attribute:
                 how = "deleted" if value is None else f"overridden by {cls.__qualname__}.{name}"
-                yield by_attribute[name].id, f"it was {how}: a check counts only as the suite has it"
+                yield (
+                    by_attribute[name].id,
+                    f"it was {how}: a check counts only as the suite has it",
+                )
             elif isinstance(alias, Check):
-                yield alias.id, f"it was given the other name {cls.__qualname__}.{name}: a check counts only as the suite has it"
-            elif name not in official.settings and name not in _ALLOWED and (hasattr(official, name) or name.startswith("__")):
-                yield name, f"{cls.__qualname__}.{name} replaces a part of the suite; set only {', '.join(sorted(official.settings))}"
+                yield (
+                    alias.id,
+                    f"it was given the other name {cls.__qualname__}.{name}: a check counts only as the suite has it",
+                )
+            elif (
+                name not in official.settings
+                and name not in _ALLOWED
+                and (hasattr(official, name) or name.startswith("__"))
+            ):
+                yield (
+                    name,
+                    f"{cls.__qualname__}.{name} replaces a part of the suite; set only {', '.join(sorted(official.settings))}",
+                )
 
 
 def _wrong_waivers(suite: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:

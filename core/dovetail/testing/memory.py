@@ -24,11 +24,18 @@ class Place:
     first: int | None = None  # index of its first tensor; None: those after the earlier layers'
 
 
-def bind_layers(backend: AttentionBackend, layers: Sequence[AttentionLayer], num_pages: int, places: Sequence[Place] = ()) -> list[torch.Tensor]:
+def bind_layers(
+    backend: AttentionBackend,
+    layers: Sequence[AttentionLayer],
+    num_pages: int,
+    places: Sequence[Place] = (),
+) -> list[torch.Tensor]:
     """Allocate a pool of `num_pages` pages and the waste page, zeroed, and bind the layers to it, each at its place: by default all in one group of
     one page, with tensors of their own. A layer that shares another's cache is bound to that. Returns the pool's tensors [num_pages + 1, bytes]."""
     sizes: list[int] = []  # bytes of a page, in each tensor
-    found: dict[int, tuple[slice, Place, int]] = {}  # by the layer's index: its tensors, place and block size
+    found: dict[
+        int, tuple[slice, Place, int]
+    ] = {}  # by the layer's index: its tensors, place and block size
     for layer, place in zip(layers, places or [Place()] * len(layers), strict=True):
         if layer.spec.shares is not None:
             found[layer.spec.index] = found[layer.spec.shares]
@@ -40,7 +47,10 @@ def bind_layers(backend: AttentionBackend, layers: Sequence[AttentionLayer], num
         for index, size in enumerate(own, first):
             sizes[index] = max(sizes[index], size)
         found[layer.spec.index] = slice(first, first + len(own)), place, block_size
-    pool = [torch.zeros((num_pages + 1, size), dtype=torch.uint8, device=backend.context.device) for size in sizes]
+    pool = [
+        torch.zeros((num_pages + 1, size), dtype=torch.uint8, device=backend.context.device)
+        for size in sizes
+    ]
     for layer in layers:
         tensors, place, block_size = found[layer.spec.index]
         layer.bind(LayerCache(tuple(pool[tensors]), block_size, place.group, place.page))
@@ -56,25 +66,46 @@ class BoundStates:
     pool: torch.Tensor
     rows: int
 
-    def plan(self, rows: Sequence[int], lengths: Sequence[int], computed: Sequence[int], checkpoint_at: Sequence[int] | None = None) -> StateBatch:
+    def plan(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        computed: Sequence[int],
+        checkpoint_at: Sequence[int] | None = None,
+    ) -> StateBatch:
         """Plan a step for all layers: of each of `rows` the next `lengths` tokens after `computed` ones, with a checkpoint after `checkpoint_at` of
         them (0: none). The i-th row's checkpoint goes to line `checkpoint_line(i)`."""
         device, query_lens = self.pool.device, np.array(lengths, np.int32)
-        at = np.zeros_like(query_lens) if checkpoint_at is None else np.array(checkpoint_at, np.int32)
+        at = (
+            np.zeros_like(query_lens)
+            if checkpoint_at is None
+            else np.array(checkpoint_at, np.int32)
+        )
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         kv_lens = (query_lens + np.array(computed, np.int32)).astype(np.int32)
-        lines, starts_there, lens_there = (torch.from_numpy(array).to(device) for array in (np.array(rows, np.int64), starts, kv_lens))
+        lines, starts_there, lens_there = (
+            torch.from_numpy(array).to(device)
+            for array in (np.array(rows, np.int64), starts, kv_lens)
+        )
         batch = self.states.batch(lines, starts_there, lens_there, query_lens, at)
         self.states.steps.plan(batch)
         return batch
 
-    def plan_drafts(self, rows: Sequence[int], lengths: Sequence[int], computed: Sequence[int], drafts: Sequence[int]) -> CheckedDrafts | None:
+    def plan_drafts(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        computed: Sequence[int],
+        drafts: Sequence[int],
+    ) -> CheckedDrafts | None:
         """Plan a step in which the last `drafts` of the `lengths` tokens of each row are drafts, after one known token; a row with 0 has none.
         Returns what `accept` needs."""
         counts, query_lens = np.array(drafts, np.int32), np.array(lengths, np.int32)
         kv_lens = query_lens + np.array(computed, np.int32)
         batch = self.plan(rows, lengths, computed)
-        planned, checked = self.states.with_drafts(batch, np.array(rows, np.int64), kv_lens, 1 + counts, counts)
+        planned, checked = self.states.with_drafts(
+            batch, np.array(rows, np.int64), kv_lens, 1 + counts, counts
+        )
         self.states.steps.plan(planned)
         return checked
 
@@ -82,7 +113,9 @@ class BoundStates:
         """Apply the drafts that count in a step that was planned and computed. `known`: tokens of each of the `rows` rows after it: those computed so
         far, accepted drafts included, and one more."""
         if checked is not None:
-            self.states.accept(checked, torch.tensor([*known, 1], dtype=torch.int32, device=self.pool.device))
+            self.states.accept(
+                checked, torch.tensor([*known, 1], dtype=torch.int32, device=self.pool.device)
+            )
 
     def checkpoint_line(self, index: int) -> int:
         """Return the line of the checkpoint of a step's row with this index."""
@@ -111,14 +144,24 @@ def bind_states(
     `max_lines`: of a step with drafts."""
     device = device or torch.device("cpu")
     others = [
-        CachedLayer(-1 - index, None, lambda tokens: (tokens * slot_bytes,)) for index in range(slots)
+        CachedLayer(-1 - index, None, lambda tokens: (tokens * slot_bytes,))
+        for index in range(slots)
     ]  # attention layers, whose blocks set the size
-    planned = plan_layout(others, 1, "float32", states=[cached_state(spec, dtype, state_dtype) for spec in specs])
+    planned = plan_layout(
+        others, 1, "float32", states=[cached_state(spec, dtype, state_dtype) for spec in specs]
+    )
     states = States(planned, rows, dtype, state_dtype, device, max_lines)
     layers = {spec.index: states.make_layer(spec) for spec in specs}
     size = planned.layout.state_pages
-    pool = torch.full((slots, 2 * rows * size + 1, slot_bytes), 255, dtype=torch.uint8, device=device)
+    pool = torch.full(
+        (slots, 2 * rows * size + 1, slot_bytes), 255, dtype=torch.uint8, device=device
+    )
     states.bind(pool)
-    pages = np.random.default_rng(seed).permutation(2 * rows * size).astype(np.int32).reshape(2 * rows, size)
+    pages = (
+        np.random.default_rng(seed)
+        .permutation(2 * rows * size)
+        .astype(np.int32)
+        .reshape(2 * rows, size)
+    )
     states.put([*range(rows), *range(rows + 1, 2 * rows + 1)], list(pages))
     return BoundStates(states, layers, pool, rows)

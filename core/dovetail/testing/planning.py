@@ -114,10 +114,19 @@ def plan(
     _check_requests([*going, *coming], dict(cached or {}), block_size)
     held = sum(-(-_computed_of(r) // block_size) for r in going)
     layout = KVLayout((CacheGroup((0,), block_size),), 1, "none")
-    kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), cached if cached is None else dict(cached))
+    kv = FakeKVCache(
+        NoOptions(),
+        KVContext(layout, held + free_blocks),
+        cached if cached is None else dict(cached),
+    )
     if isinstance(policy, type):
-        policy = policy(options or NoOptions(), SchedulerContext(max_tokens, max_seqs, held + free_blocks, block_size, seed))
-    books = Books(kv, layout, held + free_blocks, max(max_seqs, len(running)), type(policy).__name__)
+        policy = policy(
+            options or NoOptions(),
+            SchedulerContext(max_tokens, max_seqs, held + free_blocks, block_size, seed),
+        )
+    books = Books(
+        kv, layout, held + free_blocks, max(max_seqs, len(running)), type(policy).__name__
+    )
     for order, request in enumerate([*going, *coming]):
         request.order = order
         if order < len(going):
@@ -135,7 +144,11 @@ def plan(
     decisions = step.decisions or []
     return Plan(
         granted={r.id: tokens for r, tokens in step.granted.items()},
-        refused={d.request.id: Refusal[d.why] for d in decisions if d.act == "refused" and d.request not in step.granted},
+        refused={
+            d.request.id: Refusal[d.why]
+            for d in decisions
+            if d.act == "refused" and d.request not in step.granted
+        },
         preempted=tuple(r.id for r in step.preempted),
         rejected={r.id: reason for r, reason in step.rejected.items()},
         wake_at=step.wake_time if step.wake_time < float("inf") else None,
@@ -152,28 +165,42 @@ def _planned(requests: Sequence[Request]) -> list[_Planned]:
     return [request for request in requests if isinstance(request, _Planned)]
 
 
-def _check_requests(requests: Sequence[_Planned], cached: Mapping[str, int], block_size: int) -> None:
+def _check_requests(
+    requests: Sequence[_Planned], cached: Mapping[str, int], block_size: int
+) -> None:
     if len({request.id for request in requests}) < len(requests):
         raise DovetailError("the ids of the requests must differ")
     for request in requests:
         if request.status is not Status.NEW:
-            raise DovetailError(f"request {request.id!r} was planned before: create a new one, since planning modifies it")
+            raise DovetailError(
+                f"request {request.id!r} was planned before: create a new one, since planning modifies it"
+            )
         if request.generated >= request.max_tokens:
-            raise DovetailError(f"request {request.id!r} has generated all of its max_tokens={request.max_tokens}, so it would have finished")
+            raise DovetailError(
+                f"request {request.id!r} has generated all of its max_tokens={request.max_tokens}, so it would have finished"
+            )
         tokens = cached.get(request.id, 0)
         if not 0 <= tokens < request.num_tokens or tokens % block_size:
-            raise DovetailError(f"{tokens} tokens of request {request.id!r} can't be cached: whole blocks of {block_size}, fewer than all its tokens")
+            raise DovetailError(
+                f"{tokens} tokens of request {request.id!r} can't be cached: whole blocks of {block_size}, fewer than all its tokens"
+            )
 
 
 def _computed_of(request: _Planned) -> int:
-    return request.to_compute if request.to_compute is not None else request.num_tokens - (1 if request.generated else 0)
+    return (
+        request.to_compute
+        if request.to_compute is not None
+        else request.num_tokens - (1 if request.generated else 0)
+    )
 
 
 def _start(books: Books, request: _Planned) -> None:
     """Run a request before the planned step: grant the tokens that it should have computed, and append the sampled token."""
     computed = _computed_of(request)
     if computed < 1 or computed >= request.num_tokens + (not request.generated):
-        raise DovetailError(f"running request {request.id!r} has computed {computed} of {request.num_tokens} tokens: give it `generated` tokens")
+        raise DovetailError(
+            f"running request {request.id!r} has computed {computed} of {request.num_tokens} tokens: give it `generated` tokens"
+        )
     if request.generated and computed == request.num_tokens - 1:
         request.output_token_ids.pop()  # sampled again by the grant
     books.arrive(request)

@@ -20,7 +20,9 @@ def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -
     with TemporaryFile() as given, TemporaryFile() as told:
         given.write(stdin)
         given.seek(0)
-        ended = run_within(command, TIME_LIMIT_S, stdin=given, stdout=subprocess.DEVNULL, stderr=told, env=env)
+        ended = run_within(
+            command, TIME_LIMIT_S, stdin=given, stdout=subprocess.DEVNULL, stderr=told, env=env
+        )
         told.seek(0)
         words = told.read().decode(errors="replace").strip()[-SHOWN:]
     require(ended is not None, f"{what}: not done after {TIME_LIMIT_S:g} s")

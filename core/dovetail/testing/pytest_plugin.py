@@ -42,21 +42,32 @@ class SuiteWatch:
         self._partial.add(node)
 
     def _judged(self) -> dict[str, Expected]:
-        return {node: expected for node, expected in self.expected.items() if node not in self._partial}
+        return {
+            node: expected for node, expected in self.expected.items() if node not in self._partial
+        }
 
     def verdicts(self) -> dict[str, Verdict]:
         if not self.expected or self.config.option.collectonly:
             return {}
         from dovetail.testing.ledger import judge
 
-        return {node: judge(expected, self.outcomes.get(node, {})) for node, expected in self._judged().items()}
+        return {
+            node: judge(expected, self.outcomes.get(node, {}))
+            for node, expected in self._judged().items()
+        }
 
     # Collecting
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
+    def pytest_pycollect_makeitem(
+        self, collector: Any, name: str, obj: object
+    ) -> Generator[None, Any, Any]:
         """Expect a suite's class to run, whatever pytest does with it."""
-        if isinstance(obj, type) and getattr(obj, "__dovetail_suite__", False) and getattr(obj, "component", None) is not None:
+        if (
+            isinstance(obj, type)
+            and getattr(obj, "__dovetail_suite__", False)
+            and getattr(obj, "component", None) is not None
+        ):
             from dovetail.testing.ledger import expected_of
 
             self.expected[f"{collector.nodeid}::{name}"] = expected_of(obj)
@@ -78,22 +89,33 @@ class SuiteWatch:
             with ended_after(limit_s):
                 return (yield)
         except Hung as error:
-            fail(f"it hung, and was ended after {limit_s:g} s; the suite's time_limit_s gives it longer{frames.of_frame(error.frame)}")
+            fail(
+                f"it hung, and was ended after {limit_s:g} s; the suite's time_limit_s gives it longer{frames.of_frame(error.frame)}"
+            )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
         """Add the check and its outcome to the report; show absent ones as skipped and waived ones as expected failures."""
         report = yield
-        check, node = getattr(getattr(item, "function", None), "check", None), getattr(item.parent, "nodeid", "")
+        check, node = (
+            getattr(getattr(item, "function", None), "check", None),
+            getattr(item.parent, "nodeid", ""),
+        )
         uneventful = call.when != "call" and report.passed
         if check is None or uneventful or node not in self.expected or item.name != check.attribute:
             return report
         outcome = _outcome(check, report, call, item.instance)
         report.dovetail = {"node": node, "id": check.id, "outcome": asdict(outcome)}
         if outcome.status in ("absent", "untried"):
-            report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {outcome.message}")
+            report.outcome, report.longrepr = (
+                "skipped",
+                (str(item.path), 0, f"Skipped: {outcome.message}"),
+            )
         elif outcome.status == "failed" and check.id in self.expected[node].waivers:
-            report.outcome, report.wasxfail = "skipped", f"waived: {self.expected[node].waivers[check.id]}"
+            report.outcome, report.wasxfail = (
+                "skipped",
+                f"waived: {self.expected[node].waivers[check.id]}",
+            )
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -113,10 +135,13 @@ class SuiteWatch:
     def pytest_sessionfinish(self, session: Any) -> None:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
-            output[_EXPECTED] = {node: expected.to_json() for node, expected in self._judged().items()}
-        elif session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and not all(
-            v.conformant for v in self.verdicts().values()
-        ):
+            output[_EXPECTED] = {
+                node: expected.to_json() for node, expected in self._judged().items()
+            }
+        elif session.exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ) and not all(v.conformant for v in self.verdicts().values()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
@@ -134,7 +159,9 @@ class SuiteWatch:
             terminalreporter.section("conformance")
         for node, verdict in verdicts.items():
             for line in (f"{node} ({verdict.component})", *verdict.report()):
-                terminalreporter.write_line(line, green=verdict.conformant, red=not verdict.conformant)
+                terminalreporter.write_line(
+                    line, green=verdict.conformant, red=not verdict.conformant
+                )
 
 
 def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
@@ -142,17 +169,38 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
     from dovetail.testing.checks import Absent, Untried
     from dovetail.testing.ledger import Outcome
 
-    error, notes = call.excinfo.value if call.excinfo is not None else None, tuple(getattr(suite, "notes", ()))
+    error, notes = (
+        call.excinfo.value if call.excinfo is not None else None,
+        tuple(getattr(suite, "notes", ())),
+    )
     if isinstance(error, Absent | Untried) and error.capability == check.capability:
-        return Outcome("absent" if isinstance(error, Absent) else "untried", str(error), capability=error.capability)
+        return Outcome(
+            "absent" if isinstance(error, Absent) else "untried",
+            str(error),
+            capability=error.capability,
+        )
     if hasattr(report, "wasxfail"):
-        return Outcome("skipped", "it is marked as expected to fail; a waiver says why, `waivers = {id: Waiver(reason, url)}`")
+        return Outcome(
+            "skipped",
+            "it is marked as expected to fail; a waiver says why, `waivers = {id: Waiver(reason, url)}`",
+        )
     if report.skipped:
-        return Outcome("skipped", f"it was skipped: {report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}")
-    output = "".join(text for title, text in report.sections if title.startswith("Captured"))[-_OUTPUT_LIMIT:]
+        return Outcome(
+            "skipped",
+            f"it was skipped: {report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}",
+        )
+    output = "".join(text for title, text in report.sections if title.startswith("Captured"))[
+        -_OUTPUT_LIMIT:
+    ]
     if report.failed and error is not None:
-        return _failed(error, getattr(suite, "target", "").partition(".")[0].partition(":")[0], output, notes)
-    return Outcome("failed", "failed", output=output, notes=notes) if report.failed else Outcome("passed", notes=notes)
+        return _failed(
+            error, getattr(suite, "target", "").partition(".")[0].partition(":")[0], output, notes
+        )
+    return (
+        Outcome("failed", "failed", output=output, notes=notes)
+        if report.failed
+        else Outcome("passed", notes=notes)
+    )
 
 
 def _failed(error: BaseException, package: str, output: str, notes: tuple[str, ...]) -> Outcome:
@@ -174,6 +222,8 @@ def _failed(error: BaseException, package: str, output: str, notes: tuple[str, .
         "\n".join([text, *getattr(error, "__notes__", ())]),
         output=output,
         notes=notes,
-        fault=f"{NUMBER.sub('0', describe(raised))} at {place}" if raised is not None and place else "",
+        fault=f"{NUMBER.sub('0', describe(raised))} at {place}"
+        if raised is not None and place
+        else "",
         judged=not place or (own and error.__cause__ is None),
     )

@@ -11,9 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ATEN: Any = torch.ops.aten
 ASKING = {
     getattr(ATEN, name)
-    for name in ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive")
+    for name in (
+        "item",
+        "_local_scalar_dense",
+        "is_nonzero",
+        "equal",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_consecutive",
+    )
 }
-INDEXING = {getattr(ATEN, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_")}
+INDEXING = {
+    getattr(ATEN, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_")
+}
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +44,13 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
         super().__init__()
         self.operations: list[tuple[Any, Sequence[Any], Mapping[str, Any], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         outputs = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, outputs))
         return outputs
@@ -58,11 +75,22 @@ class nothing_asked(_Mode):  # type: ignore[no-untyped-call] # noqa: N801 (read 
     of a tensor, a number on the device as an index, a mask as an index, `nonzero` and similar ones. Reads of the CPU's memory, `.tolist()` and
     `.numpy()`, aren't noticed."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         given, operation = kwargs or {}, func.overloadpacket
         asks = operation in ASKING
-        asks |= operation in INDEXING and any(index is not None and index.dtype == torch.bool for index in args[1])
-        asks |= func in (ATEN.repeat_interleave.Tensor, ATEN.repeat_interleave.self_Tensor) and given.get("output_size") is None
+        asks |= operation in INDEXING and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        asks |= (
+            func in (ATEN.repeat_interleave.Tensor, ATEN.repeat_interleave.self_Tensor)
+            and given.get("output_size") is None
+        )
         if asks:
             raise AssertionError(f"{operation} makes the host wait for the device")
         return func(*args, **given)

@@ -18,7 +18,15 @@ from typing import IO, Any
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.errors import ConfigError, DovetailError, PluginError
-from dovetail.registry.doctor.process import SAMPLED_S, TIME_LIMIT_S, OwnTime, ending, event, kill, last_words
+from dovetail.registry.doctor.process import (
+    SAMPLED_S,
+    TIME_LIMIT_S,
+    OwnTime,
+    ending,
+    event,
+    kill,
+    last_words,
+)
 from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
 from dovetail.testing.child import COMMAND, SuiteRun
@@ -49,16 +57,33 @@ def run(
     other error.
     """
     if kind not in KINDS:
-        raise PluginError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
-    name = f"{component.__module__}:{component.__qualname__}" if isinstance(component, type) else component
+        raise PluginError(
+            f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}"
+        )
+    name = (
+        f"{component.__module__}:{component.__qualname__}"
+        if isinstance(component, type)
+        else component
+    )
     if name.startswith("__main__:") or "<" in name:
-        raise DovetailError(f"{name} can't be imported by another process: define it at the top level of a module")
+        raise DovetailError(
+            f"{name} can't be imported by another process: define it at the top level of a module"
+        )
     _check_json("options", options)
     _check_json("settings", settings)
     plain_waivers = {id: asdict(waiver) for id, waiver in (waivers or {}).items()}
     path = [os.path.abspath(entry) for entry in sys.path]
     with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
-        job = SuiteRun(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, dict(settings or {}), folder, path)
+        job = SuiteRun(
+            kind,
+            name,
+            isinstance(component, type),
+            dict(options or {}),
+            plain_waivers,
+            dict(settings or {}),
+            folder,
+            path,
+        )
         started, runs = time.monotonic(), _Run(job, time_limit_s)
         return replace(runs.verdict(), **runs.found, seconds=round(time.monotonic() - started, 1))
 
@@ -67,7 +92,9 @@ def _check_json(what: str, values: Mapping[str, Any] | None) -> None:
     try:
         json.dumps(dict(values or {}))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} must be what JSON can hold, since another process gets them: {error}") from None
+        raise ConfigError(
+            f"{what} must be what JSON can hold, since another process gets them: {error}"
+        ) from None
 
 
 class _Run:
@@ -79,7 +106,9 @@ class _Run:
         self.outcomes: dict[str, Outcome] = {}
         self.doing = LOADING  # or the id of the current or last check
         self.broken = ""  # reason if it can't be loaded
-        self.found: dict[str, Any] = {}  # fields of the verdict that name the component's distribution
+        self.found: dict[
+            str, Any
+        ] = {}  # fields of the verdict that name the component's distribution
         self.ended = False
 
     def verdict(self) -> Verdict:
@@ -99,13 +128,26 @@ class _Run:
         return judge(self.expected, self.outcomes)
 
     def _unloadable(self, why: str) -> Verdict:
-        return Verdict(self.job.kind, self.job.component, API_VERSIONS[self.job.kind], 0, 0, (), (), (Finding(LOADING, why),), ())
+        return Verdict(
+            self.job.kind,
+            self.job.component,
+            API_VERSIONS[self.job.kind],
+            0,
+            0,
+            (),
+            (),
+            (Finding(LOADING, why),),
+            (),
+        )
 
     def _process(self) -> str:
         """Run the remaining checks in a new process. Returns how it ended, for an error message."""
         job = replace(self.job, done=[*self.outcomes])
         path = job.write()
-        output, environ = Path(job.folder, "output.txt"), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+        output, environ = (
+            Path(job.folder, "output.txt"),
+            {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
+        )
         environ["PYTHONPATH"] = os.pathsep.join(job.path)
         environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(job.folder, ".hypothesis"))
         job.ledger.write_text("")
@@ -127,7 +169,12 @@ class _Run:
         if hung:
             longer = "--time-limit, in Python time_limit_s, gives it longer"
             return f"it hung, and was ended after {self.time_limit_s:g} s, without the time when others had the CPU; {longer}{calls}"
-        return "\n  ".join([f"it ended the process, {ending(process.returncode)}{calls}", *last_words(output)[-OUTPUT_LINES:]])
+        return "\n  ".join(
+            [
+                f"it ended the process, {ending(process.returncode)}{calls}",
+                *last_words(output)[-OUTPUT_LINES:],
+            ]
+        )
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
         """Read the ledger until the process has ended. Returns True if a check, or loading, timed out and the process was killed."""

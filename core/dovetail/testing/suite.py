@@ -17,4 +17,6 @@ from dovetail.testing.hygiene import Hygiene
 class Suite(Hygiene):
     """Checks that components of one kind must pass. pytest creates an instance for each check."""
 
-    __dovetail_suite__: ClassVar[bool] = True  # the pytest plugin recognises suites by it, without importing this module
+    __dovetail_suite__: ClassVar[bool] = (
+        True  # the pytest plugin recognises suites by it, without importing this module
+    )

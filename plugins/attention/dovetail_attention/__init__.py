@@ -30,7 +30,9 @@ def dovetail_components() -> list[ComponentSpec]:
             name="flash_attn",
             target="dovetail_attention.flash:FlashAttention",
             summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and bfloat16, blocks of 256",
-            requires=("torch>=2.11",),  # the package has several names: the backend finds it, or names what to install
+            requires=(
+                "torch>=2.11",
+            ),  # the package has several names: the backend finds it, or names what to install
         ),
         ComponentSpec(
             kind="attention",

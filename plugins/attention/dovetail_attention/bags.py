@@ -33,14 +33,22 @@ class Bags:
     lens: Int64  # [rows * heads] of each bag
 
     def attend(
-        self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        spec: LayerSpec,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attend with caches k, v [entries, kv_heads, head_size] and q [tokens, heads, head_size]; write `out`, of q's shape, at the bags' queries.
         sinks: [heads] float32."""
         size = spec.head_size
         flat_q = q.index_select(0, self.queries).view(-1, size)  # [rows * heads, size]
         weights = self.pattern.values().zero_()  # [values]
-        torch.sparse.sampled_addmm(self.pattern, flat_q, k.view(-1, size).t(), beta=0.0, alpha=spec.scale, out=self.pattern)
+        torch.sparse.sampled_addmm(
+            self.pattern, flat_q, k.view(-1, size).t(), beta=0.0, alpha=spec.scale, out=self.pattern
+        )
         if spec.softcap is not None:
             weights.div_(spec.softcap).tanh_().mul_(spec.softcap)
         largest = np.maximum.reduceat(weights.numpy(), self.starts)
@@ -52,11 +60,20 @@ class Bags:
         if sinks is not None:
             sums += torch.from_numpy(np.exp(of_bags - largest))
         offsets, entries = self.pattern.crow_indices(), self.pattern.col_indices()
-        mixed = F.embedding_bag(entries, v.view(-1, size), offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
+        mixed = F.embedding_bag(
+            entries,
+            v.view(-1, size),
+            offsets,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
         out.index_copy_(0, self.queries, mixed.div_(sums[:, None]).view(-1, spec.heads, size))
 
 
-def make_bags(queries: Int64, entries: Int64, lens: Int64, heads: int, kv_heads: int, count: int) -> Bags:
+def make_bags(
+    queries: Int64, entries: Int64, lens: Int64, heads: int, kv_heads: int, count: int
+) -> Bags:
     """Make the bags of rows of one query each: row i is token `queries[i]` and sees the next `lens[i]` of `entries` [sum of lens], which lists
     the rows' entries of the cache one after the other. The cache has `count`."""
     bag_lens = np.repeat(lens, heads)
@@ -65,8 +82,12 @@ def make_bags(queries: Int64, entries: Int64, lens: Int64, heads: int, kv_heads:
     first_entry = np.repeat(np.cumsum(lens) - lens, heads)  # of each bag, in `entries`
     kv_head = np.tile(np.arange(heads) // (heads // kv_heads), len(lens))
     index = np.int32 if max(count * kv_heads, int(ends[-1])) <= MAX_INT32 else np.int64
-    places = np.arange(ends[-1], dtype=index) + np.repeat((first_entry - starts).astype(index), bag_lens)  # in `entries`
-    columns = (entries * kv_heads).astype(index)[places] + np.repeat(kv_head.astype(index), bag_lens)
+    places = np.arange(ends[-1], dtype=index) + np.repeat(
+        (first_entry - starts).astype(index), bag_lens
+    )  # in `entries`
+    columns = (entries * kv_heads).astype(index)[places] + np.repeat(
+        kv_head.astype(index), bag_lens
+    )
     pattern = _csr(
         torch.from_numpy(np.concatenate([[0], ends]).astype(index)),
         torch.from_numpy(columns),
@@ -79,8 +100,12 @@ def make_bags(queries: Int64, entries: Int64, lens: Int64, heads: int, kv_heads:
 def bags_work() -> bool:
     """Return True if this build of torch has the sampled product on the CPU; some platforms' builds lack it."""
     try:
-        pattern = _csr(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), (1, 1))
-        torch.sparse.sampled_addmm(pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0, out=pattern)
+        pattern = _csr(
+            torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), (1, 1)
+        )
+        torch.sparse.sampled_addmm(
+            pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0, out=pattern
+        )
         return pattern.values().tolist() == [2.0]
     except RuntimeError:
         return False
@@ -88,6 +113,10 @@ def bags_work() -> bool:
 
 def _csr(row_starts: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="Sparse CSR tensor support is in beta", category=UserWarning
+        )
         values = torch.zeros(len(columns), dtype=torch.float32)
-        return torch.sparse_csr_tensor(row_starts, columns, values, size=shape, check_invariants=False)
+        return torch.sparse_csr_tensor(
+            row_starts, columns, values, size=shape, check_invariants=False
+        )

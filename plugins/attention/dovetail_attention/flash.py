@@ -67,7 +67,9 @@ class FlashAttention(AttentionBackend):
         except ImportError as error:
             return [str(error)]
         sizes = sorted({layer.head_size for layer in layers})
-        tried = (reason_against(library, device, getattr(torch, context.dtype), size) for size in sizes)
+        tried = (
+            reason_against(library, device, getattr(torch, context.dtype), size) for size in sizes
+        )
         return [reason for reason in tried if reason is not None]
 
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
@@ -79,7 +81,9 @@ class FlashAttention(AttentionBackend):
         return tensor_bytes(spec, block_size, self.dtype)
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        self.step = FlashStep(max_rows, max_tokens, max_len, [cache_of(layer) for layer in self._layers], self.device)
+        self.step = FlashStep(
+            max_rows, max_tokens, max_len, [cache_of(layer) for layer in self._layers], self.device
+        )
 
     def plan(self, batch: AttentionBatch) -> None:
         self.planned.fill(batch)
@@ -87,22 +91,37 @@ class FlashAttention(AttentionBackend):
     @property
     def planned(self) -> FlashStep:
         if self.step is None:
-            raise DovetailError("attention backend 'flash_attn': plan() was called before prepare()")
+            raise DovetailError(
+                "attention backend 'flash_attn': plan() was called before prepare()"
+            )
         return self.step
 
 
 class FlashGroup:
     """Block tables and slots of a cache group, for each page of its blocks that a layer uses."""
 
-    def __init__(self, max_rows: int, max_tokens: int, max_len: int, caches: Sequence[LayerCache], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        max_len: int,
+        caches: Sequence[LayerCache],
+        device: torch.device,
+    ) -> None:
         block_size, pages = caches[0].block_size, 1 + max(cache.page for cache in caches)
         waste_slot = (len(caches[0].memory[0]) - 1) * block_size
-        self.tables = torch.zeros((pages, max_rows, -(-max_len // block_size)), dtype=torch.int32, device=device)
+        self.tables = torch.zeros(
+            (pages, max_rows, -(-max_len // block_size)), dtype=torch.int32, device=device
+        )
         self.slots = torch.full((pages, max_tokens), waste_slot, dtype=torch.int64, device=device)
 
     def fill(self, table: torch.Tensor, slots: torch.Tensor) -> None:
         """table [pages_per_block, rows, max_blocks], slots [pages_per_block, tokens]."""
-        pages, rows, width = len(self.tables), table.shape[1], min(table.shape[2], self.tables.shape[2])
+        pages, rows, width = (
+            len(self.tables),
+            table.shape[1],
+            min(table.shape[2], self.tables.shape[2]),
+        )
         self.tables[:, :rows, :width].copy_(table[:pages, :, :width])
         self.slots[:, : slots.shape[1]].copy_(slots[:pages])
 
@@ -110,14 +129,27 @@ class FlashGroup:
 class FlashStep:
     """Inputs of a step that all layers read: buffers with fixed addresses, and on the host the number of rows of each call."""
 
-    def __init__(self, max_rows: int, max_tokens: int, max_len: int, caches: Sequence[LayerCache], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        max_len: int,
+        caches: Sequence[LayerCache],
+        device: torch.device,
+    ) -> None:
         """`caches`: of all layers."""
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        by_group = {cache.group: [other for other in caches if other.group == cache.group] for cache in caches}
-        self.groups = {group: FlashGroup(max_rows, max_tokens, max_len, members, device) for group, members in by_group.items()}
+        by_group = {
+            cache.group: [other for other in caches if other.group == cache.group]
+            for cache in caches
+        }
+        self.groups = {
+            group: FlashGroup(max_rows, max_tokens, max_len, members, device)
+            for group, members in by_group.items()
+        }
         self.lens, self._max_tokens = zeros(max_rows), max_tokens
         self._query_starts, self._kv_starts = zeros(max_rows + 1), zeros(max_rows + 1)
         self.decodes = 0  # rows, and tokens: the first of the step
@@ -139,7 +171,9 @@ class FlashStep:
         longer = np.flatnonzero(batch.host_query_lens[: batch.num_rows] != 1)
         self.ragged = None
         if not len(longer):
-            self.decodes = self.num_tokens = min(rows, tokens)  # including padding rows: each size has one shape
+            self.decodes = self.num_tokens = min(
+                rows, tokens
+            )  # including padding rows: each size has one shape
             return
         self.decodes, self.num_tokens = int(longer[0]), batch.num_tokens
         self.ragged_rows = slice(self.decodes, batch.num_rows)
@@ -148,9 +182,13 @@ class FlashStep:
     def _ragged(self, batch: AttentionBatch) -> Ragged:
         count = batch.num_rows - self.decodes
         query_starts, kv_starts = self._query_starts[: count + 1], self._kv_starts[: count + 1]
-        torch.sub(batch.query_starts[self.decodes : batch.num_rows + 1], self.decodes, out=query_starts)
+        torch.sub(
+            batch.query_starts[self.decodes : batch.num_rows + 1], self.decodes, out=query_starts
+        )
         torch.cumsum(self.lens[self.ragged_rows], 0, dtype=torch.int32, out=kv_starts[1:])
-        query_lens, kv_lens = (lens[self.ragged_rows] for lens in (batch.host_query_lens, batch.host_kv_lens))
+        query_lens, kv_lens = (
+            lens[self.ragged_rows] for lens in (batch.host_query_lens, batch.host_kv_lens)
+        )
         return Ragged(query_starts, kv_starts, int(query_lens.max()), int(kv_lens.max()))
 
 
@@ -165,7 +203,9 @@ class FlashLayer(AttentionLayer):
         self.cache = cache
         shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
         own = pages_of(cache, self.spec, self._backend.dtype, shape)
-        self._k, self._v = (of_pages.transpose(1, 2) for of_pages in own)  # [num_pages + 1, block_size, kv_heads, head_size] each
+        self._k, self._v = (
+            of_pages.transpose(1, 2) for of_pages in own
+        )  # [num_pages + 1, block_size, kv_heads, head_size] each
 
     def cache_for_fused_write(self) -> FusedCache:
         return FusedCache(self._k, self._v, self._slots)
@@ -186,14 +226,27 @@ class FlashLayer(AttentionLayer):
         step, library, spec = self._backend.planned, self._backend.library, self.spec
         parts = []
         if step.decodes:
-            parts.append(library.decode(q[: step.decodes], self._rows(step, slice(step.decodes)), spec.scale, spec.window))
+            parts.append(
+                library.decode(
+                    q[: step.decodes],
+                    self._rows(step, slice(step.decodes)),
+                    spec.scale,
+                    spec.window,
+                )
+            )
         if step.ragged is not None:
             ragged = q[step.decodes : step.num_tokens]
-            parts.append(library.prefill(ragged, self._rows(step, step.ragged_rows), step.ragged, spec.scale, spec.window))
+            parts.append(
+                library.prefill(
+                    ragged, self._rows(step, step.ragged_rows), step.ragged, spec.scale, spec.window
+                )
+            )
         if step.num_tokens < len(q):
             parts.append(q.new_zeros((len(q) - step.num_tokens, *q.shape[1:])))
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(q)
 
     def _rows(self, step: FlashStep, rows: slice) -> Paged:
         cache = cache_of(self)
-        return Paged(self._k, self._v, step.groups[cache.group].tables[cache.page, rows], step.lens[rows])
+        return Paged(
+            self._k, self._v, step.groups[cache.group].tables[cache.page, rows], step.lens[rows]
+        )

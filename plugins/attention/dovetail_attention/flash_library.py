@@ -25,7 +25,9 @@ TRIED_PAGES = 6
 class Paged:
     """A layer's cache and some rows of a step."""
 
-    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], any strides, but the last one is 1
+    k: (
+        torch.Tensor
+    )  # [num_blocks, block_size, kv_heads, head_size], any strides, but the last one is 1
     v: torch.Tensor  # like k
     table: torch.Tensor  # [rows, max_blocks] int32
     lens: torch.Tensor  # [rows] int32: tokens of K and V
@@ -55,11 +57,15 @@ class FlashLibrary(ABC):
         return True
 
     @abstractmethod
-    def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, cache: Paged, scale: float, window: int | None
+    ) -> torch.Tensor:
         """q [rows, heads, head_size] -> the same; rows without tokens are undefined. Doesn't synchronize: can be recorded in a CUDA graph."""
 
     @abstractmethod
-    def prefill(self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None
+    ) -> torch.Tensor:
         """q [tokens, heads, head_size] of ragged rows, each its row's last tokens -> the same."""
 
 
@@ -68,7 +74,9 @@ class FlashAttention2(FlashLibrary):
 
     module = "flash_attn"
 
-    def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, cache: Paged, scale: float, window: int | None
+    ) -> torch.Tensor:
         out: torch.Tensor = self._functions.flash_attn_with_kvcache(
             q[:, None],
             cache.k,
@@ -81,7 +89,9 @@ class FlashAttention2(FlashLibrary):
         )
         return out[:, 0]
 
-    def prefill(self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None
+    ) -> torch.Tensor:
         out: torch.Tensor = self._functions.flash_attn_varlen_func(
             q,
             cache.k,
@@ -107,13 +117,21 @@ class FlashAttention3(FlashLibrary):
     def runs_on(cls, device: torch.device) -> bool:
         return device.type != "cuda" or is_hopper(device)
 
-    def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, cache: Paged, scale: float, window: int | None
+    ) -> torch.Tensor:
         return self._call(q[:, None], cache, scale, window)[:, 0]
 
-    def prefill(self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None) -> torch.Tensor:
-        return self._call(q, cache, scale, window, cu_seqlens_q=rows.query_starts, max_seqlen_q=rows.longest_query)
+    def prefill(
+        self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None
+    ) -> torch.Tensor:
+        return self._call(
+            q, cache, scale, window, cu_seqlens_q=rows.query_starts, max_seqlen_q=rows.longest_query
+        )
 
-    def _call(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None, **ragged: Any) -> torch.Tensor:
+    def _call(
+        self, q: torch.Tensor, cache: Paged, scale: float, window: int | None, **ragged: Any
+    ) -> torch.Tensor:
         out: torch.Tensor = self._functions.flash_attn_with_kvcache(
             q,
             cache.k,
@@ -147,19 +165,37 @@ def find_library(device: torch.device) -> FlashLibrary:
     raise ImportError(f"it needs FlashAttention, and {why}; install it with: {INSTALL}")
 
 
-def reason_against(library: FlashLibrary, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+def reason_against(
+    library: FlashLibrary, device: torch.device, dtype: torch.dtype, head_size: int
+) -> str | None:
     """Return why it can't serve such heads, by a trial: a build without the kernels returns uninitialized memory."""
-    generator, tokens = torch.Generator().manual_seed(0), TRIED_PAGES * PAGE  # long enough that decodes are split
-    q = torch.randn((2, 1, head_size), generator=generator).to(device, dtype)  # two queries, the row's last
-    k, v = (torch.randn((TRIED_PAGES, PAGE, 1, head_size), generator=generator).to(device, dtype) for _ in range(2))
+    generator, tokens = (
+        torch.Generator().manual_seed(0),
+        TRIED_PAGES * PAGE,
+    )  # long enough that decodes are split
+    q = torch.randn((2, 1, head_size), generator=generator).to(
+        device, dtype
+    )  # two queries, the row's last
+    k, v = (
+        torch.randn((TRIED_PAGES, PAGE, 1, head_size), generator=generator).to(device, dtype)
+        for _ in range(2)
+    )
     pages = torch.arange(TRIED_PAGES, dtype=torch.int32, device=device)[None]
-    last, starts, kv_starts = (torch.tensor(ids, dtype=torch.int32, device=device) for ids in ([tokens], [0, 2], [0, tokens]))
+    last, starts, kv_starts = (
+        torch.tensor(ids, dtype=torch.int32, device=device)
+        for ids in ([tokens], [0, 2], [0, tokens])
+    )
     cache, scale = Paged(k, v, pages, last), head_size**-0.5
     try:
-        outs = library.decode(q[1:], cache, scale, None), library.prefill(q, cache, Ragged(starts, kv_starts, 2, tokens), scale, None)[1:]
+        outs = (
+            library.decode(q[1:], cache, scale, None),
+            library.prefill(q, cache, Ragged(starts, kv_starts, 2, tokens), scale, None)[1:],
+        )
     except RuntimeError as error:
         return f"{library.module} can't attend with heads of {head_size} in {dtype}: {error}"
-    weights = torch.softmax(q[1:].float().view(1, -1) @ k.float().view(tokens, -1).T * scale, dim=-1)
+    weights = torch.softmax(
+        q[1:].float().view(1, -1) @ k.float().view(tokens, -1).T * scale, dim=-1
+    )
     expected = (weights @ v.float().view(tokens, -1)).view(1, 1, head_size)
     if all(torch.allclose(out.float(), expected, atol=CLOSE) for out in outs):
         return None

@@ -30,9 +30,20 @@ class LayerShape(NamedTuple):
         kv_heads = spec.kv_heads
         if spec.v_in_k:
             group = spec.heads // spec.kv_heads
-            kv_heads *= group // max(size for size in range(1, min(group, MOST_OF_LATENT) + 1) if group % size == 0)
+            kv_heads *= group // max(
+                size for size in range(1, min(group, MOST_OF_LATENT) + 1) if group % size == 0
+            )
         rest = spec.head_size - spec.out_size
-        return cls(spec.heads, kv_heads, spec.out_size, spec.window, spec.sinks, spec.softcap is not None, spec.v_in_k, rest)
+        return cls(
+            spec.heads,
+            kv_heads,
+            spec.out_size,
+            spec.window,
+            spec.sinks,
+            spec.softcap is not None,
+            spec.v_in_k,
+            rest,
+        )
 
     @property
     def group(self) -> int:
@@ -58,7 +69,9 @@ def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
     if not layer.spec.sinks:
         return None
     if layer.sinks is None:
-        raise DovetailError(f"attention layer {layer.spec.index} has sinks, and attend() was called before bind_sinks()")
+        raise DovetailError(
+            f"attention layer {layer.spec.index} has sinks, and attend() was called before bind_sinks()"
+        )
     return layer.sinks
 
 

@@ -23,7 +23,9 @@ def tensor_bytes(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> tuple[
 def cache_of(layer: AttentionLayer) -> LayerCache:
     """Return the cache that a layer was bound to. Raises `DovetailError` if it wasn't."""
     if layer.cache is None:
-        raise DovetailError(f"attention layer {layer.spec.index} has no cache: bind() was never called")
+        raise DovetailError(
+            f"attention layer {layer.spec.index} has no cache: bind() was never called"
+        )
     return layer.cache
 
 
@@ -38,10 +40,16 @@ def rows_of(cache: LayerCache, spec: LayerSpec, dtype: torch.dtype) -> list[torc
         )
     [(_, row)] = shapes
     if row < sizes[0] or row % dtype.itemsize:
-        raise DovetailError(f"attention layer {spec.index}: a page has {row} bytes, expected a multiple of {dtype.itemsize} from {sizes[0]} on")
+        raise DovetailError(
+            f"attention layer {spec.index}: a page has {row} bytes, expected a multiple of {dtype.itemsize} from {sizes[0]} on"
+        )
     return [memory.view(dtype) for memory in cache.memory]
 
 
-def pages_of(cache: LayerCache, spec: LayerSpec, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
+def pages_of(
+    cache: LayerCache, spec: LayerSpec, dtype: torch.dtype, shape: tuple[int, ...]
+) -> list[torch.Tensor]:
     """Return views [num_pages + 1, *shape] of the tensors of a layer's cache. `shape`: of a block, contiguous. Raises like `rows_of`."""
-    return [rows[:, : math.prod(shape)].view(len(rows), *shape) for rows in rows_of(cache, spec, dtype)]
+    return [
+        rows[:, : math.prod(shape)].view(len(rows), *shape) for rows in rows_of(cache, spec, dtype)
+    ]

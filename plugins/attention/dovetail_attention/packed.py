@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, LayerCache, LayerSpec
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    LayerCache,
+    LayerSpec,
+)
 from dovetail.errors import DovetailError
 
 LEAST_PART = 64  # queries
@@ -40,7 +48,9 @@ class PackedAttention(AttentionBackend):
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
         self._windows: set[int | None] = set()
-        self.written: tuple[LayerSpec, torch.Tensor, torch.Tensor] | None = None  # the layer that was written last, and its K and V
+        self.written: tuple[LayerSpec, torch.Tensor, torch.Tensor] | None = (
+            None  # the layer that was written last, and its K and V
+        )
         # Of the planned step:
         self.starts = [0]  # of each row's tokens, and the end of the last
         self.query_starts: torch.Tensor | None = None  # the same on the device
@@ -50,7 +60,11 @@ class PackedAttention(AttentionBackend):
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
         reasons = super().reasons_against(context, layers)
-        return reasons if all(layer.shares is None for layer in layers) else [*reasons, "layers that share a cache aren't supported: there is none"]
+        return (
+            reasons
+            if all(layer.shares is None for layer in layers)
+            else [*reasons, "layers that share a cache aren't supported: there is none"]
+        )
 
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
         self._windows.add(spec.window)
@@ -71,8 +85,13 @@ class PackedAttention(AttentionBackend):
             )
         self.written = None
         self.starts = [0, *np.cumsum(batch.host_query_lens).tolist()]
-        self.query_starts, self.longest = batch.query_starts[: batch.num_rows + 1], int(batch.host_query_lens.max(initial=0))
-        self.parts = {window: [*self._cut(window, batch.query_starts.device)] for window in self._windows}
+        self.query_starts, self.longest = (
+            batch.query_starts[: batch.num_rows + 1],
+            int(batch.host_query_lens.max(initial=0)),
+        )
+        self.parts = {
+            window: [*self._cut(window, batch.query_starts.device)] for window in self._windows
+        }
 
     def _cut(self, window: int | None, device: torch.device) -> Iterator[Part]:
         """Yield the parts of the step's rows for layers with this window."""
@@ -97,7 +116,9 @@ class PackedLayer(AttentionLayer):
     def __init__(self, spec: LayerSpec, backend: PackedAttention) -> None:
         self.spec, self._backend = spec, backend
         dtype, device = backend.context.dtype, backend.context.device
-        self._flash = device.startswith("cuda") and dtype != "float32" and spec.head_size in FLASH_HEAD_SIZES
+        self._flash = (
+            device.startswith("cuda") and dtype != "float32" and spec.head_size in FLASH_HEAD_SIZES
+        )
 
     def bind(self, cache: LayerCache) -> None:
         self.cache = cache
@@ -109,23 +130,45 @@ class PackedLayer(AttentionLayer):
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         backend, spec = self._backend, self.spec
         if backend.written is None or backend.written[0] is not spec:
-            raise DovetailError(f"attention layer {spec.index}: attend() must follow write() of the same layer in the same step")
+            raise DovetailError(
+                f"attention layer {spec.index}: attend() must follow write() of the same layer in the same step"
+            )
         _, k, v = backend.written
         gqa = spec.heads != spec.kv_heads
         if self._flash and backend.query_starts is not None:
-            starts, longest, reach = backend.query_starts, backend.longest, -1 if spec.window is None else spec.window - 1
+            starts, longest, reach = (
+                backend.query_starts,
+                backend.longest,
+                -1 if spec.window is None else spec.window - 1,
+            )
             if gqa:  # torch 2.11 has no `enable_gqa` here
                 k, v = (x.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for x in (k, v))
-            from torch.nn.attention.varlen import varlen_attn  # loads torch's compiler, nearly a second
+            from torch.nn.attention.varlen import (
+                varlen_attn,
+            )  # loads torch's compiler, nearly a second
 
-            attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=spec.scale, window_size=(reach, reach))
+            attended = varlen_attn(
+                q,
+                k,
+                v,
+                starts,
+                starts,
+                longest,
+                longest,
+                scale=spec.scale,
+                window_size=(reach, reach),
+            )
             assert isinstance(attended, torch.Tensor)
             return attended
         out = q.new_empty(q.shape)
         out[backend.starts[-1] :] = 0
         for part in backend.parts[spec.window]:
-            own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[part.queries], k[part.keys], v[part.keys]))  # [1, heads, tokens, head_size]
-            values = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=part.mask, scale=spec.scale, enable_gqa=gqa)
+            own_q, own_k, own_v = (
+                x.transpose(0, 1)[None] for x in (q[part.queries], k[part.keys], v[part.keys])
+            )  # [1, heads, tokens, head_size]
+            values = F.scaled_dot_product_attention(
+                own_q, own_k, own_v, attn_mask=part.mask, scale=spec.scale, enable_gqa=gqa
+            )
             out[part.queries] = values[0].transpose(0, 1)
         return out
 

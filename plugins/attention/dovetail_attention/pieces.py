@@ -46,32 +46,65 @@ class Piece:
     keys_per_row: int
     queries: Where  # [rows * queries_per_row] tokens of the batch
     keys: Where  # [rows * keys_per_row] entries of the caches
-    mask: torch.Tensor | None = None  # added to the scores, broadcast to [rows, heads, queries, keys]
+    mask: torch.Tensor | None = (
+        None  # added to the scores, broadcast to [rows, heads, queries, keys]
+    )
     causal: bool = False  # a query sees the keys up to its own position in its row
     real: torch.Tensor | None = None  # which queries aren't padding; None: all
 
     def attend(
-        self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        spec: LayerSpec,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """k, v [entries, kv_heads, their size]: the caches, perhaps of a smaller dtype; q [tokens, heads, head_size]. Writes `out` [tokens, heads,
         out_size] at its own queries. sinks: [heads] float32."""
         shape = (self.rows, self.keys_per_row, spec.kv_heads, -1)
-        k, v = (_take_numbers(cache, self.keys, q.dtype).view(shape).transpose(1, 2) for cache in (k, v))  # [rows, kv_heads, keys, size]
+        k, v = (
+            _take_numbers(cache, self.keys, q.dtype).view(shape).transpose(1, 2) for cache in (k, v)
+        )  # [rows, kv_heads, keys, size]
         q = _take(q, self.queries)
-        if self.queries_per_row == 1:  # the heads that share a kv head become its queries: each K and V is read once
+        if (
+            self.queries_per_row == 1
+        ):  # the heads that share a kv head become its queries: each K and V is read once
             q = q.reshape(self.rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_size)
-            values = self._attended(spec, q, k, v, None if sinks is None else sinks.view(spec.kv_heads, -1))
+            values = self._attended(
+                spec, q, k, v, None if sinks is None else sinks.view(spec.kv_heads, -1)
+            )
         else:
-            q = q.reshape(self.rows, self.queries_per_row, spec.heads, spec.head_size).transpose(1, 2)
-            values = self._attended(spec, q, k, v, None if sinks is None else sinks[:, None]).transpose(1, 2)
+            q = q.reshape(self.rows, self.queries_per_row, spec.heads, spec.head_size).transpose(
+                1, 2
+            )
+            values = self._attended(
+                spec, q, k, v, None if sinks is None else sinks[:, None]
+            ).transpose(1, 2)
         self._put(out, values.reshape(-1, spec.heads, spec.out_size))
 
-    def _attended(self, spec: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    def _attended(
+        self,
+        spec: LayerSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """q [rows, heads, queries, size], k and v [rows, kv_heads, keys, their size] -> [rows, heads, queries, V's size]. sinks: broadcast to [rows,
         heads, queries]."""
         gqa = q.shape[1] != k.shape[1]
         if spec.softcap is None and sinks is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.causal, scale=spec.scale, enable_gqa=gqa)
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=self.mask,
+                is_causal=self.causal,
+                scale=spec.scale,
+                enable_gqa=gqa,
+            )
         if gqa:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * spec.scale
@@ -80,11 +113,15 @@ class Piece:
         if self.mask is not None:
             scores += self.mask
         if self.causal:
-            scores.masked_fill_(torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+            scores.masked_fill_(
+                torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf
+            )
         if sinks is None:
             weights = scores.softmax(-1)
         else:
-            weights = torch.cat([scores, sinks[..., None].expand(*scores.shape[:3], 1)], dim=-1).softmax(-1)[..., :-1]
+            weights = torch.cat(
+                [scores, sinks[..., None].expand(*scores.shape[:3], 1)], dim=-1
+            ).softmax(-1)[..., :-1]
         return torch.matmul(weights, v.float()).to(q.dtype)
 
     def _put(self, out: torch.Tensor, values: torch.Tensor) -> None:
@@ -93,7 +130,9 @@ class Piece:
         elif self.real is None:
             out.index_copy_(0, self.queries, values)
         else:
-            out.index_copy_(0, self.queries.index_select(0, self.real), values.index_select(0, self.real))
+            out.index_copy_(
+                0, self.queries.index_select(0, self.real), values.index_select(0, self.real)
+            )
 
 
 class BandMask:
@@ -102,9 +141,13 @@ class BandMask:
     One matrix serves all: cut so that its last column is the last query's own key.
     """
 
-    def __init__(self, max_len: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, max_len: int, window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.window = window
-        self._reach = max_len if window is None else min(window, max_len)  # keys before a query that any cut may need
+        self._reach = (
+            max_len if window is None else min(window, max_len)
+        )  # keys before a query that any cut may need
         self._dtype, self._device = dtype, device
         self._matrix: torch.Tensor | None = None  # [CHUNK, reach + CHUNK], made when first needed
 
@@ -116,11 +159,15 @@ class BandMask:
         """The mask [queries, keys] of `queries` queries that are the last of `keys` keys."""
         if self._matrix is None:
             query = torch.arange(CHUNK, device=self._device)[:, None]
-            back = query + self._reach - torch.arange(self._reach + CHUNK, device=self._device)  # distance from query back to key
+            back = (
+                query + self._reach - torch.arange(self._reach + CHUNK, device=self._device)
+            )  # distance from query back to key
             seen = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
             self._matrix = self.hide(~seen)
         part = self._matrix[:queries, self._reach + queries - keys : self._reach + queries]
-        return part.clone() if part.is_cuda else part  # torch's kernels there read 16 bytes at once, from where such numbers may begin
+        return (
+            part.clone() if part.is_cuda else part
+        )  # torch's kernels there read 16 bytes at once, from where such numbers may begin
 
 
 Kind = tuple[LayerShape, Units]  # layers that are alike in both share a plan
@@ -136,11 +183,20 @@ class Planner:
     use_bags: bool
 
     @classmethod
-    def of(cls, layers: Sequence[tuple[LayerSpec, Units]], max_len: int, dtype: torch.dtype, device: torch.device) -> Planner:
+    def of(
+        cls,
+        layers: Sequence[tuple[LayerSpec, Units]],
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Planner:
         """Create a planner for these layers and sequences of at most `max_len` tokens."""
         return cls(
             max((spec.kv_heads * spec.head_size * dtype.itemsize for spec, _ in layers), default=1),
-            {window: BandMask(max_len, window, dtype, device) for window in dict.fromkeys(spec.window for spec, _ in layers)},
+            {
+                window: BandMask(max_len, window, dtype, device)
+                for window in dict.fromkeys(spec.window for spec, _ in layers)
+            },
             tuple(dict.fromkeys((LayerShape.of(spec), units) for spec, units in layers)),
             device.type == "cpu" and dtype == torch.float32 and bags_work(),
         )
@@ -152,10 +208,14 @@ class Planner:
 class _BatchCutter:
     """Splits one batch for layers of one kind."""
 
-    def __init__(self, planner: Planner, batch: AttentionBatch, shape: LayerShape, units: Units) -> None:
+    def __init__(
+        self, planner: Planner, batch: AttentionBatch, shape: LayerShape, units: Units
+    ) -> None:
         self.planner, self.batch, self.shape, self.units = planner, batch, shape, units
         self.mask = planner.masks[shape.window]
-        self.use_bags = planner.use_bags and not shape.latent and units.of_token == 1  # latent layers have no separate V
+        self.use_bags = (
+            planner.use_bags and not shape.latent and units.of_token == 1
+        )  # latent layers have no separate V
         self.table = batch.block_tables[units.group][units.page]  # [rows, max_blocks]
         self.device = self.table.device
         self.queries = batch.host_query_lens.astype(np.int64)
@@ -188,15 +248,28 @@ class _BatchCutter:
         lens = ends if self.shape.window is None else np.minimum(ends, self.shape.window)
         skipped = np.cumsum(lens) - ends  # so that position = index in the whole - skipped
         positions = np.arange(lens.sum()) - np.repeat(skipped, lens)
-        blocks = table.ravel()[np.repeat(rows * table.shape[1], lens) + positions // units.block_size]
+        blocks = table.ravel()[
+            np.repeat(rows * table.shape[1], lens) + positions // units.block_size
+        ]
         entries = blocks.astype(np.int64) * units.of_page + positions % units.block_size
-        return make_bags(self.first_query[rows], entries, lens, self.shape.heads, self.shape.kv_heads, units.entries)
+        return make_bags(
+            self.first_query[rows],
+            entries,
+            lens,
+            self.shape.heads,
+            self.shape.kv_heads,
+            units.entries,
+        )
 
     def _similar(self, rows: NDArray[np.int64], window: int | None) -> list[NDArray[np.int64]]:
         """`rows` in groups of similar length: see the two constants at the top."""
         lens = self.lens[rows] if window is None else np.minimum(self.lens[rows], window)
         order = np.argsort(-lens, kind="stable")
-        ends = _group_ends(lens[order].tolist(), MAX_PIECE_BYTES // self.planner.bytes_per_token, MAX_FILL_BYTES // self.planner.bytes_per_token)
+        ends = _group_ends(
+            lens[order].tolist(),
+            MAX_PIECE_BYTES // self.planner.bytes_per_token,
+            MAX_FILL_BYTES // self.planner.bytes_per_token,
+        )
         return np.split(rows[order], ends[:-1]) if ends else []
 
     def _similar_decodes(self, rows: NDArray[np.int64]) -> Piece:
@@ -216,9 +289,23 @@ class _BatchCutter:
         if len(rows) == 1:
             first = int(self.first_query[rows[0]])
             return Piece(1, longest, longest, slice(first, first + longest), keys, causal=True)
-        indices = np.minimum(self.first_query[rows][:, None] + np.arange(longest), self.batch.num_tokens - 1)
-        real = None if seen is None else self._to_device(np.flatnonzero(np.arange(longest) < lens[:, None]))
-        return Piece(len(rows), longest, longest, self._to_device(indices.ravel()), keys, causal=True, real=real)
+        indices = np.minimum(
+            self.first_query[rows][:, None] + np.arange(longest), self.batch.num_tokens - 1
+        )
+        real = (
+            None
+            if seen is None
+            else self._to_device(np.flatnonzero(np.arange(longest) < lens[:, None]))
+        )
+        return Piece(
+            len(rows),
+            longest,
+            longest,
+            self._to_device(indices.ravel()),
+            keys,
+            causal=True,
+            real=real,
+        )
 
     def _stretches(self, row: int) -> list[Piece | Bags]:
         queries, length, window = int(self.queries[row]), int(self.lens[row]), self.shape.window
@@ -228,16 +315,35 @@ class _BatchCutter:
             count = min(CHUNK, queries - start)
             end = before + start + count
             first = 0 if window is None else max(0, before + start + 1 - window)
-            keys, _ = self._slots(np.array([row]), np.array([first]), np.array([end - first]), end - first)
+            keys, _ = self._slots(
+                np.array([row]), np.array([first]), np.array([end - first]), end - first
+            )
             first_index = int(self.first_query[row]) + start
-            pieces.append(Piece(1, count, end - first, slice(first_index, first_index + count), keys, self.mask.cut(count, end - first)))
+            pieces.append(
+                Piece(
+                    1,
+                    count,
+                    end - first,
+                    slice(first_index, first_index + count),
+                    keys,
+                    self.mask.cut(count, end - first),
+                )
+            )
         return pieces
 
-    def _slots(self, rows: NDArray[np.int64], starts: NDArray[np.int64], lens: NDArray[np.int64], longest: int) -> tuple[Where, torch.Tensor | None]:
+    def _slots(
+        self,
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lens: NDArray[np.int64],
+        longest: int,
+    ) -> tuple[Where, torch.Tensor | None]:
         """Entries of tokens [start, start + len) of each row, [rows * longest], filled up with the row's last; and which are real, [rows, longest],
         None: all. No other block of a row is looked up, and no other token read: they may hold anything, NaN too."""
         last = self._to_device(starts + lens - 1)[:, None]
-        positions = self._to_device(starts)[:, None] + torch.arange(longest, device=self.device)  # [rows, longest]
+        positions = self._to_device(starts)[:, None] + torch.arange(
+            longest, device=self.device
+        )  # [rows, longest]
         filled = torch.minimum(positions, last)
         size = self.units.block_size
         pages = self.table.index_select(0, self._to_device(rows)).gather(1, filled // size)

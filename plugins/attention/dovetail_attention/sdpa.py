@@ -14,7 +14,15 @@ from __future__ import annotations
 import torch
 from pydantic import BaseModel
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, LayerCache, LayerSpec
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    LayerCache,
+    LayerSpec,
+)
 from dovetail.errors import DovetailError
 from dovetail_attention.bags import Bags
 from dovetail_attention.layer_shape import LayerShape, sinks_of
@@ -27,14 +35,18 @@ from dovetail_attention.units import Units
 class TorchAttention(AttentionBackend):
     """Creates layers, and plans steps for all of them."""
 
-    capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES, sinks=True, softcap=True, v_in_k=True, groups=True)
+    capabilities = AttentionCapabilities(
+        cache_dtypes=CACHE_DTYPES, sinks=True, softcap=True, v_in_k=True, groups=True
+    )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
         self.device = torch.device(context.device)
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.cache_dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
-        self.slots: dict[Units, torch.Tensor] = {}  # of this step's tokens, in such units of a cache
+        self.slots: dict[
+            Units, torch.Tensor
+        ] = {}  # of this step's tokens, in such units of a cache
         self.parts: dict[tuple[LayerShape, Units], list[Piece | Bags]] = {}  # of this step
         self.num_tokens = 0  # of this step, without padding
         self._layers: list[TorchLayer] = []
@@ -51,13 +63,18 @@ class TorchAttention(AttentionBackend):
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         kinds = [(layer.spec, layer.units) for layer in self._layers if cache_of(layer)]
         self._planner = Planner.of(kinds, max_len, self.dtype, self.device)
-        self._planner.use_bags &= self.cache_dtype == self.dtype  # they multiply directly with the cache
+        self._planner.use_bags &= (
+            self.cache_dtype == self.dtype
+        )  # they multiply directly with the cache
 
     def plan(self, batch: AttentionBatch) -> None:
         if self._planner is None:
             raise DovetailError("attention backend 'torch': plan() was called before prepare()")
         self.num_tokens = batch.num_tokens
-        self.slots = {units: units.of_slots(batch.slots[units.group][units.page]) for units in {units for _, units in self._planner.kinds}}
+        self.slots = {
+            units: units.of_slots(batch.slots[units.group][units.page])
+            for units in {units for _, units in self._planner.kinds}
+        }
         self.parts = self._planner.plan(batch)
 
 
@@ -84,7 +101,9 @@ class TorchLayer(AttentionLayer):
         scales = self.kv_scales or ONE
         for cache, values, scale in zip(self._own, (k, v), (scales.k, scales.v), strict=False):
             if values is not None:
-                as_bytes(cache).index_copy_(0, self._backend.slots[self.units], as_bytes(stored(values, scale, cache.dtype)))
+                as_bytes(cache).index_copy_(
+                    0, self._backend.slots[self.units], as_bytes(stored(values, scale, cache.dtype))
+                )
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         out = q.new_empty(*q.shape[:2], self.spec.out_size)

@@ -42,15 +42,32 @@ from dovetail_attention.layer_shape import LayerShape, sinks_of
 from dovetail_attention.memory import cache_of, pages_of, tensor_bytes
 from dovetail_attention.scaled import CACHE_DTYPES, as_bytes
 from dovetail_attention.triton_schedule import TILE_NUMBERS
-from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, LayerKind, Limits, Schedule, StepBuffers
-from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings, tilings_for
+from dovetail_attention.triton_step import (
+    LEAST_TOGETHER,
+    PREFIX_PARTS,
+    LayerKind,
+    Limits,
+    Schedule,
+    StepBuffers,
+)
+from dovetail_attention.triton_tuning import (
+    CUDA,
+    HOPPER,
+    INTERPRETED,
+    PrefillTiling,
+    Tilings,
+    tilings_for,
+)
 
 LOG2_E = math.log2(math.e)
 MERGE_NUMBERS = 4096  # numbers of partial results that a program merges at once
 LEAST_M = 16  # queries of a tile for the tensor cores
 LEAST_OF_FP8 = 32  # minimum head size: matrix units need 16, and kernels read FP8 in pairs
 INTERPRETED_PROCESSORS = 4
-LATENT_SIZES, LATENT_RESTS = range(8, 513, 8), range(0, 129, 8)  # numbers of K that are V too, and that aren't
+LATENT_SIZES, LATENT_RESTS = (
+    range(8, 513, 8),
+    range(0, 129, 8),
+)  # numbers of K that are V too, and that aren't
 LEAST_FOR_FP8 = (8, 9)  # compute capability from which Triton has the type
 LOADS_APART = "prefill with separate warps for loading"
 
@@ -76,7 +93,13 @@ class TritonAttention(AttentionBackend):
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.cache_dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
         gpu = gpu_of(self.device)
-        self.tilings: Tilings = INTERPRETED if gpu is None else HOPPER if gpu.is_hopper and _can_load_apart() else tilings_for(gpu)
+        self.tilings: Tilings = (
+            INTERPRETED
+            if gpu is None
+            else HOPPER
+            if gpu.is_hopper and _can_load_apart()
+            else tilings_for(gpu)
+        )
         self.processors = INTERPRETED_PROCESSORS if gpu is None else gpu.processors
         self.step: StepBuffers | None = None
         self._layers: list[TritonLayer] = []
@@ -88,7 +111,9 @@ class TritonAttention(AttentionBackend):
         reasons = super().reasons_against(context, layers)
         if any(layer.v_in_k and layer.kv_heads > 1 for layer in layers):
             reasons.append("latent attention with more than one KV head isn't supported")
-        for size, rest in sorted({(layer.out_size, layer.head_size - layer.out_size) for layer in layers if layer.v_in_k}):
+        for size, rest in sorted(
+            {(layer.out_size, layer.head_size - layer.out_size) for layer in layers if layer.v_in_k}
+        ):
             if size not in LATENT_SIZES or rest not in LATENT_RESTS:
                 reasons.append(
                     f"latent attention with K of {size + rest} numbers, {size} of them V: these must be a multiple of 8 up to {LATENT_SIZES[-1]}, "
@@ -102,7 +127,9 @@ class TritonAttention(AttentionBackend):
         if not runs_kernels(device):
             return [f"Triton can't run kernels on {gpu}: see the previous warning"]
         if context.cache_dtype is not None and gpu.capability < LEAST_FOR_FP8:
-            return [f"K and V in {context.cache_dtype} need compute capability {'.'.join(map(str, LEAST_FOR_FP8))} or more, this is {gpu}"]
+            return [
+                f"K and V in {context.cache_dtype} need compute capability {'.'.join(map(str, LEAST_FOR_FP8))} or more, this is {gpu}"
+            ]
 
         def check() -> None:
             for spec in {replace(spec, index=0) for spec in layers}:
@@ -121,9 +148,25 @@ class TritonAttention(AttentionBackend):
         return tensor_bytes(spec, block_size, self.cache_dtype)
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        limits = Limits(max_rows, max_tokens, max_len, self.dtype, self.cache_dtype, self.device, self.processors, self.tilings)
-        caches, kinds = [cache_of(layer) for layer in self._layers], {layer.kind for layer in self._layers}
-        if self.tilings == HOPPER and not is_compiling_ahead() and not all(_loads_apart_well(kind, limits) for kind in kinds):
+        limits = Limits(
+            max_rows,
+            max_tokens,
+            max_len,
+            self.dtype,
+            self.cache_dtype,
+            self.device,
+            self.processors,
+            self.tilings,
+        )
+        caches, kinds = (
+            [cache_of(layer) for layer in self._layers],
+            {layer.kind for layer in self._layers},
+        )
+        if (
+            self.tilings == HOPPER
+            and not is_compiling_ahead()
+            and not all(_loads_apart_well(kind, limits) for kind in kinds)
+        ):
             self.tilings = CUDA
             limits = replace(limits, tilings=CUDA)
         self.step = StepBuffers(limits, kinds, caches)
@@ -150,16 +193,22 @@ class TritonLayer(AttentionLayer):
         least = LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0
         self._padded_size = max(self._shape.padded_size, least)
         self._padded_rest = max(self._shape.padded_rest, least) if self._shape.rest else 0
-        self._described: list[Any] | None = None  # descriptors of K and V for the tensor memory accelerator
+        self._described: list[Any] | None = (
+            None  # descriptors of K and V for the tensor memory accelerator
+        )
 
     def bind(self, cache: LayerCache) -> None:
         self.cache, self._place = cache, (cache.group, cache.page)
         shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
-        own = pages_of(cache, self.spec, self._backend.cache_dtype, shape)  # [num_pages + 1, kv_heads, block_size, head_size]
+        own = pages_of(
+            cache, self.spec, self._backend.cache_dtype, shape
+        )  # [num_pages + 1, kv_heads, block_size, head_size]
         self._k, self._v = own[0], own[-1]
         page_stride, head_stride, token_stride, _ = self._k.stride()
         if self._backend.cache_dtype.itemsize == 1 and page_stride % 2:
-            raise DovetailError(f"attention layer {self.spec.index}: a page has {page_stride} bytes, and FP8 is read in pairs")
+            raise DovetailError(
+                f"attention layer {self.spec.index}: a page has {page_stride} bytes, and FP8 is read in pairs"
+            )
         rows, rest = divmod(page_stride, self.spec.head_size)
         self.kind = LayerKind(self._shape, cache.block_size, 0 if rest else rows)
         self._described = None
@@ -167,13 +216,17 @@ class TritonLayer(AttentionLayer):
             "BLOCK_SIZE": cache.block_size,
             "BLOCK_STRIDE": page_stride,
             "TOKEN_STRIDE": token_stride,
-            "HEAD_STRIDE": 0 if self.spec.v_in_k else head_stride,  # groups of a latent layer read the same K
+            "HEAD_STRIDE": 0
+            if self.spec.v_in_k
+            else head_stride,  # groups of a latent layer read the same K
         }
 
     def cache_for_fused_write(self) -> FusedCache | None:
         if self.spec.v_in_k:
             return None
-        return FusedCache(self._k.transpose(1, 2), self._v.transpose(1, 2), self._slots, self.kv_scales)
+        return FusedCache(
+            self._k.transpose(1, 2), self._v.transpose(1, 2), self._slots, self.kv_scales
+        )
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if len(k) == 0:
@@ -181,7 +234,10 @@ class TritonLayer(AttentionLayer):
         k = _heads_together(k)
         v = k if v is None else _heads_together(v)
         tokens, width = self._backend.tilings.scatter
-        launch(triton_cache.scatter, (-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width)))(
+        launch(
+            triton_cache.scatter,
+            (-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width)),
+        )(
             k,
             v,
             as_bytes(self._k),
@@ -221,7 +277,11 @@ class TritonLayer(AttentionLayer):
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales of K and V, or unused tensors without any."""
         scales = self.kv_scales
-        return (self._slots,) * 2 if scales is None else (scales.k, scales.k if self.spec.v_in_k else scales.v)
+        return (
+            (self._slots,) * 2
+            if scales is None
+            else (scales.k, scales.k if self.spec.v_in_k else scales.v)
+        )
 
     def _constants(self, q: torch.Tensor) -> dict[str, Any]:
         softcap = self.spec.softcap
@@ -246,7 +306,11 @@ class TritonLayer(AttentionLayer):
     @property
     def _scale(self) -> float:
         """Return the multiplier of scores in kernels, before the base-2 softmax or tanh."""
-        return self.spec.scale * LOG2_E if self.spec.softcap is None else self.spec.scale / self.spec.softcap
+        return (
+            self.spec.scale * LOG2_E
+            if self.spec.softcap is None
+            else self.spec.scale / self.spec.softcap
+        )
 
     @property
     def _sinks(self) -> torch.Tensor:
@@ -254,7 +318,9 @@ class TritonLayer(AttentionLayer):
         sinks = sinks_of(self)
         return self._slots if sinks is None else sinks
 
-    def _decode(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
+    def _decode(
+        self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule
+    ) -> None:
         tables, tiling = schedule.tables, schedule.decode_tiling
         known = {
             "bounds": schedule.bounds,
@@ -274,7 +340,14 @@ class TritonLayer(AttentionLayer):
         if prefixed:
             tiles = -(-schedule.decodes * self._shape.group // schedule.prefix_queries)
             launch(triton_decode.attend_prefix, (self._shape.kv_heads, tiles, PREFIX_PARTS))(
-                q, self._k, self._v, step.tables[self._place], M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
+                q,
+                self._k,
+                self._v,
+                step.tables[self._place],
+                M=schedule.prefix_queries,
+                num_warps=4,
+                num_stages=tiling.stages,
+                **known,
             )
         merged = max(1, MERGE_NUMBERS // (self._shape.padded_group * self._padded_size))
         launch(triton_decode.decode_shares, (self._shape.kv_heads, tables.shares))(
@@ -299,7 +372,9 @@ class TritonLayer(AttentionLayer):
             **known,
         )
 
-    def _prefill(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
+    def _prefill(
+        self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule
+    ) -> None:
         tiling = schedule.prefill_tiling
         if tiling.loads_apart:
             self._prefill_on_a_hopper(tiling, q, out, step, schedule)
@@ -325,11 +400,21 @@ class TritonLayer(AttentionLayer):
             **self._constants(q),
         )
 
-    def _prefill_on_a_hopper(self, tiling: PrefillTiling, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
+    def _prefill_on_a_hopper(
+        self,
+        tiling: PrefillTiling,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        step: StepBuffers,
+        schedule: Schedule,
+    ) -> None:
         from dovetail_attention import triton_prefill_hopper
 
         if self._described is None:
-            self._described = [triton_prefill_hopper.describe(cache_of, self.kind.block_size, tiling.keys) for cache_of in (self._k, self._v)]
+            self._described = [
+                triton_prefill_hopper.describe(cache_of, self.kind.block_size, tiling.keys)
+                for cache_of in (self._k, self._v)
+            ]
         triton_prefill_hopper.attend(
             q,
             out,

@@ -38,7 +38,9 @@ def scatter(
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
     i = tl.program_id(1) * N + tl.arange(0, N)
     mask = (slot >= 0)[:, None] & (i < KV_HEADS * D)[None, :]
-    place = (slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE)[:, None] + (i // D * HEAD_STRIDE + i % D)[None, :]
+    place = (slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE)[:, None] + (
+        i // D * HEAD_STRIDE + i % D
+    )[None, :]
     new_k = tl.load(k + token[:, None] * K_TOKEN_STRIDE + i[None, :], mask=mask)
     if SCALED:
         new_k = scaled_codes(new_k.to(tl.float32), tl.load(k_scale))

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.dependent_launch import fetch, let_next_begin, wait
-from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen, sinks_seen, to_multiply
+from dovetail_attention.triton_tile import (
+    HIDDEN,
+    attend_range,
+    block_ids,
+    nothing_seen,
+    sinks_seen,
+    to_multiply,
+)
 
 LINE = tl.constexpr(128)  # bytes per memory line
 
@@ -74,14 +81,29 @@ def decode_shares(
     head = kv_head * GROUP + member
     real = (member < GROUP)[:, None] & (d < D)[None, :]
     first_segment, last_segment = tl.load(share_starts + share), tl.load(share_starts + share + 1)
-    row, token, begin, end, place = _segment(segments, first_segment, last_segment)  # written before the step's first kernel
+    row, token, begin, end, place = _segment(
+        segments, first_segment, last_segment
+    )  # written before the step's first kernel
     if PDL:  # so are the tables, and K and V of all tokens except the newest
         start = begin // N * N
         if start < end:
-            blocks = block_ids(table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE)
-            first_tile = blocks.to(tl.int64) * BLOCK_STRIDE + (start + tl.arange(0, N)) % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-            numbers: tl.constexpr = LINE // (k_cache.dtype.element_ty.primitive_bitwidth // 8)  # of a line
-            lines = first_tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + numbers - 1) // numbers) * numbers, D - 1)[None, :]
+            blocks = block_ids(
+                table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE
+            )
+            first_tile = (
+                blocks.to(tl.int64) * BLOCK_STRIDE
+                + (start + tl.arange(0, N)) % BLOCK_SIZE * TOKEN_STRIDE
+                + kv_head * HEAD_STRIDE
+            )
+            numbers: tl.constexpr = LINE // (
+                k_cache.dtype.element_ty.primitive_bitwidth // 8
+            )  # of a line
+            lines = (
+                first_tile[:, None]
+                + tl.minimum(tl.arange(0, (D_PADDED + numbers - 1) // numbers) * numbers, D - 1)[
+                    None, :
+                ]
+            )
             fetch(k_cache + lines)
             if not LATENT:
                 fetch(v_cache + lines)
@@ -92,14 +114,32 @@ def decode_shares(
         v_factor = tl.load(v_scale)
     wait(PDL)
     for segment in range(first_segment, last_segment):
-        query = to_multiply(tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0), SCALED)
+        query = to_multiply(
+            tl.load(
+                q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :],
+                mask=real,
+                other=0.0,
+            ),
+            SCALED,
+        )
         if REST > 0:
-            q_rest = _rest(q + token * Q_TOKEN_STRIDE, head, member < GROUP, Q_HEAD_STRIDE, D, REST, REST_PADDED, SCALED)
+            q_rest = _rest(
+                q + token * Q_TOKEN_STRIDE,
+                head,
+                member < GROUP,
+                Q_HEAD_STRIDE,
+                D,
+                REST,
+                REST_PADDED,
+                SCALED,
+            )
         else:
             q_rest = query
         if SINKS:  # a row's first segment counts them
             first = tl.load(rows + place * 3 + 1, mask=place >= 0, other=0)
-            acc, top, total = sinks_seen(sinks, head, (member < GROUP) & ((place < 0) | (segment == first)), M, D_PADDED)
+            acc, top, total = sinks_seen(
+                sinks, head, (member < GROUP) & ((place < 0) | (segment == first)), M, D_PADDED
+            )
         else:
             acc, top, total = nothing_seen(M, D_PADDED)
         if PREFIXED:
@@ -143,7 +183,11 @@ def decode_shares(
         if place < 0:
             if SCALED:
                 acc *= v_factor
-            tl.store(out + (token * HEADS + head[:, None]) * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+            tl.store(
+                out + (token * HEADS + head[:, None]) * D + d[None, :],
+                acc.to(out.dtype.element_ty),
+                mask=real,
+            )
         else:
             at = segment * HEADS + head
             tl.store(partial + at[:, None] * D + d[None, :], acc, mask=real)
@@ -171,14 +215,34 @@ def decode_shares(
         row, token, begin, end, place = _segment(segments, segment + 1, last_segment)
     first_padding = tl.load(bounds + 3).to(tl.int64)
     for i in range(share, tl.load(bounds + 4), tl.num_programs(1)):
-        tl.store(out + ((first_padding + i) * HEADS + head[:, None]) * D + d[None, :], tl.zeros([M, D_PADDED], out.dtype.element_ty), mask=real)
+        tl.store(
+            out + ((first_padding + i) * HEADS + head[:, None]) * D + d[None, :],
+            tl.zeros([M, D_PADDED], out.dtype.element_ty),
+            mask=real,
+        )
 
 
 @triton.jit
-def _rest(q, head, real, Q_HEAD_STRIDE: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr, SCALED: tl.constexpr):
+def _rest(
+    q,
+    head,
+    real,
+    Q_HEAD_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """Return the numbers of queries that K's after the first D are multiplied with, [M, REST_PADDED]."""
     rest = tl.arange(0, REST_PADDED)[None, :]
-    return to_multiply(tl.load(q + head[:, None] * Q_HEAD_STRIDE + D + rest, mask=real[:, None] & (rest < REST), other=0.0), SCALED)
+    return to_multiply(
+        tl.load(
+            q + head[:, None] * Q_HEAD_STRIDE + D + rest,
+            mask=real[:, None] & (rest < REST),
+            other=0.0,
+        ),
+        SCALED,
+    )
 
 
 @triton.jit
@@ -187,7 +251,10 @@ def _segment(segments, index, last):
     record, exists = segments + index * 5, index < last
     row = tl.load(record, mask=exists, other=0)
     token = tl.load(record + 1, mask=exists, other=0).to(tl.int64)
-    begin, end = tl.load(record + 2, mask=exists, other=0), tl.load(record + 3, mask=exists, other=0)
+    begin, end = (
+        tl.load(record + 2, mask=exists, other=0),
+        tl.load(record + 3, mask=exists, other=0),
+    )
     return row, token, begin, end, tl.load(record + 4, mask=exists, other=0)
 
 
@@ -237,7 +304,21 @@ def _put_together(
         unfinished = tl.atomic_add(counter, 1, sem="acq_rel") == size - 1
         if unfinished:
             tl.store(counter, 0)
-            values, lse = _merged(partial, partial_lse, slot, size, apart, head, inside, member < GROUP, real, HEADS, D, D_PADDED, MERGED)
+            values, lse = _merged(
+                partial,
+                partial_lse,
+                slot,
+                size,
+                apart,
+                head,
+                inside,
+                member < GROUP,
+                real,
+                HEADS,
+                D,
+                D_PADDED,
+                MERGED,
+            )
             unfinished = count > TOGETHER
             if unfinished:
                 tl.store(partial + slot * (HEADS * D) + inside, values, mask=real)
@@ -274,8 +355,14 @@ def _merged(
         i = start + tl.arange(0, N)
         exists, slot = i < count, first + i * apart
         lse_mask = exists[:, None] & is_head[None, :]
-        lse = tl.load(partial_lse + slot[:, None] * HEADS + head[None, :], mask=lse_mask, other=float("-inf"))  # [N, padded]
-        values = tl.load(partial + slot[:, None, None] * (HEADS * D) + inside[None, :, :], mask=exists[:, None, None] & real[None, :, :], other=0.0)
+        lse = tl.load(
+            partial_lse + slot[:, None] * HEADS + head[None, :], mask=lse_mask, other=float("-inf")
+        )  # [N, padded]
+        values = tl.load(
+            partial + slot[:, None, None] * (HEADS * D) + inside[None, :, :],
+            mask=exists[:, None, None] & real[None, :, :],
+            other=0.0,
+        )
         new_top = tl.maximum(tl.maximum(top, tl.max(lse, 0)), HIDDEN)
         weights = tl.exp2(lse - new_top[None, :])
         shrink = tl.exp2(top - new_top)
@@ -340,9 +427,25 @@ def attend_prefix(
     real = row < num_rows
     token = tl.load(rows + row * 3, mask=real, other=0).to(tl.int64)
     mask = real[:, None] & (d < D)[None, :]
-    query = to_multiply(tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=mask, other=0.0), SCALED)
+    query = to_multiply(
+        tl.load(
+            q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :],
+            mask=mask,
+            other=0.0,
+        ),
+        SCALED,
+    )
     if REST > 0:
-        q_rest = _rest(q + token[:, None] * Q_TOKEN_STRIDE, head, real, Q_HEAD_STRIDE, D, REST, REST_PADDED, SCALED)
+        q_rest = _rest(
+            q + token[:, None] * Q_TOKEN_STRIDE,
+            head,
+            real,
+            Q_HEAD_STRIDE,
+            D,
+            REST,
+            REST_PADDED,
+            SCALED,
+        )
     else:
         q_rest = query
     if SCALED:
@@ -381,5 +484,7 @@ def attend_prefix(
         PRECISION=PRECISION,
     )
     place = (prefix_slot + part * prefix_stride + row) * HEADS + head
-    tl.store(partial + place[:, None].to(tl.int64) * D + d[None, :], acc / total[:, None], mask=mask)
+    tl.store(
+        partial + place[:, None].to(tl.int64) * D + d[None, :], acc / total[:, None], mask=mask
+    )
     tl.store(partial_lse + place, top + tl.log2(total), mask=real)

@@ -40,9 +40,35 @@ def load(
         again = (step // STAGES & 1) ^ 1
         token = (first_step + step) * N
         mbarrier.wait(k_free.index(stage), again)
-        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, token, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
+        _load_keys(
+            k_cache,
+            k,
+            k_there.index(stage),
+            stage,
+            table_row,
+            token,
+            last,
+            head,
+            PAGE_ROWS,
+            D,
+            N,
+            BLOCK_SIZE,
+        )
         mbarrier.wait(v_free.index(stage), again)
-        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, token, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
+        _load_keys(
+            v_cache,
+            v,
+            v_there.index(stage),
+            stage,
+            table_row,
+            token,
+            last,
+            head,
+            PAGE_ROWS,
+            D,
+            N,
+            BLOCK_SIZE,
+        )
 
 
 @gluon.jit
@@ -66,8 +92,34 @@ def load_small(
     last = (end - 1) // BLOCK_SIZE
     steps = gl.cdiv(end, N) - first_step
     first = first_step * N
-    _load_keys(k_cache, small, small_there.index(0), 0, table_row, first, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
-    _load_keys(v_cache, small, small_there.index(1), 1, table_row, first, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
+    _load_keys(
+        k_cache,
+        small,
+        small_there.index(0),
+        0,
+        table_row,
+        first,
+        last,
+        head,
+        PAGE_ROWS,
+        D,
+        N,
+        BLOCK_SIZE,
+    )
+    _load_keys(
+        v_cache,
+        small,
+        small_there.index(1),
+        1,
+        table_row,
+        first,
+        last,
+        head,
+        PAGE_ROWS,
+        D,
+        N,
+        BLOCK_SIZE,
+    )
     for step in range(steps):
         stage = step % STAGES
         again = (step // STAGES & 1) ^ 1
@@ -76,13 +128,39 @@ def load_small(
         mbarrier.wait(k_free.index(stage), again)
         _widen(small, 0, k, stage, D, N)
         if step + 1 < steps:
-            _load_keys(k_cache, small, small_there.index(0), 0, table_row, following, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
+            _load_keys(
+                k_cache,
+                small,
+                small_there.index(0),
+                0,
+                table_row,
+                following,
+                last,
+                head,
+                PAGE_ROWS,
+                D,
+                N,
+                BLOCK_SIZE,
+            )
         mbarrier.arrive(k_there.index(stage), count=1)
         mbarrier.wait(small_there.index(1), step & 1)
         mbarrier.wait(v_free.index(stage), again)
         _widen(small, 1, v, stage, D, N)
         if step + 1 < steps:
-            _load_keys(v_cache, small, small_there.index(1), 1, table_row, following, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
+            _load_keys(
+                v_cache,
+                small,
+                small_there.index(1),
+                1,
+                table_row,
+                following,
+                last,
+                head,
+                PAGE_ROWS,
+                D,
+                N,
+                BLOCK_SIZE,
+            )
         mbarrier.arrive(v_there.index(stage), count=1)
 
 
@@ -93,8 +171,14 @@ def _widen(small, which: gl.constexpr, keys, stage, D: gl.constexpr, N: gl.const
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     for panel in gl.static_range(PANELS):
         for i in gl.static_range(N // WIDENED_ROWS):
-            numbers = small.index(which * PANELS + panel).slice(i * WIDENED_ROWS, WIDENED_ROWS).load(layout)
-            keys.index(stage * PANELS + panel).slice(i * WIDENED_ROWS, WIDENED_ROWS).store(numbers.to(keys.dtype))
+            numbers = (
+                small.index(which * PANELS + panel)
+                .slice(i * WIDENED_ROWS, WIDENED_ROWS)
+                .load(layout)
+            )
+            keys.index(stage * PANELS + panel).slice(i * WIDENED_ROWS, WIDENED_ROWS).store(
+                numbers.to(keys.dtype)
+            )
     fence_async_shared()
     debug_barrier()
 
@@ -109,7 +193,11 @@ def _load_keys(
     mbarrier.expect(there, PANELS * N * PANEL * (keys.dtype.primitive_bitwidth // 8))
     for i in gl.static_range(N // AT_ONCE):
         token = first + i * AT_ONCE
-        row = gl.load(table_row + gl.minimum(token // BLOCK_SIZE, last)) * PAGE_ROWS + head + token % BLOCK_SIZE
+        row = (
+            gl.load(table_row + gl.minimum(token // BLOCK_SIZE, last)) * PAGE_ROWS
+            + head
+            + token % BLOCK_SIZE
+        )
         for panel in gl.static_range(PANELS):
             piece = keys.index(stage * PANELS + panel).slice(i * AT_ONCE, AT_ONCE)
             tma.async_copy_global_to_shared(cache_of, [row, panel * PANEL], there, piece)

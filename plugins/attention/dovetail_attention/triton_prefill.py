@@ -67,18 +67,26 @@ def prefill_tiles(
     d = tl.arange(0, D_PADDED)
     real = (query < queries)[:, None] & (d < D)[None, :]
     token = first_token + query
-    q_tile = tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
+    q_tile = tl.load(
+        q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :],
+        mask=real,
+        other=0.0,
+    )
     q_tile = to_multiply(q_tile, SCALED)
     if REST > 0:
         rest = tl.arange(0, REST_PADDED)[None, :]
         q_rest_at = q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + D + rest
-        q_rest = to_multiply(tl.load(q_rest_at, mask=(query < queries)[:, None] & (rest < REST), other=0.0), SCALED)
+        q_rest = to_multiply(
+            tl.load(q_rest_at, mask=(query < queries)[:, None] & (rest < REST), other=0.0), SCALED
+        )
     else:
         q_rest = q_tile
     if SCALED:
         scale *= tl.load(k_scale)
 
-    nearest = before + tl.load(record + 4) // GROUP  # positions of the first query of the tile, and of the last
+    nearest = (
+        before + tl.load(record + 4) // GROUP
+    )  # positions of the first query of the tile, and of the last
     farthest = before + tl.minimum((tl.load(record + 4) + M - 1) // GROUP, queries - 1)
     low = 0
     all_see = 0  # from here on every query sees, up to the diagonal
@@ -117,4 +125,8 @@ def prefill_tiles(
     acc = acc / total[:, None]
     if SCALED:
         acc *= tl.load(v_scale)
-    tl.store(out + (token[:, None] * HEADS + head[:, None]) * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+    tl.store(
+        out + (token[:, None] * HEADS + head[:, None]) * D + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=real,
+    )

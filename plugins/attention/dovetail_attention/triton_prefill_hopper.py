@@ -23,9 +23,16 @@ import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import debug_barrier  # barrier of a program; Gluon's own is renamed in Triton 3.7
+from triton.language import (
+    debug_barrier,
+)  # barrier of a program; Gluon's own is renamed in Triton 3.7
 
 from dovetail.api.attention import KVScales
 from dovetail.errors import DovetailError
@@ -83,7 +90,9 @@ def prefill_hopper(
     kv_head = gl.program_id(0)
     record = tiles + gl.program_id(1) * RECORD
     queries = gl.load(record + 2)
-    if queries == 0:  # always looked at: without it would be another kernel, which takes seconds to compile
+    if (
+        queries == 0
+    ):  # always looked at: without it would be another kernel, which takes seconds to compile
         return
     table_row = table + gl.load(record).to(gl.int64) * TABLE_STRIDE
     first_token = gl.load(record + 1)
@@ -92,7 +101,9 @@ def prefill_hopper(
     first_step, end = gl.load(record + 5) // N, gl.load(record + 6)
 
     keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PANEL], dtype)
-    q_tile = gl.allocate_shared_memory(dtype, [2 * PANELS, HALF, PANEL], gl.NVMMASharedLayout.get_default_for([HALF, PANEL], dtype))
+    q_tile = gl.allocate_shared_memory(
+        dtype, [2 * PANELS, HALF, PANEL], gl.NVMMASharedLayout.get_default_for([HALF, PANEL], dtype)
+    )
     k = gl.allocate_shared_memory(dtype, [STAGES * PANELS, N, PANEL], keys_layout)
     v = gl.allocate_shared_memory(dtype, [STAGES * PANELS, N, PANEL], keys_layout)
     k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -111,7 +122,11 @@ def prefill_hopper(
         place = (first_token + at // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + at % GROUP) * D
         real = gl.expand_dims(at // GROUP < queries, 1)
         for panel in gl.static_range(PANELS):
-            values = gl.load(q + gl.expand_dims(place, 1) + panel * PANEL + d, mask=real & (panel * PANEL + d < D), other=0.0)
+            values = gl.load(
+                q + gl.expand_dims(place, 1) + panel * PANEL + d,
+                mask=real & (panel * PANEL + d < D),
+                other=0.0,
+            )
             if SCALED:
                 values = gl.minimum(gl.maximum(values.to(gl.float32), -LARGEST), LARGEST)
             q_tile.index(half * PANELS + panel).store(values.to(dtype))
@@ -128,7 +143,14 @@ def prefill_hopper(
     debug_barrier()
     ring = (k, v, k_there, v_there, k_free, v_free)
     row = (first_token, queries, kv_len)
-    parts = (gl.load(record + 7), gl.load(record + 8), gl.load(record + 9), partial, partial_lse, arrived)
+    parts = (
+        gl.load(record + 7),
+        gl.load(record + 8),
+        gl.load(record + 9),
+        partial,
+        partial_lse,
+        arrived,
+    )
     scales = (scale, factor)
     if SCALED:
         loads = (k_cache, v_cache, small, small_there)
@@ -136,7 +158,27 @@ def prefill_hopper(
             [
                 (
                     _compute,
-                    (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, sinks, SINKS, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE),
+                    (
+                        0,
+                        q_tile,
+                        out,
+                        ring,
+                        row,
+                        parts,
+                        kv_head,
+                        flat,
+                        first_step,
+                        end,
+                        scales,
+                        sinks,
+                        SINKS,
+                        HEADS,
+                        GROUP,
+                        D,
+                        N,
+                        STAGES,
+                        BLOCK_SIZE,
+                    ),
                 ),
                 (
                     _compute,
@@ -162,7 +204,22 @@ def prefill_hopper(
                         BLOCK_SIZE,
                     ),
                 ),
-                (load_small, (loads, ring, table_row, kv_head, first_step, end, PAGE_ROWS, D, N, STAGES, BLOCK_SIZE)),
+                (
+                    load_small,
+                    (
+                        loads,
+                        ring,
+                        table_row,
+                        kv_head,
+                        first_step,
+                        end,
+                        PAGE_ROWS,
+                        D,
+                        N,
+                        STAGES,
+                        BLOCK_SIZE,
+                    ),
+                ),
             ],
             [4, 4],
             [COMPUTING_BESIDE_WIDENING, WIDENING_REGISTERS],
@@ -172,7 +229,27 @@ def prefill_hopper(
             [
                 (
                     _compute,
-                    (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, sinks, SINKS, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE),
+                    (
+                        0,
+                        q_tile,
+                        out,
+                        ring,
+                        row,
+                        parts,
+                        kv_head,
+                        flat,
+                        first_step,
+                        end,
+                        scales,
+                        sinks,
+                        SINKS,
+                        HEADS,
+                        GROUP,
+                        D,
+                        N,
+                        STAGES,
+                        BLOCK_SIZE,
+                    ),
                 ),
                 (
                     _compute,
@@ -198,7 +275,23 @@ def prefill_hopper(
                         BLOCK_SIZE,
                     ),
                 ),
-                (load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, PAGE_ROWS, D, N, STAGES, BLOCK_SIZE)),
+                (
+                    load,
+                    (
+                        k_cache,
+                        v_cache,
+                        ring,
+                        table_row,
+                        kv_head,
+                        first_step,
+                        end,
+                        PAGE_ROWS,
+                        D,
+                        N,
+                        STAGES,
+                        BLOCK_SIZE,
+                    ),
+                ),
             ],
             [4, 1],
             [COMPUTING_REGISTERS, LOADING_REGISTERS],
@@ -234,14 +327,20 @@ def _compute(
     k, v, k_there, v_there, k_free, v_free = ring
     dtype: gl.constexpr = k.dtype
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PANEL, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PANEL, 16]
+    )
     of_query: gl.constexpr = gl.SliceLayout(1, scores_layout)
     position = kv_len - queries + (flat + gl.arange(0, HALF, layout=of_query)) // GROUP
     key = gl.arange(0, N, layout=gl.SliceLayout(0, scores_layout))
     first_key = first_step * N
     steps = gl.cdiv(end, N) - first_step
-    all_seen = (kv_len - queries + flat // GROUP + 1) // N - first_step  # steps whose keys every query sees
+    all_seen = (
+        kv_len - queries + flat // GROUP + 1
+    ) // N - first_step  # steps whose keys every query sees
     top = gl.full([HALF], float("-inf"), gl.float32, layout=of_query)
     total = gl.zeros([HALF], gl.float32, layout=of_query)
     if SINKS:  # the first part counts them
@@ -257,9 +356,13 @@ def _compute(
     scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k, half, 0, scores_layout, PANELS, N)])
     mbarrier.arrive(k_free.index(0), count=1)
     if all_seen <= 0:
-        scores = gl.where(gl.expand_dims(first_key + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
+        scores = gl.where(
+            gl.expand_dims(first_key + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN
+        )
     weights, top, total, shrink = _softmax(scores, top, total, scale)
-    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2))
+    p = gl.convert_layout(
+        weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    )
     for step in range(1, steps):
         stage, before = step % STAGES, (step - 1) % STAGES
         mbarrier.wait(k_there.index(stage), step // STAGES & 1)
@@ -269,12 +372,18 @@ def _compute(
         scores = warpgroup_mma_wait(PANELS, deps=[scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         if step >= all_seen:
-            scores = gl.where(gl.expand_dims(first_key + step * N + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
+            scores = gl.where(
+                gl.expand_dims(first_key + step * N + key, 0) <= gl.expand_dims(position, 1),
+                scores,
+                HIDDEN,
+            )
         weights, top, total, shrink = _softmax(scores, top, total, scale)
         rounded = weights.to(dtype)
         left, right = warpgroup_mma_wait(0, deps=[left, right])
         mbarrier.arrive(v_free.index(before), count=1)
-        p = gl.convert_layout(rounded, gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2))
+        p = gl.convert_layout(
+            rounded, gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+        )
         factor = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, out_layout)), 1)
         left *= factor
         right *= factor
@@ -291,7 +400,9 @@ def _compute(
     if count > 1:
         apart: gl.constexpr = HEADS // GROUP * 2  # slots of halves, from one part to the next
         first = first_slot * apart + kv_head * 2 + half
-        _store_part(partial, partial_lse, first + part * apart, left, right, top + gl.log2(total), D, PANELS)
+        _store_part(
+            partial, partial_lse, first + part * apart, left, right, top + gl.log2(total), D, PANELS
+        )
         debug_barrier()  # all threads must have stored before one signals
         ends_last = gl.atomic_add(arrived + first, 1, sem="acq_rel") == count - 1
         if ends_last:
@@ -300,20 +411,40 @@ def _compute(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     at = flat + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
-    place = gl.expand_dims(((first_token + at // GROUP) * HEADS + kv_head * GROUP + at % GROUP) * D, 1)
+    place = gl.expand_dims(
+        ((first_token + at // GROUP) * HEADS + kv_head * GROUP + at % GROUP) * D, 1
+    )
     real = gl.expand_dims((at // GROUP < queries) & ends_last, 1)
-    gl.store(out + place + d, gl.convert_layout(left.to(out.dtype.element_ty), layout), mask=real & (d < D))
+    gl.store(
+        out + place + d,
+        gl.convert_layout(left.to(out.dtype.element_ty), layout),
+        mask=real & (d < D),
+    )
     if PANELS == 2:
-        gl.store(out + place + PANEL + d, gl.convert_layout(right.to(out.dtype.element_ty), layout), mask=real & (PANEL + d < D))
+        gl.store(
+            out + place + PANEL + d,
+            gl.convert_layout(right.to(out.dtype.element_ty), layout),
+            mask=real & (PANEL + d < D),
+        )
 
 
 @gluon.jit
-def _scores(q_tile, k, half: gl.constexpr, stage, layout: gl.constexpr, PANELS: gl.constexpr, N: gl.constexpr):
+def _scores(
+    q_tile,
+    k,
+    half: gl.constexpr,
+    stage,
+    layout: gl.constexpr,
+    PANELS: gl.constexpr,
+    N: gl.constexpr,
+):
     """Start q k [HALF, N]."""
     scores = gl.zeros([HALF, N], gl.float32, layout=layout)
     for panel in gl.static_range(PANELS):
         keys = k.index(stage * PANELS + panel).permute((1, 0))
-        scores = warpgroup_mma(q_tile.index(half * PANELS + panel), keys, scores, use_acc=panel > 0, is_async=True)
+        scores = warpgroup_mma(
+            q_tile.index(half * PANELS + panel), keys, scores, use_acc=panel > 0, is_async=True
+        )
     return scores
 
 
@@ -352,7 +483,9 @@ def _clear(v, stage, first, PANELS: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _store_part(partial, partial_lse, slot, left, right, lse, D: gl.constexpr, PANELS: gl.constexpr):
+def _store_part(
+    partial, partial_lse, slot, left, right, lse, D: gl.constexpr, PANELS: gl.constexpr
+):
     layout: gl.constexpr = left.type.layout
     gl.store(partial_lse + slot * HALF + gl.arange(0, HALF, layout=lse.type.layout), lse)
     query = slot * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
@@ -364,7 +497,16 @@ def _store_part(partial, partial_lse, slot, left, right, lse, D: gl.constexpr, P
 
 
 @gluon.jit
-def _merge(partial, partial_lse, first, apart: gl.constexpr, count, layout: gl.constexpr, D: gl.constexpr, PANELS: gl.constexpr):
+def _merge(
+    partial,
+    partial_lse,
+    first,
+    apart: gl.constexpr,
+    count,
+    layout: gl.constexpr,
+    D: gl.constexpr,
+    PANELS: gl.constexpr,
+):
     """Merge the parts of a half tile."""
     d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
     top = gl.full([HALF], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
@@ -378,9 +520,13 @@ def _merge(partial, partial_lse, first, apart: gl.constexpr, count, layout: gl.c
         shrink, weight = gl.exp2(top - new_top), gl.exp2(lse - new_top)
         top, total = new_top, total * shrink + weight
         at = partial + gl.expand_dims(query * D, 1) + d
-        left = left * gl.expand_dims(shrink, 1) + gl.load(at, mask=d < D, other=0.0) * gl.expand_dims(weight, 1)
+        left = left * gl.expand_dims(shrink, 1) + gl.load(
+            at, mask=d < D, other=0.0
+        ) * gl.expand_dims(weight, 1)
         if PANELS == 2:
-            right = right * gl.expand_dims(shrink, 1) + gl.load(at + PANEL, mask=PANEL + d < D, other=0.0) * gl.expand_dims(weight, 1)
+            right = right * gl.expand_dims(shrink, 1) + gl.load(
+                at + PANEL, mask=PANEL + d < D, other=0.0
+            ) * gl.expand_dims(weight, 1)
     return left / gl.expand_dims(total, 1), right / gl.expand_dims(total, 1)
 
 
@@ -448,16 +594,36 @@ def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
     kv_len = min(1250, columns * block_size - 1)
     queries, blocks = min(70, kv_len), kv_len // block_size + 1
     generator = torch.Generator().manual_seed(0)
-    shapes = (queries, heads + 2 * kv_heads, size), (blocks, page_rows, size), (blocks, page_rows, size)
-    qkv, k, v = (torch.randn(sizes, generator=generator).to(device, limits.dtype) for sizes in shapes)
+    shapes = (
+        (queries, heads + 2 * kv_heads, size),
+        (blocks, page_rows, size),
+        (blocks, page_rows, size),
+    )
+    qkv, k, v = (
+        torch.randn(sizes, generator=generator).to(device, limits.dtype) for sizes in shapes
+    )
     q, table = qkv[:, :heads], torch.zeros((1, columns), dtype=torch.int32, device=device)
     used = table[0, :blocks] = torch.randperm(blocks, generator=generator).to(table)
-    scales = None if limits.cache_dtype == limits.dtype else KVScales(*(torch.tensor(number, device=device) for number in (0.5, 0.25)))
+    scales = (
+        None
+        if limits.cache_dtype == limits.dtype
+        else KVScales(*(torch.tensor(number, device=device) for number in (0.5, 0.25)))
+    )
     k_factor, v_factor = (1.0, 1.0) if scales is None else (0.5, 0.25)
-    k, v = (of_pages.to(limits.cache_dtype)[:, : kv_heads * block_size].view(blocks, kv_heads, block_size, size) for of_pages in (k, v))
+    k, v = (
+        of_pages.to(limits.cache_dtype)[:, : kv_heads * block_size].view(
+            blocks, kv_heads, block_size, size
+        )
+        for of_pages in (k, v)
+    )
     for cache_of in (k, v):
-        as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(cache_of.new_tensor(torch.nan))  # unwritten
-    rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
+        as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(
+            cache_of.new_tensor(torch.nan)
+        )  # unwritten
+    rows, split = (
+        StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)),
+        Split(tiling.keys, most=5),
+    )
     tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
     parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)
     sinks = torch.linspace(-1, 3, heads).to(device, limits.dtype) if shape.sinks else None
@@ -467,15 +633,37 @@ def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
         [describe(cache_of, block_size, tiling.keys) for cache_of in (k, v)],
     )
     on_device, log2_scale = torch.from_numpy(tiles).to(device), scale * math.log2(math.e)
-    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, scales, sinks, kind=kind, tiling=tiling)
+    attend(
+        q,
+        out,
+        described,
+        table,
+        on_device,
+        len(tiles),
+        parts,
+        log2_scale,
+        scales,
+        sinks,
+        kind=kind,
+        tiling=tiling,
+    )
     wide_k, wide_v = (
-        cache_of.float()[used].transpose(1, 2).flatten(0, 1)[:kv_len] * factor for cache_of, factor in ((k, k_factor), (v, v_factor))
+        cache_of.float()[used].transpose(1, 2).flatten(0, 1)[:kv_len] * factor
+        for cache_of, factor in ((k, k_factor), (v, v_factor))
     )  # [keys, kv_heads, size]
     seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
-    scores = torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, shape.group, size), wide_k) * scale
+    scores = (
+        torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, shape.group, size), wide_k)
+        * scale
+    )
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(kv_heads, shape.group, 1, 1).expand(-1, -1, queries, -1)], -1)
-    expected = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1)[..., :kv_len], wide_v).flatten(1, 2)
+        scores = torch.cat(
+            [scores, sinks.float().view(kv_heads, shape.group, 1, 1).expand(-1, -1, queries, -1)],
+            -1,
+        )
+    expected = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1)[..., :kv_len], wide_v).flatten(
+        1, 2
+    )
     if not torch.allclose(out.float(), expected, atol=CLOSE):
         raise DovetailError("it computes wrong numbers")

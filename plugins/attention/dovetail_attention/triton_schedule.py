@@ -16,7 +16,9 @@ Int64 = NDArray[np.int64]
 BOUNDS = 5  # numbers
 BEGINNING_KEYS = 64  # additional cost of starting a segment, in keys
 TILE_NUMBERS = 10
-LEAST_STEPS = 4  # of a part of a prefill's tile: with fewer, putting it together costs more than it saves
+LEAST_STEPS = (
+    4  # of a part of a prefill's tile: with fewer, putting it together costs more than it saves
+)
 # Of a share, if there are too few for all: putting a row together again costs more than what finer shares save.
 LEAST_KEYS = 64
 LEAST_KEYS_OF_HALF = 32  # while no more than half of the shares have any
@@ -34,10 +36,14 @@ class StepRows:
     @classmethod
     def of(cls, queries: Int32, lens: Int32) -> StepRows:
         counts = queries.astype(np.int64)
-        return cls(np.arange(len(counts)), np.cumsum(counts) - counts, counts, lens.astype(np.int64))
+        return cls(
+            np.arange(len(counts)), np.cumsum(counts) - counts, counts, lens.astype(np.int64)
+        )
 
     def where(self, chosen: NDArray[np.bool_]) -> StepRows:
-        return StepRows(self.index[chosen], self.tokens[chosen], self.queries[chosen], self.lens[chosen])
+        return StepRows(
+            self.index[chosen], self.tokens[chosen], self.queries[chosen], self.lens[chosen]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,11 @@ class OwnSteps:
 
     @classmethod
     def of(cls, rows: StepRows, window: int | None, step: int, prefix: Prefix) -> OwnSteps:
-        begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
+        begins = (
+            np.full_like(rows.lens, prefix.tokens)
+            if window is None
+            else np.maximum(rows.lens - window, 0)
+        )
         base = begins // step
         return cls(begins, base, -(-rows.lens // step) - base)
 
@@ -109,25 +119,52 @@ class DecodeTables:
     def segments_at(self) -> int:
         return self.rows_at + self.max_rows * 3
 
-    def fill(self, rows: StepRows, window: int | None, step: int, prefix: Prefix, padding: int, first_padding: int) -> Int32:
+    def fill(
+        self,
+        rows: StepRows,
+        window: int | None,
+        step: int,
+        prefix: Prefix,
+        padding: int,
+        first_padding: int,
+    ) -> Int32:
         """Return the used prefix of the buffer, for `rows` of one query each, with keys processed `step` tokens at a time; `padding` tokens, from
         `first_padding` on, become zeros. The next call may change it.
 
         Unless a row starts another step, which is rare with few rows, only the ends of the rows change between calls."""
         seen = OwnSteps.of(rows, window, step, prefix)
-        made_of = (rows.index.tobytes(), rows.tokens.tobytes(), seen.begins.tobytes(), seen.steps.tobytes(), step, prefix, padding, first_padding)
+        made_of = (
+            rows.index.tobytes(),
+            rows.tokens.tobytes(),
+            seen.begins.tobytes(),
+            seen.steps.tobytes(),
+            step,
+            prefix,
+            padding,
+            first_padding,
+        )
         if self._filled is None or self._filled.made_of != made_of:
             buffer, ends = self._fill(rows, seen, step, prefix)
-            buffer[self.bounds_at : self.rows_at] = prefix.parts, prefix.tokens, len(rows.lens), first_padding, padding
+            buffer[self.bounds_at : self.rows_at] = (
+                prefix.parts,
+                prefix.tokens,
+                len(rows.lens),
+                first_padding,
+                padding,
+            )
             self._filled = Filled(made_of, buffer, ends)
         self._filled.buffer[self._filled.ends] = rows.lens
         return self._filled.buffer
 
-    def _fill(self, rows: StepRows, seen: OwnSteps, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
+    def _fill(
+        self, rows: StepRows, seen: OwnSteps, step: int, prefix: Prefix
+    ) -> tuple[Int32, Int64]:
         """Fill everything except the bounds and the rows' ends (`Filled.ends`)."""
         keys = int(seen.steps.sum()) * step
         shares = self._worth_having(keys)  # the rest have nothing to do
-        beginning = min(BEGINNING_KEYS, keys // shares // 2)  # or beginning would be all that some have to do
+        beginning = min(
+            BEGINNING_KEYS, keys // shares // 2
+        )  # or beginning would be all that some have to do
         cut = cut_evenly(seen.steps, shares, max(1, beginning // step))
         count = len(rows.lens)
         parts = np.bincount(cut.row, minlength=count)
@@ -142,8 +179,12 @@ class DecodeTables:
         table[:, 0] = rows.index[cut.row]
         table[:, 1] = rows.tokens[cut.row]
         table[:, 2] = np.maximum((seen.base[cut.row] + cut.first) * step, seen.begins[cut.row])
-        table[:, 3] = (seen.base[cut.row] + cut.last) * step  # in a row's last segment, past its end
-        table[:, 4] = np.where(parts[cut.row] > 1, cut.row, -1 - cut.row)  # the latter needs no merging
+        table[:, 3] = (
+            seen.base[cut.row] + cut.last
+        ) * step  # in a row's last segment, past its end
+        table[:, 4] = np.where(
+            parts[cut.row] > 1, cut.row, -1 - cut.row
+        )  # the latter needs no merging
         return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
 
     def _worth_having(self, keys: int) -> int:
@@ -195,9 +236,13 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
     ends = np.cumsum(counts)
     back = np.repeat(ends, counts) - 1 - np.arange(len(which))  # the place in its row
     queries, lens = rows.queries[which], rows.lens[which]
-    seen = lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1  # of the last query
+    seen = (
+        lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1
+    )  # of the last query
     records = np.empty((len(which), TILE_NUMBERS), np.int32)
-    for column, values in enumerate((rows.index[which], rows.tokens[which], queries, lens, back * tile, 0, seen, 0, 1, 0)):
+    for column, values in enumerate(
+        (rows.index[which], rows.tokens[which], queries, lens, back * tile, 0, seen, 0, 1, 0)
+    ):
         records[:, column] = values
     return records if split is None else _in_parts(records, seen, split)
 
@@ -219,6 +264,8 @@ def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
     return records
 
 
-def most_prefill_tiles(max_rows: int, max_tokens: int, group: int, tile: int, split: Split | None = None) -> int:
+def most_prefill_tiles(
+    max_rows: int, max_tokens: int, group: int, tile: int, split: Split | None = None
+) -> int:
     """Return an upper bound of the number of tiles of any batch."""
     return -(-max_tokens * group // tile) + max_rows + (0 if split is None else split.most)

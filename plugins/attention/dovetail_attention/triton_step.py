@@ -16,7 +16,16 @@ from dovetail.api.attention import AttentionBatch, LayerCache
 from dovetail.errors import DovetailError
 from dovetail.runtime.transfer import Mirror
 from dovetail_attention.layer_shape import LayerShape
-from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Int32, Prefix, Split, StepRows, most_prefill_tiles, prefill_tiles
+from dovetail_attention.triton_schedule import (
+    TILE_NUMBERS,
+    DecodeTables,
+    Int32,
+    Prefix,
+    Split,
+    StepRows,
+    most_prefill_tiles,
+    prefill_tiles,
+)
 from dovetail_attention.triton_tuning import Shape, Tilings
 
 PREFIX_PARTS = 8  # of a shared prefix, at most
@@ -51,7 +60,9 @@ class Limits:
 
     def shape_of(self, kind: LayerKind) -> Shape:
         """Return the properties of a step that determine tilings."""
-        return Shape.of(kind.shape, self.dtype, self.cache_dtype, kind.block_size, in_tiles=kind.page_rows > 0)
+        return Shape.of(
+            kind.shape, self.dtype, self.cache_dtype, kind.block_size, in_tiles=kind.page_rows > 0
+        )
 
     @property
     def on_matrix_units(self) -> bool:
@@ -66,13 +77,23 @@ class GroupBuffers:
     def __init__(self, limits: Limits, caches: Sequence[LayerCache]) -> None:
         block_size, pages = caches[0].block_size, 1 + max(cache.page for cache in caches)
         waste_slot = (len(caches[0].memory[0]) - 1) * block_size
-        rows, tokens = (size if pages == 1 else -(-size // 4) * 4 for size in (limits.rows, limits.tokens))
-        self.tables = torch.zeros((pages, rows, limits.blocks(block_size)), dtype=torch.int32, device=limits.device)
-        self.slots = torch.full((pages, tokens), waste_slot, dtype=torch.int64, device=limits.device)
+        rows, tokens = (
+            size if pages == 1 else -(-size // 4) * 4 for size in (limits.rows, limits.tokens)
+        )
+        self.tables = torch.zeros(
+            (pages, rows, limits.blocks(block_size)), dtype=torch.int32, device=limits.device
+        )
+        self.slots = torch.full(
+            (pages, tokens), waste_slot, dtype=torch.int64, device=limits.device
+        )
 
     def fill(self, table: torch.Tensor, slots: torch.Tensor) -> None:
         """table [pages_per_block, rows, max_blocks], slots [pages_per_block, tokens]."""
-        pages, rows, width = len(self.tables), table.shape[1], min(table.shape[2], self.tables.shape[2])
+        pages, rows, width = (
+            len(self.tables),
+            table.shape[1],
+            min(table.shape[2], self.tables.shape[2]),
+        )
         self.tables[:, :rows, :width].copy_(table[:pages, :, :width])
         self.slots[:, : slots.shape[1]].copy_(slots[:pages])
 
@@ -80,13 +101,22 @@ class GroupBuffers:
 class StepBuffers:
     """Inputs of a step, and a schedule for each kind of layer. `caches`: of all layers."""
 
-    def __init__(self, limits: Limits, kinds: Iterable[LayerKind], caches: Sequence[LayerCache]) -> None:
+    def __init__(
+        self, limits: Limits, kinds: Iterable[LayerKind], caches: Sequence[LayerCache]
+    ) -> None:
         self.limits = limits
-        by_group = {cache.group: [other for other in caches if other.group == cache.group] for cache in caches}
+        by_group = {
+            cache.group: [other for other in caches if other.group == cache.group]
+            for cache in caches
+        }
         self._groups = {group: GroupBuffers(limits, members) for group, members in by_group.items()}
         places = {(cache.group, cache.page) for cache in caches}
-        self.tables = {(group, page): self._groups[group].tables[page] for group, page in places}  # [rows, blocks] each
-        self.slots = {(group, page): self._groups[group].slots[page] for group, page in places}  # [tokens] each
+        self.tables = {
+            (group, page): self._groups[group].tables[page] for group, page in places
+        }  # [rows, blocks] each
+        self.slots = {
+            (group, page): self._groups[group].slots[page] for group, page in places
+        }  # [tokens] each
         self.schedules = {kind: Schedule(limits, kind) for kind in kinds}
 
     def fill(self, batch: AttentionBatch) -> None:
@@ -98,7 +128,9 @@ class StepBuffers:
             )
         for group, buffers in self._groups.items():
             buffers.fill(batch.block_tables[group], batch.slots[group])
-        step_rows = StepRows.of(batch.host_query_lens[: batch.num_rows], batch.host_kv_lens[: batch.num_rows])
+        step_rows = StepRows.of(
+            batch.host_query_lens[: batch.num_rows], batch.host_kv_lens[: batch.num_rows]
+        )
         for schedule in self.schedules.values():
             schedule.fill(step_rows, batch)
 
@@ -112,8 +144,12 @@ class TileParts:
     arrived: torch.Tensor  # [slots, kv_heads, 2] int32: parts of each half that are done
 
     @classmethod
-    def room(cls, slots: int, kv_heads: int, queries: int, head_size: int, device: torch.device) -> TileParts:
-        values = torch.empty((slots, kv_heads, queries, head_size), dtype=torch.float32, device=device)
+    def room(
+        cls, slots: int, kv_heads: int, queries: int, head_size: int, device: torch.device
+    ) -> TileParts:
+        values = torch.empty(
+            (slots, kv_heads, queries, head_size), dtype=torch.float32, device=device
+        )
         lse = torch.empty((slots, kv_heads, queries), dtype=torch.float32, device=device)
         return cls(values, lse, torch.zeros((slots, kv_heads, 2), dtype=torch.int32, device=device))
 
@@ -124,33 +160,59 @@ class Schedule:
     def __init__(self, limits: Limits, kind: LayerKind) -> None:
         self.limits, self.kind, self.shape = limits, kind, kind.shape
         shape, tuned = kind.shape, limits.shape_of(kind)
-        self.decode_tiling, self.prefill_tiling = limits.tilings.decode(tuned), limits.tilings.prefill(tuned)
-        self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // shape.kv_heads), limits.rows)
+        self.decode_tiling, self.prefill_tiling = (
+            limits.tilings.decode(tuned),
+            limits.tilings.prefill(tuned),
+        )
+        self.tables = DecodeTables(
+            max(1, limits.processors * self.decode_tiling.programs // shape.kv_heads), limits.rows
+        )
         slots = self.tables.slots + PREFIX_PARTS * limits.rows
         tiling, most_parts = self.prefill_tiling, max(1, limits.processors // shape.kv_heads)
         self._split = Split(tiling.keys, most_parts) if tiling.loads_apart else None
         tiles = self._most_tiles(limits.rows, limits.tokens)
         device = limits.device
-        self._mirror = Mirror([np.zeros(numbers, np.int32) for numbers in (self.tables.size, tiles * TILE_NUMBERS)], device)
+        self._mirror = Mirror(
+            [np.zeros(numbers, np.int32) for numbers in (self.tables.size, tiles * TILE_NUMBERS)],
+            device,
+        )
         self.decode, self.tiles = self._mirror.tensors
         self.bounds = self.decode[self.tables.bounds_at :]
         self.rows = self.decode[self.tables.rows_at :]
         self.segments = self.decode[self.tables.segments_at :]
-        self.tile_parts = TileParts.room(most_parts if self._split else 0, shape.kv_heads, tiling.queries, shape.head_size, device)
-        self.partial = torch.empty((slots, shape.heads, shape.head_size), dtype=torch.float32, device=device)
+        self.tile_parts = TileParts.room(
+            most_parts if self._split else 0,
+            shape.kv_heads,
+            tiling.queries,
+            shape.head_size,
+            device,
+        )
+        self.partial = torch.empty(
+            (slots, shape.heads, shape.head_size), dtype=torch.float32, device=device
+        )
         self.partial_lse = torch.empty((slots, shape.heads), dtype=torch.float32, device=device)
-        self.arrived = torch.zeros((LEVELS, self.tables.slots, shape.kv_heads), dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(
+            (LEVELS, self.tables.slots, shape.kv_heads), dtype=torch.int32, device=device
+        )
         self.decodes = 0  # rows of one query, padding included
         self.prefix = Prefix()
-        self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
+        self.may_share = (
+            False  # the step, or another replay of its graph, attends to a shared prefix
+        )
         self.mixed_graph = False  # launches must serve any step with the same number of tokens
-        self.num_tiles = 0  # programs of prefills a kv head; in a mixed graph some have nothing to do
+        self.num_tiles = (
+            0  # programs of prefills a kv head; in a mixed graph some have nothing to do
+        )
         self.zero_from: int | None = None  # padding tokens that no kernel zeroes
 
     @property
     def prefix_queries(self) -> int:
         """Return the queries of a tile that attends to a shared prefix."""
-        return (32 if self.shape.latent or self.shape.padded_size > 256 else 64) if self.limits.on_matrix_units else 16
+        return (
+            (32 if self.shape.latent or self.shape.padded_size > 256 else 64)
+            if self.limits.on_matrix_units
+            else 16
+        )
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
         single = rows.queries == 1
@@ -171,10 +233,16 @@ class Schedule:
         used = 0
         if self.decodes:
             step = self.decode_tiling.keys
-            filled = self.tables.fill(decodes, self.shape.window, step, self.prefix, zeroed, batch.num_tokens)
+            filled = self.tables.fill(
+                decodes, self.shape.window, step, self.prefix, zeroed, batch.num_tokens
+            )
             used = len(filled)
             of_decodes[:used] = filled
-        self.num_tiles = 0 if only_decodes and not self.mixed_graph else self._fill_tiles(of_tiles, rows.where(~single), tokens)
+        self.num_tiles = (
+            0
+            if only_decodes and not self.mixed_graph
+            else self._fill_tiles(of_tiles, rows.where(~single), tokens)
+        )
         if self.num_tiles:
             self._mirror.send(1, self.num_tiles * TILE_NUMBERS)
         elif used:
@@ -183,13 +251,19 @@ class Schedule:
     def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
         """Write the tiles on the host. Mixed graphs get empty ones, up to the maximum for a step of this many tokens (two queries each)."""
         tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, self._split)
-        count = self._most_tiles(min(self.limits.rows, tokens // 2), tokens) if self.mixed_graph else len(tiles)
+        count = (
+            self._most_tiles(min(self.limits.rows, tokens // 2), tokens)
+            if self.mixed_graph
+            else len(tiles)
+        )
         records[: tiles.size] = tiles.reshape(-1)
         records[tiles.size : count * TILE_NUMBERS] = 0
         return count
 
     def _most_tiles(self, rows: int, tokens: int) -> int:
-        return most_prefill_tiles(rows, tokens, self.shape.group, self.prefill_tiling.queries, self._split)
+        return most_prefill_tiles(
+            rows, tokens, self.shape.group, self.prefill_tiling.queries, self._split
+        )
 
     def _prefix(self, decodes: StepRows, batch: AttentionBatch) -> Prefix:
         """The blocks that all rows share; of each row something is left to read by itself."""
@@ -197,7 +271,11 @@ class Schedule:
         if not self.may_share or rows < 2:
             return Prefix()
         step = self.decode_tiling.keys
-        tokens = min(batch.shared_prefix_blocks * self.kind.block_size, int(decodes.lens.min()) - 1) // step * step
+        tokens = (
+            min(batch.shared_prefix_blocks * self.kind.block_size, int(decodes.lens.min()) - 1)
+            // step
+            * step
+        )
         if not tokens:
             return Prefix()
         tiles = self.shape.kv_heads * -(-rows * self.shape.group // self.prefix_queries)

@@ -17,8 +17,12 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
-SMALL = tl.constexpr(0.35)  # below, tanh is a polynomial: in a difference of two numbers close to 1 it would lose digits
-HIDDEN = tl.constexpr(-1.0e30)  # a finite score: what a query has summed while it saw nothing is wiped out by the first key that it sees
+SMALL = tl.constexpr(
+    0.35
+)  # below, tanh is a polynomial: in a difference of two numbers close to 1 it would lose digits
+HIDDEN = tl.constexpr(
+    -1.0e30
+)  # a finite score: what a query has summed while it saw nothing is wiped out by the first key that it sees
 
 
 @triton.jit
@@ -28,21 +32,29 @@ def block_ids(table_row, start, last, low, N: tl.constexpr, BLOCK_SIZE: tl.const
         ids = tl.load(table_row + start // BLOCK_SIZE, mask=start < last, other=0)
     else:
         token = start + tl.arange(0, N)
-        ids = tl.load(table_row + token // BLOCK_SIZE, mask=(token >= low) & (token < last), other=0)
+        ids = tl.load(
+            table_row + token // BLOCK_SIZE, mask=(token >= low) & (token < last), other=0
+        )
     return ids
 
 
 @triton.jit
 def nothing_seen(M: tl.constexpr, D_PADDED: tl.constexpr):
     """Return the initial (acc, top, total) of queries."""
-    return tl.zeros([M, D_PADDED], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    return (
+        tl.zeros([M, D_PADDED], tl.float32),
+        tl.full([M], float("-inf"), tl.float32),
+        tl.zeros([M], tl.float32),
+    )
 
 
 @triton.jit
 def sinks_seen(sinks, head, counted, M: tl.constexpr, D_PADDED: tl.constexpr):
     """Return (acc, top, total) of queries of `head` [M] after only their sinks, where `counted`, and initial values elsewhere."""
     acc, top, total = nothing_seen(M, D_PADDED)
-    top = tl.where(counted, tl.load(sinks + head, mask=counted, other=0.0).to(tl.float32) * LOG2_E, top)
+    top = tl.where(
+        counted, tl.load(sinks + head, mask=counted, other=0.0).to(tl.float32) * LOG2_E, top
+    )
     return acc, tl.maximum(top, HIDDEN), tl.where(counted, 1.0, total)
 
 
@@ -52,7 +64,11 @@ def tanh(x):
     magnitude = tl.abs(x)
     shrunk = tl.exp2(magnitude * (-2.0 * LOG2_E))
     square = x * x
-    series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835 + square * (-1382.0 / 155925)))))
+    series = 1.0 + square * (
+        -1.0 / 3
+        + square
+        * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835 + square * (-1382.0 / 155925))))
+    )
     large = (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(magnitude < SMALL, x * series, tl.where(x < 0, -large, large))
 
@@ -101,7 +117,10 @@ def attend_range(
     paired: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     at_once: tl.constexpr = 2 if paired else 1  # numbers that are read as one
     if paired:
-        k_head, v_head = k_head.to(tl.pointer_type(tl.int16), bitcast=True), v_head.to(tl.pointer_type(tl.int16), bitcast=True)
+        k_head, v_head = (
+            k_head.to(tl.pointer_type(tl.int16), bitcast=True),
+            v_head.to(tl.pointer_type(tl.int16), bitcast=True),
+        )
         q_evens, q_odds = tl.split(tl.reshape(q, [q.shape[0], D_PADDED // 2, 2]))
         evens, odds = tl.split(tl.reshape(acc, [acc.shape[0], D_PADDED // 2, 2]))
         if REST > 0:
@@ -112,8 +131,12 @@ def attend_range(
     for start in range(first, last, N):
         token = start + lane
         exists = (token >= low) & (token < last)
-        place = blocks.to(tl.int64) * (BLOCK_STRIDE // at_once) + token % BLOCK_SIZE * (TOKEN_STRIDE // at_once)
-        blocks = block_ids(table_row, start + N, last, low, N, BLOCK_SIZE)  # a step ahead, so that K and V needn't wait for them
+        place = blocks.to(tl.int64) * (BLOCK_STRIDE // at_once) + token % BLOCK_SIZE * (
+            TOKEN_STRIDE // at_once
+        )
+        blocks = block_ids(
+            table_row, start + N, last, low, N, BLOCK_SIZE
+        )  # a step ahead, so that K and V needn't wait for them
         k = _load(k_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
         if LATENT:
             v = k
@@ -121,7 +144,15 @@ def attend_range(
             v = _load(v_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
         if REST > 0:
             some = tl.arange(0, REST_PADDED // at_once)
-            k_rest = _load(k_head + D // at_once, place, exists, some, REST // at_once, REST_PADDED // at_once, BOUNDED)
+            k_rest = _load(
+                k_head + D // at_once,
+                place,
+                exists,
+                some,
+                REST // at_once,
+                REST_PADDED // at_once,
+                BOUNDED,
+            )
         if paired:
             k_evens, k_odds = apart(k, q.dtype)
             scores = tl.dot(q_evens, tl.trans(k_evens), input_precision=PRECISION)  # [M, N]
@@ -142,7 +173,9 @@ def attend_range(
             seen = exists[None, :] & (token[None, :] <= position[:, None])
             if WINDOW > 0:
                 seen &= token[None, :] > position[:, None] - WINDOW
-            scores = tl.where(seen, scores * factor, HIDDEN)  # scaled before: where all is hidden, HIDDEN - top must be 0, not what an FMA leaves
+            scores = tl.where(
+                seen, scores * factor, HIDDEN
+            )  # scaled before: where all is hidden, HIDDEN - top must be 0, not what an FMA leaves
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
         else:
@@ -187,7 +220,10 @@ def apart(pairs, dtype: tl.constexpr):
     if INTERPRETED or dtype != tl.float16:
         codes = pairs.to(tl.uint16, bitcast=True)
         low, high = (codes & 0xFF).to(tl.uint8), (codes >> 8).to(tl.uint8)
-        low, high = low.to(tl.float8e4nv, bitcast=True).to(dtype), high.to(tl.float8e4nv, bitcast=True).to(dtype)
+        low, high = (
+            low.to(tl.float8e4nv, bitcast=True).to(dtype),
+            high.to(tl.float8e4nv, bitcast=True).to(dtype),
+        )
     else:  # the same of two pairs at once: bytes 0 and 2 are two numbers of the first result, 1 and 3 of the second
         low, high = tl.inline_asm_elementwise(
             """{

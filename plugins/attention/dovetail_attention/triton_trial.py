@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, KVScales, LayerCache, LayerSpec
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    KVScales,
+    LayerCache,
+    LayerSpec,
+)
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail_attention.sdpa import TorchAttention
@@ -32,9 +39,13 @@ class Step:
 
 def check(backend: type[AttentionBackend], context: AttentionContext, spec: LayerSpec) -> None:
     """Raise unless such layers compute the same as plain torch; any exception counts."""
-    ours, plain = (_attended(kind(NoOptions(), context), spec) for kind in (backend, TorchAttention))
+    ours, plain = (
+        _attended(kind(NoOptions(), context), spec) for kind in (backend, TorchAttention)
+    )
     if not torch.allclose(ours, plain, atol=CLOSE):
-        raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes wrong numbers")
+        raise DovetailError(
+            f"heads of {spec.head_size} in {context.dtype}: it computes wrong numbers"
+        )
 
 
 def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
@@ -44,7 +55,11 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
     shared = shared_blocks * size
     steps = [
         Step((shared + 70, 3, 50), (shared + 70, shared + 3, 50)),
-        Step((1, 1, 40), (shared + 71, shared + 4, 90), shared_blocks if backend.capabilities.shared_prefix and spec.window is None else 0),
+        Step(
+            (1, 1, 40),
+            (shared + 71, shared + 4, 90),
+            shared_blocks if backend.capabilities.shared_prefix and spec.window is None else 0,
+        ),
     ]
     table = _block_table([step.lens for step in steps][-1], shared_blocks, size)
     layer = backend.make_layer(spec)
@@ -53,18 +68,48 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
     if backend.context.cache_dtype is not None:
         layer.kv_scales = KVScales(*(torch.tensor(scale, device=device) for scale in SCALES))
     pages = int(table.max()) + 2  # one is waste
-    layer.bind(LayerCache(tuple(torch.zeros((pages, row), dtype=torch.uint8, device=device) for row in backend.tensor_bytes(spec, size)), size))
+    layer.bind(
+        LayerCache(
+            tuple(
+                torch.zeros((pages, row), dtype=torch.uint8, device=device)
+                for row in backend.tensor_bytes(spec, size)
+            ),
+            size,
+        )
+    )
     backend.prepare(max_rows=3, max_tokens=sum(steps[0].queries), max_len=table.shape[1] * size)
     generator, outputs = torch.Generator().manual_seed(0), []
     for step in steps:
         queries, lens = np.array(step.queries, np.int32), np.array(step.lens, np.int32)
-        tokens, starts = int(queries.sum()), np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-        position = np.concatenate([np.arange(n - asked, n) for asked, n in zip(queries, lens, strict=True)])
+        tokens, starts = (
+            int(queries.sum()),
+            np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+        )
+        position = np.concatenate(
+            [np.arange(n - asked, n) for asked, n in zip(queries, lens, strict=True)]
+        )
         row = np.repeat(np.arange(3), queries)
         slots = table[row, position // size].astype(np.int64) * size + position % size
-        at, seen, blocks, places = (torch.from_numpy(array).to(device) for array in (starts, lens, table, slots))
-        backend.plan(AttentionBatch(3, tokens, at, seen, (blocks[None],), (places[None],), queries, lens, step.shared_blocks))
-        qkv = torch.randn(tokens, spec.heads + 2 * spec.kv_heads, spec.head_size, generator=generator) * KV_SCALE
+        at, seen, blocks, places = (
+            torch.from_numpy(array).to(device) for array in (starts, lens, table, slots)
+        )
+        backend.plan(
+            AttentionBatch(
+                3,
+                tokens,
+                at,
+                seen,
+                (blocks[None],),
+                (places[None],),
+                queries,
+                lens,
+                step.shared_blocks,
+            )
+        )
+        qkv = (
+            torch.randn(tokens, spec.heads + 2 * spec.kv_heads, spec.head_size, generator=generator)
+            * KV_SCALE
+        )
         qkv = qkv.to(device, getattr(torch, backend.context.dtype))
         q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         layer.write(k, None if spec.v_in_k else v)
@@ -75,6 +120,11 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
 def _block_table(lens: tuple[int, ...], shared_blocks: int, size: int) -> np.ndarray:
     """Return [rows, blocks] int32: the second row begins with the first one's blocks, in arbitrary block order."""
     width = max(-(-seen // size) for seen in lens)
-    table = np.random.default_rng(0).permutation(len(lens) * width).astype(np.int32).reshape(len(lens), width)
+    table = (
+        np.random.default_rng(0)
+        .permutation(len(lens) * width)
+        .astype(np.int32)
+        .reshape(len(lens), width)
+    )
     table[1, :shared_blocks] = table[0, :shared_blocks]
     return table

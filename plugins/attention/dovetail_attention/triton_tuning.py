@@ -35,11 +35,21 @@ class Shape:
     windowed: bool = False
     cache_itemsize: int | None = None  # bytes of K and V in the cache, if different
     capped: bool = False  # scores have a softcap
-    rest: int | None = None  # of a latent layer, numbers of K that aren't V, padded; None: K and V are apart
+    rest: int | None = (
+        None  # of a latent layer, numbers of K that aren't V, padded; None: K and V are apart
+    )
     in_tiles: bool = True  # a descriptor of tiles fits the cache
 
     @classmethod
-    def of(cls, layer: LayerShape, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int, *, in_tiles: bool = True) -> Shape:
+    def of(
+        cls,
+        layer: LayerShape,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        block_size: int,
+        *,
+        in_tiles: bool = True,
+    ) -> Shape:
         smaller = cache_dtype.itemsize if cache_dtype != dtype else None
         return cls(
             layer.group,
@@ -76,7 +86,13 @@ class DecodeTiling:
 
     def shared_bytes(self, shape: Shape) -> int:
         """Upper bound of a program's shared memory: K and V of each stage, and of a latent layer the queries, which registers don't hold."""
-        queries = 0 if shape.rest is None else (1 << (shape.group - 1).bit_length()) * (shape.head_size + shape.rest) * shape.itemsize
+        queries = (
+            0
+            if shape.rest is None
+            else (1 << (shape.group - 1).bit_length())
+            * (shape.head_size + shape.rest)
+            * shape.itemsize
+        )
         return self.stages * self.keys * shape.bytes_per_key + queries + SPARE_BYTES
 
 
@@ -108,7 +124,9 @@ class Tilings:
 
 
 # The interpreter pays for a tile, whatever its size, so tiles are large; but not so large that short tests never see two of them.
-INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: PrefillTiling(32, 32, 1, 1), (64, 1024))
+INTERPRETED = Tilings(
+    lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: PrefillTiling(32, 32, 1, 1), (64, 1024)
+)
 
 
 # One H200 (device copy: 4.28 TB/s), blocks of 16. Each choice is followed by its measurement, and the next best ones.
@@ -117,12 +135,16 @@ INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: Pre
 # nobody to wait for at each step. A multiprocessor has four parts, which warps are dealt out to: 4, 8 or 12 are even, and others are slower.
 # K and V in FP8 use the choice for the same number of bytes, not measured with FP8.
 _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, stages, programs)
-    128: DecodeTiling(32, 1, 3, 8),  # 4.09 TB/s; (128, 4, 3, 3) 4.01, (32, 1, 4, 6) 3.71, (16, 1, 4, 8) 3.59
+    128: DecodeTiling(
+        32, 1, 3, 8
+    ),  # 4.09 TB/s; (128, 4, 3, 3) 4.01, (32, 1, 4, 6) 3.71, (16, 1, 4, 8) 3.59
     # 4.08 to 4.15 TB/s; (16, 1, 3, 4) 4.18, (32, 4, 3, 3) 4.15, (16, 1, 3, 6) 4.10, (16, 1, 4, 6) 4.07, (16, 1, 3, 9) 3.43. Eight have just room, so
     # that no multiprocessor gets more than another: a whole step of 1, 16, 64, 128 rows of 800 (16: 1,000), and of 256 of 680, takes 742, 1,295,
     # 2,222, 3,745, 5,919 us; (32, 4, 3, 3) 745, 1,343, 2,299, 3,793, 5,979; (16, 1, 7, 4) 767, 1,363, 2,307, 3,854, 6,070
     256: DecodeTiling(16, 1, 3, 8),
-    512: DecodeTiling(16, 2, 3, 4),  # 4.22 TB/s; (32, 4, 3, 3) 4.20, (16, 1, 3, 4) 4.19; float32 1.72 TB/s, (32, 4, 3, 3) 1.65
+    512: DecodeTiling(
+        16, 2, 3, 4
+    ),  # 4.22 TB/s; (32, 4, 3, 3) 4.20, (16, 1, 3, 4) 4.19; float32 1.72 TB/s, (32, 4, 3, 3) 1.65
     1024: DecodeTiling(16, 4, 3, 2),  # not measured
     2048: DecodeTiling(16, 4, 1, 1),  # not measured: heads of 512 in float32
 }
@@ -131,8 +153,16 @@ _PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps,
     # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64, 64, 4, 3) 360, (128, 64, 8, 2) 336
     (2, 128): (PrefillTiling(128, 64, 8, 3), PrefillTiling(128, 32, 8, 2)),
     # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
-    (2, 256): (PrefillTiling(128, 64, 8, 2), PrefillTiling(64, 64, 8, 2), PrefillTiling(64, 32, 8, 2)),
-    (2, 512): (PrefillTiling(64, 32, 8, 2), PrefillTiling(32, 32, 8, 1), PrefillTiling(16, 16, 8, 1)),  # not measured
+    (2, 256): (
+        PrefillTiling(128, 64, 8, 2),
+        PrefillTiling(64, 64, 8, 2),
+        PrefillTiling(64, 32, 8, 2),
+    ),
+    (2, 512): (
+        PrefillTiling(64, 32, 8, 2),
+        PrefillTiling(32, 32, 8, 1),
+        PrefillTiling(16, 16, 8, 1),
+    ),  # not measured
     (4, 64): (PrefillTiling(64, 32, 8, 2),),
     (4, 256): (PrefillTiling(32, 16, 8, 2),),
     (4, 512): (PrefillTiling(16, 16, 8, 1),),  # not measured
@@ -164,22 +194,39 @@ _LATENT_PREFILL = {
 def _hopper_decode(shape: Shape) -> DecodeTiling:
     if shape.rest is not None:
         return _LATENT_DECODE[shape.itemsize][0]
-    return next(tiling for most, tiling in _HOPPER_DECODE.items() if shape.bytes_per_key <= 2 * most)
+    return next(
+        tiling for most, tiling in _HOPPER_DECODE.items() if shape.bytes_per_key <= 2 * most
+    )
 
 
 def _cuda_prefill(shape: Shape, shared_bytes: int | None = None) -> PrefillTiling:
     """Return the first that fits into `shared_bytes` of shared memory, if given."""
     if shape.rest is None:
-        row = next(row for (itemsize, most), row in _PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
+        row = next(
+            row
+            for (itemsize, most), row in _PREFILL.items()
+            if shape.itemsize == itemsize and shape.head_size <= most
+        )
     else:
         row = _LATENT_PREFILL[shape.itemsize]
-    return next((tiling for tiling in row if shared_bytes is None or tiling.shared_bytes(shape) <= shared_bytes), row[-1])
+    return next(
+        (
+            tiling
+            for tiling in row
+            if shared_bytes is None or tiling.shared_bytes(shape) <= shared_bytes
+        ),
+        row[-1],
+    )
 
 
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
     plain = not shape.windowed and not shape.capped and shape.rest is None and shape.in_tiles
     tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and plain else None
-    if tiling is None or shape.block_size % PIECE or (tiling.keys % shape.block_size and shape.block_size % tiling.keys):
+    if (
+        tiling is None
+        or shape.block_size % PIECE
+        or (tiling.keys % shape.block_size and shape.block_size % tiling.keys)
+    ):
         return _cuda_prefill(shape)
     return tiling
 
@@ -189,10 +236,14 @@ def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
     tiling = _hopper_decode(shape)
     if shape.rest is not None:
         row = _LATENT_DECODE[shape.itemsize]
-        tiling = next((tiling for tiling in row if tiling.shared_bytes(shape) <= gpu.shared_bytes), row[-1])
+        tiling = next(
+            (tiling for tiling in row if tiling.shared_bytes(shape) <= gpu.shared_bytes), row[-1]
+        )
     if not gpu.has_matrix_units:
         tiling = replace(tiling, stages=1)
-    programs = min(tiling.programs, gpu.processor_shared_bytes // (tiling.shared_bytes(shape) + RESERVED_BYTES))
+    programs = min(
+        tiling.programs, gpu.processor_shared_bytes // (tiling.shared_bytes(shape) + RESERVED_BYTES)
+    )
     even = max(1, PARTS // tiling.warps)
     return replace(tiling, programs=max(1, programs // even * even or programs))
 
@@ -200,17 +251,25 @@ def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
 def _prefill_without_matrix_units(shape: Shape) -> PrefillTiling:
     if shape.rest is not None:
         return _LATENT_PREFILL[4][-1]
-    return next(tiling for most, tiling in _PREFILL_WITHOUT_MATRIX_UNITS.items() if shape.head_size <= most)
+    return next(
+        tiling for most, tiling in _PREFILL_WITHOUT_MATRIX_UNITS.items() if shape.head_size <= most
+    )
 
 
 def tilings_for(gpu: GPU) -> Tilings:
     """Return tilings that fit the GPU, without measuring; for a Hopper `CUDA`, replaced by the faster `HOPPER` where it works."""
     if gpu.is_hopper:
         return CUDA
-    prefill = partial(_cuda_prefill, shared_bytes=gpu.shared_bytes) if gpu.has_matrix_units else _prefill_without_matrix_units
+    prefill = (
+        partial(_cuda_prefill, shared_bytes=gpu.shared_bytes)
+        if gpu.has_matrix_units
+        else _prefill_without_matrix_units
+    )
     return Tilings(partial(_fitting_decode, gpu), prefill, SCATTER, gpu.has_matrix_units)
 
 
 SCATTER = (4, 1024)
 HOPPER = Tilings(_hopper_decode, _hopper_prefill, SCATTER)
-CUDA = Tilings(_hopper_decode, _cuda_prefill, SCATTER)  # on a Hopper, with a Triton that can't load apart
+CUDA = Tilings(
+    _hopper_decode, _cuda_prefill, SCATTER
+)  # on a Hopper, with a Triton that can't load apart

@@ -33,12 +33,21 @@ class Units(NamedTuple):
         """rows [num_pages + 1, numbers of a row]: of K, or of V."""
         token, row = spec.kv_heads * spec.head_size, rows.shape[1]
         unit = gcd(token, row)
-        return cls(cache.group, cache.page, cache.block_size, row // unit, token // unit, (rows.numel() - token) // unit + 1)
+        return cls(
+            cache.group,
+            cache.page,
+            cache.block_size,
+            row // unit,
+            token // unit,
+            (rows.numel() - token) // unit + 1,
+        )
 
     def view(self, rows: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         """Return a view [entries, kv_heads, head_size] of rows [num_pages + 1, numbers of a row]; they overlap if a token is several units."""
         unit = spec.kv_heads * spec.head_size // self.of_token
-        return rows.as_strided((self.entries, spec.kv_heads, spec.head_size), (unit, spec.head_size, 1))
+        return rows.as_strided(
+            (self.entries, spec.kv_heads, spec.head_size), (unit, spec.head_size, 1)
+        )
 
     def of_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the entries of slots (page * block_size + offset), any integers."""

@@ -20,7 +20,10 @@ class MtpDrafter(ModelDrafter):
 class Eagle3Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field(min_length=1, description="The head, in the format of `speculators`: a local directory, or a Hugging Face hub id.")
+    model: str = Field(
+        min_length=1,
+        description="The head, in the format of `speculators`: a local directory, or a Hugging Face hub id.",
+    )
 
 
 class Eagle3Drafter(ModelDrafter):

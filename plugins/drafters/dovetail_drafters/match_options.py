@@ -14,11 +14,15 @@ class MatchOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_match: int = Field(2, ge=1, le=MAX_MATCH, description="Fewest tokens that must have occurred before.")
+    min_match: int = Field(
+        2, ge=1, le=MAX_MATCH, description="Fewest tokens that must have occurred before."
+    )
     max_match: int
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.max_match < self.min_match:
-            raise ValueError(f"max_match must be at least min_match ({self.min_match}), got {self.max_match}")
+            raise ValueError(
+                f"max_match must be at least min_match ({self.min_match}), got {self.max_match}"
+            )
         return self

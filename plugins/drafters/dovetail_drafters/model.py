@@ -10,7 +10,10 @@ from dovetail.api.drafter import ModelDrafter
 class ModelOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field(min_length=1, description="The draft model: a bundled one, a local directory, or a Hugging Face hub id.")
+    model: str = Field(
+        min_length=1,
+        description="The draft model: a bundled one, a local directory, or a Hugging Face hub id.",
+    )
 
 
 class NamedModel(ModelDrafter):

@@ -13,7 +13,12 @@ from dovetail_drafters.own_text import OwnTexts, continued
 
 
 class NgramOptions(MatchOptions):
-    max_match: int = Field(8, ge=1, le=MAX_MATCH, description="Most tokens that are compared: of several places the longest match up to this wins.")
+    max_match: int = Field(
+        8,
+        ge=1,
+        le=MAX_MATCH,
+        description="Most tokens that are compared: of several places the longest match up to this wins.",
+    )
 
 
 class NgramDrafter(Drafter):
@@ -29,8 +34,14 @@ class NgramDrafter(Drafter):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = []
         for own, limit in zip(self._own.read(requests), most, strict=True):
-            _, places = own.places_after(own.token_ids, self.options.max_match, 1) if own is not None else (0, [])
-            drafts.append(continued(own.token_ids, places[0], limit) if own is not None and places else [])
+            _, places = (
+                own.places_after(own.token_ids, self.options.max_match, 1)
+                if own is not None
+                else (0, [])
+            )
+            drafts.append(
+                continued(own.token_ids, places[0], limit) if own is not None and places else []
+            )
         return drafts
 
     def on_finished(self, request: Request) -> None:

@@ -40,7 +40,9 @@ class OwnTexts:
             index.extend(request.prompt_array[known : known + most].tolist())
         done = len(index.token_ids) - request.prompt_tokens
         if done >= 0:
-            index.extend(request.output_token_ids[done : done + known + most - len(index.token_ids)])
+            index.extend(
+                request.output_token_ids[done : done + known + most - len(index.token_ids)]
+            )
         return len(index.token_ids) - known
 
 

@@ -17,19 +17,42 @@ from dovetail_drafters.match_options import MAX_MATCH, MatchOptions
 from dovetail_drafters.own_text import OwnTexts, continued
 from dovetail_drafters.token_index import TokenIndex
 
-SHORT, LONG = 4, 8  # tokens: a match below SHORT gives way to one of LONG or more that ended a token ago
+SHORT, LONG = (
+    4,
+    8,
+)  # tokens: a match below SHORT gives way to one of LONG or more that ended a token ago
 MAX_LEFT_OUT = 4  # tokens that an edit may leave out
 SEPARATOR = -1  # between answers
 
 
 class SuffixOptions(MatchOptions):
-    max_match: int = Field(24, ge=1, le=MAX_MATCH, description="Most tokens that are compared: the longest match up to this wins.")
-    max_factor: float = Field(2.0, gt=0, le=64, description="Drafts are at most this many times as long as the match.")
-    min_share: float = Field(
-        0.3, ge=0, le=1, description="A draft ends where less than this share of the places that match would continue as it does."
+    max_match: int = Field(
+        24,
+        ge=1,
+        le=MAX_MATCH,
+        description="Most tokens that are compared: the longest match up to this wins.",
     )
-    kept_tokens: int = Field(65_536, ge=0, le=2**28, description="Most tokens of earlier answers that are kept for a client; 0: none.")
-    kept_clients: int = Field(64, ge=1, le=2**20, description="Most clients whose answers are kept, of those with the latest ones.")
+    max_factor: float = Field(
+        2.0, gt=0, le=64, description="Drafts are at most this many times as long as the match."
+    )
+    min_share: float = Field(
+        0.3,
+        ge=0,
+        le=1,
+        description="A draft ends where less than this share of the places that match would continue as it does.",
+    )
+    kept_tokens: int = Field(
+        65_536,
+        ge=0,
+        le=2**28,
+        description="Most tokens of earlier answers that are kept for a client; 0: none.",
+    )
+    kept_clients: int = Field(
+        64,
+        ge=1,
+        le=2**20,
+        description="Most clients whose answers are kept, of those with the latest ones.",
+    )
 
 
 class SuffixDrafter(Drafter):
@@ -41,11 +64,17 @@ class SuffixDrafter(Drafter):
     def __init__(self, options: SuffixOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
         self._own = OwnTexts(options.min_match)
-        self._answers: OrderedDict[str, _Answers] = OrderedDict()  # client -> its own; the latest last
+        self._answers: OrderedDict[str, _Answers] = (
+            OrderedDict()
+        )  # client -> its own; the latest last
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         return [
-            [] if own is None else self._draft(own, None if request.client is None else self._answers.get(request.client), limit)
+            []
+            if own is None
+            else self._draft(
+                own, None if request.client is None else self._answers.get(request.client), limit
+            )
             for own, request, limit in zip(self._own.read(requests), requests, most, strict=True)
         ]
 
@@ -73,11 +102,17 @@ class SuffixDrafter(Drafter):
     def _past_an_edit(self, own: TokenIndex) -> int | None:
         """Return where a text goes on that was being copied until the last token, which replaces one of it, or follows some that were left out."""
         last = len(own.token_ids) - 1
-        length, places = own.places_after(own.token_ids[-1 - MAX_MATCH : -1], self.options.max_match, 1, last)
+        length, places = own.places_after(
+            own.token_ids[-1 - MAX_MATCH : -1], self.options.max_match, 1, last
+        )
         if length < LONG:
             return None
         after = own.token_ids[places[0] : places[0] + MAX_LEFT_OUT + 1]
-        place = places[0] + 1 + (after.index(own.token_ids[last]) if own.token_ids[last] in after else 0)
+        place = (
+            places[0]
+            + 1
+            + (after.index(own.token_ids[last]) if own.token_ids[last] in after else 0)
+        )
         return place if place < last else None
 
     def _vote(self, texts: list[list[int]], most: int) -> list[int]:

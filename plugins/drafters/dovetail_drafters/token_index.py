@@ -22,12 +22,20 @@ class TokenIndex:
         self.width = width
         self.token_ids = array("i")
         self._shift = -(-HASH_BITS // width)  # a token leaves the hash after at most `width` more
-        self._newest = array("i", [-1]) * (1 << HASH_BITS)  # hash -> the newest place: the index of the token after a run with this hash
+        self._newest = array("i", [-1]) * (
+            1 << HASH_BITS
+        )  # hash -> the newest place: the index of the token after a run with this hash
         self._previous = array("i")  # [place - 1] the place before it with the same hash; -1: none
         self._hash = 0  # of the last tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        mask, shift, newest, previous, value = (1 << HASH_BITS) - 1, self._shift, self._newest, self._previous, self._hash
+        mask, shift, newest, previous, value = (
+            (1 << HASH_BITS) - 1,
+            self._shift,
+            self._newest,
+            self._previous,
+            self._hash,
+        )
         for place, token in enumerate(token_ids, start=len(self.token_ids) + 1):
             value = ((value << shift) ^ token) & mask
             previous.append(newest[value])
@@ -35,7 +43,9 @@ class TokenIndex:
         self._hash = value
         self.token_ids.extend(array("i", token_ids))
 
-    def places_after(self, text: array[int], longest: int, most: int = MAX_FOUND, limit: int | None = None) -> tuple[int, list[int]]:
+    def places_after(
+        self, text: array[int], longest: int, most: int = MAX_FOUND, limit: int | None = None
+    ) -> tuple[int, list[int]]:
         """Return the length of the longest end of `text`, of `width` to `longest` tokens, that occurs here with a token after it, and the indices of
         these tokens, the newest first, at most `most`. (0, []) if there is none. `limit`: only of those below it. Of long chains only the newest
         places are visited."""
@@ -55,7 +65,11 @@ class TokenIndex:
                 break
             if tokens[place - best : place] == wanted and place < limit:
                 length = best
-                while length < longest and length < place and tokens[place - 1 - length] == end[longest - 1 - length]:
+                while (
+                    length < longest
+                    and length < place
+                    and tokens[place - 1 - length] == end[longest - 1 - length]
+                ):
                     length += 1
                 if length > best:
                     best, found, wanted = length, [place], end[-length:]

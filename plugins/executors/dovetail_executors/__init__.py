@@ -31,4 +31,10 @@ def dovetail_components() -> list[ComponentSpec]:
 
 @hookimpl
 def dovetail_commands() -> list[CommandSpec]:
-    return [CommandSpec("ranks", "dovetail_executors.agent:ranks", "Offer this host's devices to an engine on another host")]
+    return [
+        CommandSpec(
+            "ranks",
+            "dovetail_executors.agent:ranks",
+            "Offer this host's devices to an engine on another host",
+        )
+    ]

@@ -17,7 +17,16 @@ from typing import Annotated, Any
 import typer
 
 from dovetail.errors import ConfigError, DovetailError, describe
-from dovetail_executors.connection import BEAT, BEAT_S, CONTROL, LOST_S, Message, Wire, token, versions
+from dovetail_executors.connection import (
+    BEAT,
+    BEAT_S,
+    CONTROL,
+    LOST_S,
+    Message,
+    Wire,
+    token,
+    versions,
+)
 from dovetail_executors.ranks import Ranks
 from dovetail_executors.ring import Kind
 
@@ -27,21 +36,36 @@ READ_S = 1.0  # that the engine gets to read why its ranks failed
 
 
 def ranks(
-    engine: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The engine's host, the first of executor.hosts, and executor.port.")],
-    address: Annotated[str, typer.Option(help="This host's address, as executor.hosts has it, if it has several.")] = "",
-    once: Annotated[bool, typer.Option(help="End with the first engine, instead of waiting for the next.")] = False,
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="The engine's host, the first of executor.hosts, and executor.port.",
+        ),
+    ],
+    address: Annotated[
+        str, typer.Option(help="This host's address, as executor.hosts has it, if it has several.")
+    ] = "",
+    once: Annotated[
+        bool, typer.Option(help="End with the first engine, instead of waiting for the next.")
+    ] = False,
 ) -> None:
     """Compute ranks of an engine that runs on another host (executor `tensor`, option `hosts`)."""
     host, _, port = engine.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"{engine}: expected HOST:PORT, as in 10.0.0.1:29555")
     key, told = token(), ""
-    import_module("dovetail_executors.rank")  # torch, now: loading its libraries would delay heartbeats
+    import_module(
+        "dovetail_executors.rank"
+    )  # torch, now: loading its libraries would delay heartbeats
     while True:
         try:
             wire = _connect(host.strip("[]"), int(port), address, key)
         except (OSError, EOFError) as error:
-            why = str(error) or f"it closed the connection; is {address or 'this host'} one of executor.hosts, and the only one there?"
+            why = (
+                str(error)
+                or f"it closed the connection; is {address or 'this host'} one of executor.hosts, and the only one there?"
+            )
             if why != told:
                 told = why
                 _say(f"waiting for an engine at {engine} ({why})")
@@ -54,7 +78,9 @@ def ranks(
 
 
 def _connect(host: str, port: int, address: str, key: bytes) -> Wire:
-    sock = socket.create_connection((host, port), timeout=LOST_S, source_address=(address, 0) if address else None)
+    sock = socket.create_connection(
+        (host, port), timeout=LOST_S, source_address=(address, 0) if address else None
+    )
     return Wire(sock, key, dict(versions()), accepting=False)
 
 
@@ -69,7 +95,10 @@ class _Engagement:
         self._host: Ranks | None = None
         self._failure = ""
         self._listener = threading.Thread(target=self._listen, name="dovetail-engine", daemon=True)
-        self._threads = [self._listener, threading.Thread(target=self._beat, name="dovetail-engine-beats", daemon=True)]
+        self._threads = [
+            self._listener,
+            threading.Thread(target=self._beat, name="dovetail-engine-beats", daemon=True),
+        ]
 
     def run(self) -> str:
         """Serve the engine until it is gone. Returns the reason."""
@@ -84,7 +113,9 @@ class _Engagement:
                     self._host.writer.send(Kind(kind), [data])
         except DovetailError as error:  # of a rank; the engine has it already
             return str(error)
-        except Exception as error:  # a plugin that isn't installed here, or too few files or processes
+        except (
+            Exception
+        ) as error:  # a plugin that isn't installed here, or too few files or processes
             self._tell_failure(describe(error))
         finally:
             if self._failure:
@@ -109,7 +140,9 @@ class _Engagement:
         except (EOFError, OSError):
             self._received.put(None)
             if self._host is not None:
-                self._host.break_off(DovetailError(GONE))  # also if they hang and a batch waits for room in the ring
+                self._host.break_off(
+                    DovetailError(GONE)
+                )  # also if they hang and a batch waits for room in the ring
         finally:
             self._wire.release()
 
@@ -120,7 +153,9 @@ class _Engagement:
             host.on_failure = self._ranks_failed
             host.start()
             _say(f"computing {', '.join(job.name for job in jobs)}")
-            report = threading.Thread(target=self._report, args=(host,), name="dovetail-report", daemon=True)
+            report = threading.Thread(
+                target=self._report, args=(host,), name="dovetail-report", daemon=True
+            )
             self._threads.append(report)
             report.start()
         elif self._host is not None:

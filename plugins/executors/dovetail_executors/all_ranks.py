@@ -20,16 +20,25 @@ POLL_S = 0.2
 class AllRanks:
     """All ranks but the first. Made by one thread, which also waits; `failure` may be read by any."""
 
-    def __init__(self, here: Ranks, hosts: Sequence[tuple[str, list[RankJob]]], at: tuple[str, int]) -> None:
+    def __init__(
+        self, here: Ranks, hosts: Sequence[tuple[str, list[RankJob]]], at: tuple[str, int]
+    ) -> None:
         """`hosts`: address and jobs of each other one. `at`: where this host listens for them."""
         self._here, self._at, self._changed = here, at, threading.Condition()
         self._hosts = [RemoteRanks(address, jobs, self._changed) for address, jobs in hosts]
         self._reception: Reception | None = None
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._beats = threading.Thread(target=beat_until, args=(self._over, self._hosts), name="dovetail-host-beats", daemon=True)
+        self._beats = threading.Thread(
+            target=beat_until,
+            args=(self._over, self._hosts),
+            name="dovetail-host-beats",
+            daemon=True,
+        )
         self.failure: DovetailError | None = None
         self.sent = 0  # messages
-        self.on_failure: Callable[[], None] = lambda: None  # called once, when all ranks have been or are being ended
+        self.on_failure: Callable[[], None] = lambda: (
+            None
+        )  # called once, when all ranks have been or are being ended
         for each in self._everywhere():
             each.on_failure = partial(self._failed, each)
 
@@ -56,7 +65,11 @@ class AllRanks:
         has passed."""
         said = self._here.heard(what)
         with self._changed:
-            while self.failure is None and not self._over.is_set() and not all(host.has_said(what) for host in self._hosts):
+            while (
+                self.failure is None
+                and not self._over.is_set()
+                and not all(host.has_said(what) for host in self._hosts)
+            ):
                 self._changed.wait(POLL_S)
         self.check()
         if self._over.is_set():
@@ -69,11 +82,21 @@ class AllRanks:
         missing = [] if self._reception is None else self._reception.waits_for()
         silent = [
             *([] if local == "none" else [local]),
-            *(host.named for host in self._hosts if not host.has_said(what) and host.address not in missing),
+            *(
+                host.named
+                for host in self._hosts
+                if not host.has_said(what) and host.address not in missing
+            ),
         ]
         if missing:
-            refused = "" if self._reception is None else "".join(f"; refused: {each}" for each in self._reception.refused())
-            silent.append(f"{', '.join(missing)}, where `dovetail ranks` hasn't connected to this host{refused}, and so its ranks")
+            refused = (
+                ""
+                if self._reception is None
+                else "".join(f"; refused: {each}" for each in self._reception.refused())
+            )
+            silent.append(
+                f"{', '.join(missing)}, where `dovetail ranks` hasn't connected to this host{refused}, and so its ranks"
+            )
         return ", ".join(silent) or "none"
 
     def behind(self) -> list[str]:

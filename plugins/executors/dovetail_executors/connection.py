@@ -39,7 +39,9 @@ def token() -> bytes:
     """Return the hosts' token. Raises `ConfigError` without one."""
     text = os.environ.get(TOKEN, "")
     if len(text) < SHORTEST_TOKEN:
-        raise ConfigError(f"ranks on several hosts need {TOKEN}: the same {SHORTEST_TOKEN} or more characters in the environment on every host")
+        raise ConfigError(
+            f"ranks on several hosts need {TOKEN}: the same {SHORTEST_TOKEN} or more characters in the environment on every host"
+        )
     return text.encode()
 
 
@@ -57,15 +59,27 @@ class Wire:
         late.start()
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for step in (deliver_challenge, answer_challenge) if accepting else (answer_challenge, deliver_challenge):
+            for step in (
+                (deliver_challenge, answer_challenge)
+                if accepting
+                else (answer_challenge, deliver_challenge)
+            ):
                 step(self._connection, key)
             self.send(hello)
             _, theirs = self.receive()  # the other end knows the token: unpickling is safe
             if theirs != hello:
-                raise DovetailError(f"the other host has {_in_words(theirs)}, and this one {_in_words(hello)}: they must be the same")
-        except (AuthenticationError, AssertionError, ValueError) as error:  # AssertionError: of Python 3.11, for an invalid challenge
+                raise DovetailError(
+                    f"the other host has {_in_words(theirs)}, and this one {_in_words(hello)}: they must be the same"
+                )
+        except (
+            AuthenticationError,
+            AssertionError,
+            ValueError,
+        ) as error:  # AssertionError: of Python 3.11, for an invalid challenge
             self.release()
-            raise DovetailError(f"the other host has another {TOKEN}, or is no part of Dovetail") from error
+            raise DovetailError(
+                f"the other host has another {TOKEN}, or is no part of Dovetail"
+            ) from error
         except BaseException:
             self.release()
             raise
@@ -128,7 +142,10 @@ def peer(sock: socket.socket) -> str:
 
 def versions() -> Message:
     """Return the versions that must be the same on all hosts, by name."""
-    return {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in ("dovetail-llm", "torch")}}
+    return {
+        "python": ".".join(map(str, sys.version_info[:2])),
+        **{name: version(name) for name in ("dovetail-llm", "torch")},
+    }
 
 
 def _in_words(hello: Message) -> str:

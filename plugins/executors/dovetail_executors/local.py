@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
+from dovetail.api.executor import (
+    Batch,
+    Capacity,
+    Executor,
+    ExecutorCapabilities,
+    ExecutorContext,
+    Masks,
+    Result,
+)
 from dovetail.runtime.device_choice import choose_device
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.runner import PendingStep
@@ -22,7 +30,9 @@ from dovetail_executors.options import LocalOptions
 class LocalExecutor(Executor):
     """One device. A failed step ends it: the device's state is undefined then."""
 
-    capabilities = ExecutorCapabilities(masks=True, draft_model=True, draft_head=True, logits_processors=True)
+    capabilities = ExecutorCapabilities(
+        masks=True, draft_model=True, draft_head=True, logits_processors=True
+    )
     options: LocalOptions
 
     def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
@@ -33,7 +43,9 @@ class LocalExecutor(Executor):
         options = self.options
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        capacity = self.worker.load(choose_device(options.device, "executor.device"), options.num_blocks)
+        capacity = self.worker.load(
+            choose_device(options.device, "executor.device"), options.num_blocks
+        )
         self.worker.allocate(capacity.num_pages)
         return replace(
             capacity,

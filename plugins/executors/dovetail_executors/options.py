@@ -13,8 +13,16 @@ class LocalOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    device: str = Field(default="auto", description='"cpu", "cuda", "cuda:1", …; auto: a CUDA device if there is one, else the CPU.')
-    num_blocks: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Blocks in the KV pool, instead of as many as the memory allows.")
+    device: str = Field(
+        default="auto",
+        description='"cpu", "cuda", "cuda:1", …; auto: a CUDA device if there is one, else the CPU.',
+    )
+    num_blocks: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Blocks in the KV pool, instead of as many as the memory allows.",
+    )
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
@@ -22,7 +30,10 @@ class LocalOptions(BaseModel):
         description="Steps submitted before the oldest is collected. Unset: 2 on CUDA, 1 on the CPU, where submitting is computing.",
     )
     threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads that torch computes with on the CPU, in this whole process. Unset: as torch has it."
+        default=None,
+        ge=1,
+        le=1024,
+        description="Threads that torch computes with on the CPU, in this whole process. Unset: as torch has it.",
     )
 
 
@@ -31,9 +42,15 @@ class TensorOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: int = Field(default=2, ge=2, le=64, description="Ranks that the model is split over: as many GPUs, or as many processes on the CPU.")
+    size: int = Field(
+        default=2,
+        ge=2,
+        le=64,
+        description="Ranks that the model is split over: as many GPUs, or as many processes on the CPU.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where the ranks compute; auto: on CUDA devices if there is one, else on the CPU."
+        default="auto",
+        description="Where the ranks compute; auto: on CUDA devices if there is one, else on the CPU.",
     )
     devices: tuple[int, ...] | None = Field(
         default=None,
@@ -46,8 +63,18 @@ class TensorOptions(BaseModel):
         description="IP addresses of the hosts that the ranks are dealt to, as many to each; the first is this one, and on each other one "
         "`dovetail ranks FIRST:PORT` runs. Unset: all ranks are on this host.",
     )
-    port: int = Field(default=29555, ge=1, le=65535, description="With `hosts`: the TCP port at which this host listens for the others.")
-    num_blocks: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Blocks in the KV pool, instead of as many as the memory allows.")
+    port: int = Field(
+        default=29555,
+        ge=1,
+        le=65535,
+        description="With `hosts`: the TCP port at which this host listens for the others.",
+    )
+    num_blocks: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Blocks in the KV pool, instead of as many as the memory allows.",
+    )
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
@@ -66,10 +93,16 @@ class TensorOptions(BaseModel):
         "memory where the GPUs can read each other's memory; symmetric refuses to start where they can't.",
     )
     start_timeout_s: float = Field(
-        default=900.0, gt=0, le=86400, description="Seconds that all ranks may take to start: to load, allocate and record. Then the start fails."
+        default=900.0,
+        gt=0,
+        le=86400,
+        description="Seconds that all ranks may take to start: to load, allocate and record. Then the start fails.",
     )
     step_timeout_s: float = Field(
-        default=120.0, gt=0, le=86400, description="Seconds that a step may take on all ranks. Then the ranks are ended, and the engine with them."
+        default=120.0,
+        gt=0,
+        le=86400,
+        description="Seconds that a step may take on all ranks. Then the ranks are ended, and the engine with them.",
     )
 
     @field_validator("hosts")

@@ -57,7 +57,17 @@ class Rank:
         """`before_join`, `store_fd` and `address` are as for `TorchGroup`."""
         self.device, self._settings, self._context = device, settings, context
         timeout_s = settings.step_timeout_s + CONNECTION_LEFT_S
-        self.group = TorchGroup(rank, settings.size, device, settings.group, settings.store, timeout_s, before_join, store_fd, address)
+        self.group = TorchGroup(
+            rank,
+            settings.size,
+            device,
+            settings.group,
+            settings.store,
+            timeout_s,
+            before_join,
+            store_fd,
+            address,
+        )
         self.worker = Worker(context, self.group, "tensor")
 
     def load(self) -> Capacity:
@@ -85,7 +95,11 @@ class Rank:
         until = time.monotonic() + IDLE_S
         while not self._is_idle():
             if time.monotonic() > until:
-                log.error("%s still computes %g s after the ranks were ended: its memory is released when this process ends", self.device, IDLE_S)
+                log.error(
+                    "%s still computes %g s after the ranks were ended: its memory is released when this process ends",
+                    self.device,
+                    IDLE_S,
+                )
                 _stuck.append(self)
                 atexit.register(os._exit, 1)
                 return
@@ -107,4 +121,6 @@ class Rank:
         dtype = resolve_dtype(config.dtype, hf_config, self.device)
         lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
         logits = lines * -(-int(hf_config.vocab_size) // self._settings.size)
-        self.group.reserve(config.max_num_batched_tokens * int(hf_config.hidden_size), logits, dtype)
+        self.group.reserve(
+            config.max_num_batched_tokens * int(hf_config.hidden_size), logits, dtype
+        )

@@ -40,7 +40,9 @@ class RankJob:
     path: list[str]  # sys.path
     settings: RankSettings
     config: ExecutorConfig
-    components: dict[str, Any]  # fields of `ExecutorContext`: models, attention, sampler, quantizations, logits_processors
+    components: dict[
+        str, Any
+    ]  # fields of `ExecutorContext`: models, attention, sampler, quantizations, logits_processors
     max_in_flight: int | None  # None: as many as suit the device
     address: str  # of the rank's host, for the other ranks
     ring_fd: int = -1  # these are set by `Ranks`
@@ -79,7 +81,9 @@ def main() -> int:
         control.send({"stage": "importing"})
         joining = partial(control.send, {"joining": True})
         context = context_of(job, partial(_tell_stage, control))
-        rank = Rank(job.rank, torch.device(job.device), job.settings, context, joining, address=job.address)
+        rank = Rank(
+            job.rank, torch.device(job.device), job.settings, context, joining, address=job.address
+        )
         run(rank, job, control, orders)
     except (WriterGone, EOFError):
         return 0
@@ -110,10 +114,14 @@ def context_of(job: RankJob, progress: Callable[[str, int, int], None]) -> Execu
     from dovetail.api.clock import WallClock
     from dovetail.api.executor import ExecutorContext
 
-    return ExecutorContext(config=job.config, clock=WallClock(), progress=progress, **job.components)
+    return ExecutorContext(
+        config=job.config, clock=WallClock(), progress=progress, **job.components
+    )
 
 
-def run(rank: Rank, job: RankJob, control: Connection[Any, Any], orders: SimpleQueue[Message]) -> None:
+def run(
+    rank: Rank, job: RankJob, control: Connection[Any, Any], orders: SimpleQueue[Message]
+) -> None:
     """Load, allocate as many blocks as all ranks can, and compute the ring's batches. Raises `WriterGone` at the end."""
     from dovetail.runtime.batch_words import from_words, masks_from_words
     from dovetail.runtime.runner import PendingStep
@@ -131,8 +139,12 @@ def run(rank: Rank, job: RankJob, control: Connection[Any, Any], orders: SimpleQ
     while True:
         kind, words = reader.next()
         batch = from_words(words) if kind is Kind.STEP else None
-        kept = most - 1 if batch is not None else 1  # the engine has collected all others before it sent this
-        if batch is not None and (batch.drafts is not None or (in_flight and in_flight[-1].batch.drafts is not None)):
+        kept = (
+            most - 1 if batch is not None else 1
+        )  # the engine has collected all others before it sent this
+        if batch is not None and (
+            batch.drafts is not None or (in_flight and in_flight[-1].batch.drafts is not None)
+        ):
             kept = 0  # only then the lengths of all rows are known
         while len(in_flight) > kept:
             rank.worker.collect(in_flight.popleft())

@@ -23,14 +23,24 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dovetail.errors import DovetailError
-from dovetail.process_watch import PULSE, STOPPED, STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
+from dovetail.process_watch import (
+    PULSE,
+    STOPPED,
+    STOPPED_S,
+    TRACED,
+    ProcessWatch,
+    how_ended,
+    process_state,
+)
 from dovetail_executors.rank_process import RankJob
 from dovetail_executors.ring import Ring, RingWriter
 
 log = logging.getLogger("dovetail")
 
 TICK_S = 0.2  # a dead process is noticed within this time, even if something keeps its pipes open
-GRACE_S = 0.5  # when a rank failed because another one didn't answer, wait so long for that one to end
+GRACE_S = (
+    0.5  # when a rank failed because another one didn't answer, wait so long for that one to end
+)
 STOP_S = 2.0  # until ranks that are told to end are killed
 KILLED_S = 10.0  # that the system gets to end a killed rank
 LAST_LINES = 8  # of a rank's output, reported when it dies
@@ -56,7 +66,11 @@ class _Child:
         return f"{self.name}, process {self.process.pid}"
 
     def how_it_ended(self) -> str:
-        why = self.heard["failed"][0] if "failed" in self.heard else " | ".join(filter(str.strip, [*self.lines, self.line[:LONGEST_LINE]]))
+        why = (
+            self.heard["failed"][0]
+            if "failed" in self.heard
+            else " | ".join(filter(str.strip, [*self.lines, self.line[:LONGEST_LINE]]))
+        )
         return f"{self.named}, {how_ended(self.process.returncode)}" + (f": {why}" if why else "")
 
 
@@ -86,7 +100,17 @@ class Ranks:
             self._fds += [read, write]
             wakers.append(write)
             path, words = list(sys.path), len(self._ring.words)
-            self._jobs.append(replace(job, path=path, ring_fd=self._ring.fd, ring_words=words, readers=len(jobs), reader=reader, waker_fd=read))
+            self._jobs.append(
+                replace(
+                    job,
+                    path=path,
+                    ring_fd=self._ring.fd,
+                    ring_words=words,
+                    readers=len(jobs),
+                    reader=reader,
+                    waker_fd=read,
+                )
+            )
         self.writer = RingWriter(self._ring, wakers, self.check) if jobs else None
         self._owner = os.getpid()
         self._children: list[_Child] = []
@@ -101,20 +125,28 @@ class Ranks:
         self._limit: _Limit | None = None
         self._broken_off: DovetailError | None = None
         self.failure: DovetailError | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called once, by the watching thread, after all ranks were killed
+        self.on_failure: Callable[[], None] = lambda: (
+            None
+        )  # called once, by the watching thread, after all ranks were killed
 
     def start(self) -> None:
         """Start and watch the processes. Raises what starting a process raises."""
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: len(self._children) == len(self._jobs) or self._unspawned or self._over)
+            self._changed.wait_for(
+                lambda: len(self._children) == len(self._jobs) or self._unspawned or self._over
+            )
         if self._unspawned is not None:
             raise self._unspawned
 
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
         """Set a timeout of `seconds`, replacing the previous one; None: no timeout. When it expires, the ranks are killed, with the reason that
         `late` returns. It restarts with progress of the first rank, on a CPU with each layer, in which the ranks wait for each other."""
-        self._limit = None if seconds is None else _Limit(seconds, late, self._clock.now + seconds, PULSE.last)
+        self._limit = (
+            None
+            if seconds is None
+            else _Limit(seconds, late, self._clock.now + seconds, PULSE.last)
+        )
 
     def tell(self, **message: Any) -> None:
         """Send a message to every rank; `check` reports dead ones."""
@@ -126,18 +158,28 @@ class Ranks:
         """Wait until every rank has said `what`, and return it in the order of ranks. Raises `DovetailError` if one fails, or the limit has
         passed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None or self._over or all(what in child.heard for child in self._children))
+            self._changed.wait_for(
+                lambda: (
+                    self.failure is not None
+                    or self._over
+                    or all(what in child.heard for child in self._children)
+                )
+            )
         self.check()
         return [child.heard[what] for child in self._children]
 
     def silent(self, what: str) -> str:
         """Name the ranks that haven't sent `what`, or return "none"."""
-        return ", ".join(child.named for child in self._children if what not in child.heard) or "none"
+        return (
+            ", ".join(child.named for child in self._children if what not in child.heard) or "none"
+        )
 
     def named(self, index: int) -> str:
         """Return the name of a rank, saying if it is stopped: `index` 0 is the first rank here."""
         child = self._children[index]
-        return child.named + (", which is stopped" if process_state(child.process.pid) in (STOPPED, TRACED) else "")
+        return child.named + (
+            ", which is stopped" if process_state(child.process.pid) in (STOPPED, TRACED) else ""
+        )
 
     def check(self) -> None:
         """Raise `DovetailError` if a rank is dead or was too slow."""
@@ -191,7 +233,9 @@ class Ranks:
         except BaseException as error:
             self._unspawned = error
             if self.failure is None:
-                self.failure = DovetailError(f"executor tensor: the watch over the ranks failed: {type(error).__name__}: {error}")
+                self.failure = DovetailError(
+                    f"executor tensor: the watch over the ranks failed: {type(error).__name__}: {error}"
+                )
             self._end(0)
         finally:
             self._selector.close()
@@ -211,7 +255,11 @@ class Ranks:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), job.ring_fd, job.waker_fd, *self._more_fds),
                 start_new_session=True,  # the terminal's signals are for the engine
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    **environment,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
             )
         except BaseException:
             ours.close()
@@ -244,8 +292,14 @@ class Ranks:
         dead = [child for child in self._children if child.process.poll() is not None]
         if dead:
             self._fail(DovetailError(f"executor tensor: {self._culprit(dead).how_it_ended()}"))
-        elif stopped := [child for child in self._children if self._clock.is_stopped(child.process.pid)]:
-            self._fail(DovetailError(f"executor tensor: {stopped[0].named}, had been stopped (SIGSTOP) for {STOPPED_S:g} s"))
+        elif stopped := [
+            child for child in self._children if self._clock.is_stopped(child.process.pid)
+        ]:
+            self._fail(
+                DovetailError(
+                    f"executor tensor: {stopped[0].named}, had been stopped (SIGSTOP) for {STOPPED_S:g} s"
+                )
+            )
         elif (limit := self._limit) is not None and self._clock.now > limit.end:
             if PULSE.last != limit.pulse:
                 limit.pulse = PULSE.last
@@ -274,14 +328,21 @@ class Ranks:
             child.heard |= message
             self._changed.notify_all()
         done = ", ".join(value if key == "stage" else key for key, value in message.items())
-        log.debug("%s: %s, %.2f s after it was started", child.name, done, time.monotonic() - child.started)
+        log.debug(
+            "%s: %s, %.2f s after it was started",
+            child.name,
+            done,
+            time.monotonic() - child.started,
+        )
 
     def _pass_on(self, child: _Child, text: str) -> None:
         """Copy a rank's output to stderr by line, and keep the last lines."""
         *lines, child.line = (child.line + text).split("\n")
         child.lines.extend(line[:LONGEST_LINE] for line in lines)
         if lines:
-            print(*(f"{child.name}: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+            print(
+                *(f"{child.name}: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True
+            )
 
     def _culprit(self, dead: list[_Child]) -> _Child:
         """Return the rank that died first, as far as is known: not one that failed because another didn't answer."""

@@ -51,7 +51,9 @@ class RemoteRanks:
                 wire.release()
                 return
             self._wire, self._last_beat = wire, time.monotonic()
-            self._thread = threading.Thread(target=self._listen, args=(wire,), name=f"dovetail-host-{self.address}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._listen, args=(wire,), name=f"dovetail-host-{self.address}", daemon=True
+            )
             self._thread.start()
         with suppress(OSError):
             wire.send({"jobs": [job.pickled() for job in self._jobs]})
@@ -86,7 +88,9 @@ class RemoteRanks:
         with suppress(OSError):
             self._wire.beat()
         if time.monotonic() - self._last_beat > LOST_S:
-            self._fail(f"host {self.address} was lost: nothing was heard from it for {LOST_S:g} s ({self.named})")
+            self._fail(
+                f"host {self.address} was lost: nothing was heard from it for {LOST_S:g} s ({self.named})"
+            )
 
     def break_off(self, failure: DovetailError) -> None:
         """End its ranks because of a failure elsewhere."""
@@ -152,16 +156,22 @@ log = logging.getLogger("dovetail")
 class Reception:
     """Listens in a thread, and runs each handshake in one of its own, so that none can delay the others."""
 
-    def __init__(self, address: str, port: int, hosts: Sequence[RemoteRanks], key: bytes, hello: Message) -> None:
+    def __init__(
+        self, address: str, port: int, hosts: Sequence[RemoteRanks], key: bytes, hello: Message
+    ) -> None:
         """`key` and `hello` are as for `Wire`. Raises `DovetailError` if the address can't be listened at."""
         self._waiting, self._key, self._hello = {host.address: host for host in hosts}, key, hello
         self._refused: dict[str, str] = {}  # rejected addresses, and why
         self._greeted: set[socket.socket] = set()  # whose handshake is under way
         self._lock = threading.Lock()  # over these three
         try:
-            self._listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+            self._listener = socket.create_server(
+                (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+            )
         except OSError as error:
-            raise DovetailError(f"executor.hosts: {address}, port {port} can't be listened at: {error.strerror or error}") from error
+            raise DovetailError(
+                f"executor.hosts: {address}, port {port} can't be listened at: {error.strerror or error}"
+            ) from error
         self._listener.settimeout(ACCEPT_S)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._receive, name="dovetail-hosts", daemon=True)
@@ -189,7 +199,9 @@ class Reception:
             while (missing := self.waits_for()) and not self._over.is_set():
                 if time.monotonic() > say_at:
                     say_at = math.inf
-                    log.warning("executor.hosts: waiting for `dovetail ranks` on %s", ", ".join(missing))
+                    log.warning(
+                        "executor.hosts: waiting for `dovetail ranks` on %s", ", ".join(missing)
+                    )
                 try:
                     sock, _ = self._listener.accept()
                 except TimeoutError:
@@ -197,7 +209,9 @@ class Reception:
                 except OSError:  # there are too many open files, perhaps only for now
                     self._over.wait(ACCEPT_S)
                     continue
-                greeter = threading.Thread(target=self._greet, args=(sock,), name="dovetail-host-greeting", daemon=True)
+                greeter = threading.Thread(
+                    target=self._greet, args=(sock,), name="dovetail-host-greeting", daemon=True
+                )
                 greeters = [each for each in greeters if each.is_alive()] + [greeter]
                 with self._lock:
                     self._greeted.add(sock)
@@ -215,7 +229,9 @@ class Reception:
             address = peer(sock)
             expected = self.waits_for()
             if address not in expected:
-                raise DovetailError(f"it isn't one of executor.hosts, or was there already (expected: {', '.join(expected)})")
+                raise DovetailError(
+                    f"it isn't one of executor.hosts, or was there already (expected: {', '.join(expected)})"
+                )
             wire = Wire(sock, self._key, self._hello, accepting=True)
             with self._lock:
                 self._greeted.discard(sock)

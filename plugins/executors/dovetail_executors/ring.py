@@ -30,7 +30,10 @@ SPIN_S = 50e-6
 FULL_POLL_S = 50e-6  # between the writer's checks for room
 HEAD = 3  # words before a message
 _LINE = 8  # int64 numbers per cache line: counters of different ranks don't share one
-_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")  # stores become visible in order; otherwise pipes provide the ordering
+_IN_ORDER = platform.machine().lower() in (
+    "x86_64",
+    "amd64",
+)  # stores become visible in order; otherwise pipes provide the ordering
 
 
 class Kind(IntEnum):
@@ -53,12 +56,17 @@ class Ring:
         self.fd, self.readers = fd, readers
         head = _head_bytes(readers)
         memory = mmap.mmap(fd, head + 4 * size)  # freed with the arrays
-        self.counters = np.frombuffer(memory, np.int64, (1 + readers) * _LINE).reshape(1 + readers, _LINE)
+        self.counters = np.frombuffer(memory, np.int64, (1 + readers) * _LINE).reshape(
+            1 + readers, _LINE
+        )
         self.words = np.frombuffer(memory, np.int32, size, head)
 
     def close(self) -> None:
         """Release the memory."""
-        self.counters, self.words = np.zeros((1 + self.readers, _LINE), np.int64), np.zeros(1, np.int32)
+        self.counters, self.words = (
+            np.zeros((1 + self.readers, _LINE), np.int64),
+            np.zeros(1, np.int32),
+        )
 
     @classmethod
     def make(cls, readers: int, size: int = RING_WORDS) -> Ring:
@@ -111,7 +119,9 @@ class RingWriter:
         self._ring.counters[0, 0] = self._written
         place = self._written.to_bytes(8, "little")
         for waker in self._wakers:
-            with suppress(BlockingIOError, BrokenPipeError):  # full: it will wake anyway; broken: the watch reports it
+            with suppress(
+                BlockingIOError, BrokenPipeError
+            ):  # full: it will wake anyway; broken: the watch reports it
                 os.write(waker, place)
 
 

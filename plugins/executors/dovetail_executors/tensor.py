@@ -31,7 +31,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
+from dovetail.api.executor import (
+    Batch,
+    Capacity,
+    Executor,
+    ExecutorCapabilities,
+    ExecutorContext,
+    Masks,
+    Result,
+)
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime.batch_words import masks_to_words, to_words
 from dovetail.runtime.groups import ENVIRONMENT, LOOPBACK
@@ -46,7 +54,9 @@ from dovetail_executors.ring import Kind
 log = logging.getLogger("dovetail")
 
 TOLD_S = 2.0  # when rank 0 misses another rank, wait so long for the watch to report its failure
-DEVICE_POLL_S = 20e-6  # sleeps about 70 µs in practice; with steps in flight the device has work meanwhile
+DEVICE_POLL_S = (
+    20e-6  # sleeps about 70 µs in practice; with steps in flight the device has work meanwhile
+)
 MOST_FILES = 1 << 16  # upper bound of descriptor numbers used, if the system allows more
 _stores = count()  # of this process
 DRAIN_S = 2.0  # that steps in flight get to finish when the executor is stopped
@@ -55,7 +65,9 @@ DRAIN_S = 2.0  # that steps in flight get to finish when the executor is stopped
 class TensorExecutor(Executor):
     """Several ranks. If one dies, fails or takes too long, all are ended, and every call raises `DovetailError` naming it."""
 
-    capabilities = ExecutorCapabilities(masks=True, draft_model=True, draft_head=True, logits_processors=True)
+    capabilities = ExecutorCapabilities(
+        masks=True, draft_model=True, draft_head=True, logits_processors=True
+    )
     options: TensorOptions
 
     def __init__(self, options: TensorOptions, context: ExecutorContext) -> None:
@@ -113,7 +125,9 @@ class TensorExecutor(Executor):
         if self._ranks is not None:
             self._ranks.check()
         if self._failure is not None:
-            raise DovetailError(f"executor tensor stopped computing: {self._failure}") from self._failure
+            raise DovetailError(
+                f"executor tensor stopped computing: {self._failure}"
+            ) from self._failure
 
     def stop(self) -> None:
         self._drain()
@@ -127,14 +141,18 @@ class TensorExecutor(Executor):
         self._in_flight.clear()
         if rank is not None:
             rank.close()
-        _close(self._fds)  # last: torch's threads look into the store, and wait for a file that isn't there
+        _close(
+            self._fds
+        )  # last: torch's threads look into the store, and wait for a file that isn't there
         _let_go(self._failure)
 
     # Starting
 
     def _start(self) -> Capacity:
         if not sys.platform.startswith("linux"):
-            raise UnsupportedError("executor tensor needs Linux: ranks share memory that has no name, and end with the engine's process")
+            raise UnsupportedError(
+                "executor tensor needs Linux: ranks share memory that has no name, and end with the engine's process"
+            )
         options = self.options
         devices = rank_devices(options)
         for name, value in ENVIRONMENT.items():
@@ -148,10 +166,17 @@ class TensorExecutor(Executor):
         others = [(host, jobs[n * each : (n + 1) * each]) for n, host in enumerate(hosts)][1:]
         ranks = self._ranks = AllRanks(here, others, (hosts[0], options.port))
         self._ends_with(ranks.stop)
-        ranks.limit(options.start_timeout_s, partial(_late_at_start, ranks, options.start_timeout_s))
+        ranks.limit(
+            options.start_timeout_s, partial(_late_at_start, ranks, options.start_timeout_s)
+        )
         ranks.start()
-        context = replace(self.context, progress=partial(_progress, self.context.progress, ranks, time.monotonic()))
-        rank = self._rank = Rank(0, devices[0], settings, context, partial(_all_joining, ranks), store, hosts[0])
+        context = replace(
+            self.context,
+            progress=partial(_progress, self.context.progress, ranks, time.monotonic()),
+        )
+        rank = self._rank = Rank(
+            0, devices[0], settings, context, partial(_all_joining, ranks), store, hosts[0]
+        )
         self._ends_with(_end, ranks, rank)
         ranks.on_failure = rank.group.abort
         try:
@@ -173,19 +198,37 @@ class TensorExecutor(Executor):
     def _load(self, rank: Rank, ranks: AllRanks) -> Capacity:
         own = rank.load()
         if self.options.all_reduce == "symmetric" and rank.group.shares is None:
-            raise UnsupportedError(f"executor.all_reduce: symmetric memory can't be had: {rank.group.why_not_symmetric}")
+            raise UnsupportedError(
+                f"executor.all_reduce: symmetric memory can't be had: {rank.group.why_not_symmetric}"
+            )
         others = ranks.heard("loaded")
         num_pages = min(own.num_pages, *(pages for pages, _ in others))
         ranks.tell(allocate=num_pages)
         rank.worker.allocate(num_pages)
         ranks.heard("allocated")
         devices = [own.details["device"], *(details["device"] for _, details in others)]
-        details = {**own.details, "device": _in_words(devices, self.options.hosts), "ranks": str(self.options.size), "all_reduce": str(rank.group)}
-        if rank.device.type == "cuda" and rank.group.shares is None and self.options.all_reduce == "auto":
+        details = {
+            **own.details,
+            "device": _in_words(devices, self.options.hosts),
+            "ranks": str(self.options.size),
+            "all_reduce": str(rank.group),
+        }
+        if (
+            rank.device.type == "cuda"
+            and rank.group.shares is None
+            and self.options.all_reduce == "auto"
+        ):
             details["all_reduce"] += f" (no symmetric memory: {rank.group.why_not_symmetric})"
         in_flight = self.options.max_in_flight or own.max_in_flight
         lines, drafts = rank.worker.line_costs, rank.worker.draft_costs
-        return replace(own, num_pages=num_pages, max_in_flight=in_flight, details=details, line_costs=lines, draft_costs=drafts)
+        return replace(
+            own,
+            num_pages=num_pages,
+            max_in_flight=in_flight,
+            details=details,
+            line_costs=lines,
+            draft_costs=drafts,
+        )
 
     def _store(self) -> tuple[int, str]:
         """Create the file of torch's store, by which the ranks find each other, and return its descriptor and path.
@@ -204,16 +247,26 @@ class TensorExecutor(Executor):
     def _listening(self, address: str) -> tuple[int, str]:
         """Create the socket of torch's store for ranks of several hosts, and return its descriptor and URL."""
         try:
-            sock = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+            sock = socket.create_server(
+                (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+            )
         except OSError as error:
-            raise DovetailError(f"executor.hosts: {address} isn't an address of this host: {error.strerror or error}") from error
+            raise DovetailError(
+                f"executor.hosts: {address} isn't an address of this host: {error.strerror or error}"
+            ) from error
         at = f"tcp://{address}:{sock.getsockname()[1]}"
         self._fds.append(sock.detach())
         return self._fds[-1], at
 
     def _settings(self, devices: list[torch.device], store: str) -> RankSettings:
         options, on_gpu = self.options, devices[0].type == "cuda"
-        share = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) * len(options.hosts or ("",)) // options.size))
+        share = max(
+            1,
+            min(
+                torch.get_num_threads(),
+                (os.cpu_count() or 1) * len(options.hosts or ("",)) // options.size,
+            ),
+        )
         return RankSettings(
             group=f"dovetail-{uuid4()}",
             size=options.size,
@@ -224,7 +277,9 @@ class TensorExecutor(Executor):
             step_timeout_s=options.step_timeout_s,
         )
 
-    def _job(self, rank: int, settings: RankSettings, devices: list[torch.device], hosts: Sequence[str]) -> RankJob:
+    def _job(
+        self, rank: int, settings: RankSettings, devices: list[torch.device], hosts: Sequence[str]
+    ) -> RankJob:
         context, address = self.context, hosts[rank * len(hosts) // len(devices)]
         return RankJob(
             rank=rank,
@@ -233,7 +288,10 @@ class TensorExecutor(Executor):
             path=[],
             settings=settings,
             config=context.config,
-            components={name: getattr(context, name) for name in ("models", "attention", "sampler", "quantizations", "logits_processors")},
+            components={
+                name: getattr(context, name)
+                for name in ("models", "attention", "sampler", "quantizations", "logits_processors")
+            },
             max_in_flight=self.options.max_in_flight,
             address=address,
         )
@@ -243,7 +301,9 @@ class TensorExecutor(Executor):
     def _running(self) -> tuple[AllRanks, Rank]:
         self.check()
         if not self._loaded or self._ranks is None or self._rank is None:
-            raise DovetailError("executor tensor isn't running: start() hasn't been called, or stop() has")
+            raise DovetailError(
+                "executor tensor isn't running: start() hasn't been called, or stop() has"
+            )
         return self._ranks, self._rank
 
     def _limit(self, step: int | None) -> None:
@@ -263,7 +323,11 @@ class TensorExecutor(Executor):
         """Raise an error, from now on in `check`, too: another rank's failure if that caused it."""
         failure = self._others_failure()
         if failure is None:
-            failure = error if isinstance(error, DovetailError) else DovetailError(f"executor tensor: rank 0: {type(error).__name__}: {error}")
+            failure = (
+                error
+                if isinstance(error, DovetailError)
+                else DovetailError(f"executor tensor: rank 0: {type(error).__name__}: {error}")
+            )
         self._failure = self._failure or failure
         if failure is error:
             raise error
@@ -294,11 +358,17 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     """Return each rank's device. Raises `ConfigError` if `devices` doesn't go with the other options, `UnsupportedError` if there are too few."""
     size, given, hosts = options.size, options.devices, options.hosts or (LOOPBACK,)
     if size % len(hosts) or len(set(hosts)) != len(hosts):
-        raise ConfigError(f"executor.size: {size} ranks can't be dealt evenly to {len(hosts)} different hosts (executor.hosts: {', '.join(hosts)})")
+        raise ConfigError(
+            f"executor.size: {size} ranks can't be dealt evenly to {len(hosts)} different hosts (executor.hosts: {', '.join(hosts)})"
+        )
     each = size // len(hosts)
-    if given is not None and (len(given) != each or len(set(given)) != each or min(given) < 0 or options.device == "cpu"):
+    if given is not None and (
+        len(given) != each or len(set(given)) != each or min(given) < 0 or options.device == "cpu"
+    ):
         of_host = "" if options.hosts is None else " on each host"
-        raise ConfigError(f"executor.devices: expected {each} different CUDA devices{of_host} (executor.size: {size}), got {list(given)}")
+        raise ConfigError(
+            f"executor.devices: expected {each} different CUDA devices{of_host} (executor.size: {size}), got {list(given)}"
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_cpu = options.device == "cpu" or (options.device == "auto" and given is None and count == 0)
     if on_cpu:
@@ -306,8 +376,12 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     indices = given or tuple(range(each))
     if max(indices) >= count:
         here = "" if options.hosts is None else " on each host"
-        raise UnsupportedError(f"executor.size: {each} ranks{here} need as many CUDA devices, and torch {torch.__version__} sees {count}")
-    return [torch.device("cuda", index) for index in indices] * len(hosts)  # none is initialised: this process must use memory on rank 0's only
+        raise UnsupportedError(
+            f"executor.size: {each} ranks{here} need as many CUDA devices, and torch {torch.__version__} sees {count}"
+        )
+    return [torch.device("cuda", index) for index in indices] * len(
+        hosts
+    )  # none is initialised: this process must use memory on rank 0's only
 
 
 def _all_joining(ranks: AllRanks) -> None:
@@ -319,17 +393,27 @@ def _end(ranks: AllRanks, rank: Rank) -> None:
     rank.close()
 
 
-def _progress(own: object, ranks: AllRanks, started: float, what: str, done: int, total: int) -> None:
+def _progress(
+    own: object, ranks: AllRanks, started: float, what: str, done: int, total: int
+) -> None:
     """Report progress; raise if a rank has died."""
     ranks.check()
     if done == total:
-        log.debug("rank 0: %s, done %.2f s after the other ranks were started", what, time.monotonic() - started)
+        log.debug(
+            "rank 0: %s, done %.2f s after the other ranks were started",
+            what,
+            time.monotonic() - started,
+        )
     if callable(own):
         own(what, done, total)
 
 
 def _late_at_start(ranks: AllRanks, seconds: float) -> str:
-    for what, told in (("joining", "haven't loaded the model"), ("loaded", "haven't connected"), ("allocated", "haven't made their memory")):
+    for what, told in (
+        ("joining", "haven't loaded the model"),
+        ("loaded", "haven't connected"),
+        ("allocated", "haven't made their memory"),
+    ):
         if (silent := ranks.silent(what)) != "none":
             return f"not started after {seconds:g} s (executor.start_timeout_s): {silent} {told}"
     return f"not started after {seconds:g} s (executor.start_timeout_s): all ranks wait for rank 0"
@@ -338,14 +422,21 @@ def _late_at_start(ranks: AllRanks, seconds: float) -> str:
 def _late_in_step(ranks: AllRanks, step: int | None, seconds: float) -> str:
     what = f"step {step} wasn't done after {seconds:g} s (executor.step_timeout_s)"
     behind = ranks.behind()
-    return f"{what}; not through with it: {', '.join(behind)}" if behind else f"{what}, though the other ranks are through with it"
+    return (
+        f"{what}; not through with it: {', '.join(behind)}"
+        if behind
+        else f"{what}, though the other ranks are through with it"
+    )
 
 
 def _in_words(devices: list[str], hosts: Sequence[str] | None) -> str:
     """["cpu", "cpu"] -> "2 × cpu"; different ones are listed; with hosts, each host's after its address."""
     if hosts is not None:
         each = len(devices) // len(hosts)
-        return "; ".join(f"{host}: {_in_words(devices[n * each : (n + 1) * each], None)}" for n, host in enumerate(hosts))
+        return "; ".join(
+            f"{host}: {_in_words(devices[n * each : (n + 1) * each], None)}"
+            for n, host in enumerate(hosts)
+        )
     return f"{len(devices)} × {devices[0]}" if len(set(devices)) == 1 else ", ".join(devices)
 
 

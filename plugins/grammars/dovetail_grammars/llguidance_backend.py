@@ -21,15 +21,40 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
-from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
+from dovetail.api.grammar import (
+    Grammar,
+    GrammarBackend,
+    GrammarContext,
+    GrammarSpec,
+    Matcher,
+    SpecKind,
+)
 from dovetail.errors import DovetailError, RequestError, describe
 from dovetail_grammars.deep_threads import in_deep_thread
 from dovetail_grammars.llguidance_matcher import HEAD, Fill, Lanes, LLGrammar, LLMatcher
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.positions import Tracker
 from dovetail_grammars.regexes import RUST, Ranges, demands, rewritten
-from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, PATTERNS, Subschema, checked_parts, literals, refuse_others, shown
-from dovetail_grammars.specs import NOT_SYNTAX, check_lark, decoder, read_choices, read_json, read_schema, read_structural_tag, refuse
+from dovetail_grammars.schemas import (
+    BOUNDS,
+    EXCLUSIVE_BOUNDS,
+    PATTERNS,
+    Subschema,
+    checked_parts,
+    literals,
+    refuse_others,
+    shown,
+)
+from dovetail_grammars.specs import (
+    NOT_SYNTAX,
+    check_lark,
+    decoder,
+    read_choices,
+    read_json,
+    read_schema,
+    read_structural_tag,
+    refuse,
+)
 from dovetail_grammars.string_tokens import StringTokens
 
 if TYPE_CHECKING:
@@ -68,7 +93,13 @@ class LLGuidance(GrammarBackend):
         grammar = LLGrammar(self._fill, Lanes(partial(self._made, self._tokenizer, lark)))
         grammar.begin().fill(np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32))
         tracker = self._tracker(lark)
-        return grammar if tracker is None else LLGrammar(self._fill, grammar.whole, Lanes(partial(self._made, self._rest, lark)), tracker)
+        return (
+            grammar
+            if tracker is None
+            else LLGrammar(
+                self._fill, grammar.whole, Lanes(partial(self._made, self._rest, lark)), tracker
+            )
+        )
 
     def _made(self, tokenizer: Any, lark: str, most_states: int) -> Any:
         # Limits per request, in the library's units: some 20 ms to compile, and 15 ms per mask. Exceeding them is an error.
@@ -97,10 +128,14 @@ class LLGuidance(GrammarBackend):
                 if time.monotonic() > until:
                     return reason
                 try:
-                    self._compiled(f"{HEAD}start: {_schema([Subschema('#', rule, rule)], options)}\n")
+                    self._compiled(
+                        f"{HEAD}start: {_schema([Subschema('#', rule, rule)], options)}\n"
+                    )
                 except DovetailError as error:
                     return f"{part.place}: {', '.join(shown(key, value) for key, value in rule.items())}: {error}"
-        return reason.replace("nothing follows it", "no value satisfies the schema: its parts contradict each other")
+        return reason.replace(
+            "nothing follows it", "no value satisfies the schema: its parts contradict each other"
+        )
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         self._fill(cast("Sequence[LLMatcher]", matchers), words)
@@ -109,7 +144,10 @@ class LLGuidance(GrammarBackend):
         """Options for white space and string escapes: with \\u, a key of the schema could be spelled differently, with another value."""
         if self.options.whitespace == "compact":
             return {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
-        return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}", "json_allowed_escapes": ESCAPES}
+        return {
+            "whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}",
+            "json_allowed_escapes": ESCAPES,
+        }
 
 
 def _tokenizer(context: GrammarContext, slices: list[str] | None) -> Any:
@@ -126,7 +164,10 @@ class _Vocabulary:
     def __init__(self, context: GrammarContext) -> None:
         ends = _ends(context)
         self.eos_token_id = ends[0]
-        self.tokens = [b"" if id in context.stop_ids else text or b"" for id, text in enumerate(context.token_bytes)]
+        self.tokens = [
+            b"" if id in context.stop_ids else text or b""
+            for id, text in enumerate(context.token_bytes)
+        ]
         self.tokens += [b""] * (ends[-1] + 1 - len(self.tokens))
 
     def __call__(self, text: str) -> list[int]:
@@ -154,7 +195,11 @@ def _parts(spec: GrammarSpec) -> Sequence[Subschema]:
     if spec.kind == "json_schema":
         return _exact(spec, read_schema(spec, read_json(spec)))
     if spec.kind == "structural_tag":
-        return [part for one in read_structural_tag(spec).structures for part in _exact(spec, one.schema, one.place)]
+        return [
+            part
+            for one in read_structural_tag(spec).structures
+            for part in _exact(spec, one.schema, one.place)
+        ]
     return []
 
 
@@ -175,8 +220,14 @@ def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Seque
         _refuse_rounded(spec, part)
         _refuse_unwritten(spec, part)
         _refuse_uncountable(spec, part)
-    merges = any("allOf" in part.schema or (not _COMBINING.isdisjoint(part.schema) and not _BOUNDED.isdisjoint(part.schema)) for part in parts)
-    for some in [parts] if merges else ([part] for part in parts):  # bounds in separate parts may be merged
+    merges = any(
+        "allOf" in part.schema
+        or (not _COMBINING.isdisjoint(part.schema) and not _BOUNDED.isdisjoint(part.schema))
+        for part in parts
+    )
+    for some in (
+        [parts] if merges else ([part] for part in parts)
+    ):  # bounds in separate parts may be merged
         _refuse_narrow(spec, some)
     for part in parts:
         if (pattern := PATTERNS.get(str(part.schema.get("format")))) is not None:
@@ -187,14 +238,37 @@ def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Seque
 
 DONE = frozenset(
     {
-        *("$ref", "type", "const", "enum", "anyOf", "oneOf", "allOf", *BOUNDS, "multipleOf", "minLength", "maxLength", "pattern", "format"),
+        *(
+            "$ref",
+            "type",
+            "const",
+            "enum",
+            "anyOf",
+            "oneOf",
+            "allOf",
+            *BOUNDS,
+            "multipleOf",
+            "minLength",
+            "maxLength",
+            "pattern",
+            "format",
+        ),
         *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
-        *("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
+        *(
+            "properties",
+            "patternProperties",
+            "additionalProperties",
+            "required",
+            "minProperties",
+            "maxProperties",
+        ),
     }
 )
 _COMBINING = frozenset({"$ref", "anyOf", "oneOf"})
 _BOUNDED = BOUNDS | {"multipleOf"}
-_OF_VALUES = frozenset({"type", "const", "enum", *_BOUNDED, "minLength", "maxLength", "pattern", "format"})  # keywords that contain no schemas
+_OF_VALUES = frozenset(
+    {"type", "const", "enum", *_BOUNDED, "minLength", "maxLength", "pattern", "format"}
+)  # keywords that contain no schemas
 
 
 def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
@@ -203,7 +277,10 @@ def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
     for key in BOUNDS & part.schema.keys():
         if not _is_kept(part.schema[key], excluded=key in EXCLUSIVE_BOUNDS):
             part.refuse(spec, key, inexact)
-    for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
+    for key, values in (
+        ("const", [part.schema.get("const")]),
+        ("enum", part.schema.get("enum", ())),
+    ):
         for value in literals(list(values)):
             if not isinstance(value, str) and not _is_kept(value):
                 part.refuse(spec, key, inexact, value)
@@ -211,7 +288,11 @@ def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
         if (multiple := _decimal(part.schema["multipleOf"])) is None:
             part.refuse(spec, "multipleOf", inexact)
         if multiple[0] > MAX_MULTIPLE:
-            part.refuse(spec, "multipleOf", f"the backend llguidance can't do it with digits that are more than {MAX_MULTIPLE}")
+            part.refuse(
+                spec,
+                "multipleOf",
+                f"the backend llguidance can't do it with digits that are more than {MAX_MULTIPLE}",
+            )
 
 
 def _is_kept(value: float, *, excluded: bool = False) -> bool:
@@ -222,7 +303,9 @@ def _is_kept(value: float, *, excluded: bool = False) -> bool:
         return True
     if abs(value) <= 2**53 - excluded or (value == 2**63 - 1 and not excluded):
         return True
-    return not excluded and abs(value) < 2**63 and Decimal(repr(float(value))) == Decimal(value)  # the shortest digits of the double
+    return (
+        not excluded and abs(value) < 2**63 and Decimal(repr(float(value))) == Decimal(value)
+    )  # the shortest digits of the double
 
 
 def _as_read(value: float) -> float:
@@ -242,18 +325,32 @@ def _decimal(value: float) -> tuple[int, int] | None:
     scaled, power = min(abs(float(value)), 2.0**32) if abs(value) < 2**32 else 2.0**32, 0
     while scaled < 2**32 and scaled % 1:
         scaled, power = scaled * 10, power + 1
-    return (int(scaled), power) if Fraction(int(scaled), 10**power) == abs(Fraction(repr(value))) else None
+    return (
+        (int(scaled), power)
+        if Fraction(int(scaled), 10**power) == abs(Fraction(repr(value)))
+        else None
+    )
 
 
-_UNWRITTEN: Ranges = [(0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)]  # written only as \u escapes, in JSON or by the library
+_UNWRITTEN: Ranges = [
+    (0x00, 0x07),
+    (0x0B, 0x0B),
+    (0x0E, 0x1F),
+    (0x7F, 0x7F),
+]  # written only as \u escapes, in JSON or by the library
 
 
 def _refuse_unwritten(spec: GrammarSpec, part: Subschema) -> None:
     """Reject characters without an escape in `ESCAPES`: the library would omit them."""
     unwritten = "the backend llguidance can't write such a character in a string"
-    for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
+    for key, values in (
+        ("const", [part.schema.get("const")]),
+        ("enum", part.schema.get("enum", ())),
+    ):
         for value in literals(list(values)):
-            if isinstance(value, str) and any(first <= ord(character) <= last for character in value for first, last in _UNWRITTEN):
+            if isinstance(value, str) and any(
+                first <= ord(character) <= last for character in value for first, last in _UNWRITTEN
+            ):
                 part.refuse(spec, key, unwritten, value)
     if demands(part.schema.get("pattern", ""), _UNWRITTEN):
         part.refuse(spec, "pattern", unwritten)
@@ -265,7 +362,11 @@ def _refuse_unwritten(spec: GrammarSpec, part: Subschema) -> None:
 def _refuse_uncountable(spec: GrammarSpec, part: Subschema) -> None:
     """Reject property counts that the library gets wrong: it allows unnamed keys twice, and counts both."""
     if part.schema.get("minProperties", 0) > max(1, len(part.schema.get("required", ()))):
-        part.refuse(spec, "minProperties", "more than one can't be distinguished from a repeated key; name them in `required`")
+        part.refuse(
+            spec,
+            "minProperties",
+            "more than one can't be distinguished from a repeated key; name them in `required`",
+        )
 
 
 def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
@@ -275,15 +376,25 @@ def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
     def values(*keys: str) -> set[float]:
         return {part.schema[key] for part in parts for key in keys if key in part.schema}
 
-    wrong = values("exclusiveMinimum") & {math.floor(most) for most in values("maximum", "exclusiveMaximum") if most != int(most)}
-    wrong |= values("exclusiveMaximum") & {math.ceil(least) for least in values("minimum", "exclusiveMinimum") if least != int(least)}
+    wrong = values("exclusiveMinimum") & {
+        math.floor(most) for most in values("maximum", "exclusiveMaximum") if most != int(most)
+    }
+    wrong |= values("exclusiveMaximum") & {
+        math.ceil(least) for least in values("minimum", "exclusiveMinimum") if least != int(least)
+    }
     if wrong:
-        refuse(spec, f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound can't be kept; use an inclusive one")
+        refuse(
+            spec,
+            f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound can't be kept; use an inclusive one",
+        )
     multiples = [multiple for value in values("multipleOf") if (multiple := _decimal(value))]
     power = max((power for _, power in multiples), default=0)
     scaled = [number * 10 ** (power - behind) for number, behind in multiples]
     if len(scaled) > 1 and (math.prod(scaled) >= 2**32 or math.lcm(*scaled) > MAX_MULTIPLE):
-        refuse(spec, f"multipleOf = {' and '.join(map(str, sorted(values('multipleOf'))))}: the backend llguidance can't combine these")
+        refuse(
+            spec,
+            f"multipleOf = {' and '.join(map(str, sorted(values('multipleOf'))))}: the backend llguidance can't combine these",
+        )
 
 
 def _json_object(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
@@ -305,8 +416,14 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     tag = read_structural_tag(spec)
     triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
     tags = f"({' | '.join(f'tag_{n}' for n in range(len(triggers)))})"
-    schemas = [_schema(_exact(spec, structure.schema, structure.place), options) for structure in tag.structures]
-    whole = [f"{_text(s.begin)} {schema} {_text(s.end)}" for s, schema in zip(tag.structures, schemas, strict=True)]
+    schemas = [
+        _schema(_exact(spec, structure.schema, structure.place), options)
+        for structure in tag.structures
+    ]
+    whole = [
+        f"{_text(s.begin)} {schema} {_text(s.end)}"
+        for s, schema in zip(tag.structures, schemas, strict=True)
+    ]
     first = f"({' | '.join(whole)})"
     if tag.separator is not None:
         several = "(one)" if tag.stop_after_first else f"(one ({_text(tag.separator)} one)*)"
@@ -316,10 +433,22 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     else:
         lines = [f"start: {f'{first} ' if tag.at_least_one else ''}{tags}* rest"]
     for n, trigger in enumerate(triggers):
-        these = [(s, schema) for s, schema in zip(tag.structures, schemas, strict=True) if s.trigger == trigger]
-        bodies = [f"{_text(s.begin.removeprefix(trigger))} {schema} {_text(s.end)}" for s, schema in these]
-        lines += [f"tag_{n}: head_{n} ({' | '.join(bodies)})", f"head_{n}[lazy]: {ANY_TEXT} {_text(trigger)}"]
-    lines += ["rest: REST", f"REST: {ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(map(_text, triggers))}) {ANY_TEXT})"]
+        these = [
+            (s, schema)
+            for s, schema in zip(tag.structures, schemas, strict=True)
+            if s.trigger == trigger
+        ]
+        bodies = [
+            f"{_text(s.begin.removeprefix(trigger))} {schema} {_text(s.end)}" for s, schema in these
+        ]
+        lines += [
+            f"tag_{n}: head_{n} ({' | '.join(bodies)})",
+            f"head_{n}[lazy]: {ANY_TEXT} {_text(trigger)}",
+        ]
+    lines += [
+        "rest: REST",
+        f"REST: {ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(map(_text, triggers))}) {ANY_TEXT})",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -328,7 +457,9 @@ def _grammar(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     try:
         lark = any_to_lark(spec.text)
     except Exception as error:  # the converter has no specific exception
-        refuse(spec, f"it is neither Lark, with a rule `start`, nor GBNF, with a rule `root`: {error}")
+        refuse(
+            spec, f"it is neither Lark, with a rule `start`, nor GBNF, with a rule `root`: {error}"
+        )
     check_lark(spec, lark)
     return _with_json_options(spec, lark, options)
 
@@ -350,7 +481,10 @@ def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any])
             raise
         except (ValueError, RecursionError) as error:
             refuse(spec, f"the JSON after %json can't be read: {error}")
-        parts += [lark[position : match.start()], _schema(_exact(spec, read_schema(spec, schema)), options)]
+        parts += [
+            lark[position : match.start()],
+            _schema(_exact(spec, read_schema(spec, schema)), options),
+        ]
         position = end
     return "".join([*parts, lark[position:]])
 
@@ -367,7 +501,11 @@ _WRITERS: Mapping[SpecKind, Callable[[GrammarSpec, Mapping[str, Any]], str]] = {
 
 def _text(text: str) -> str:
     """Return text as a string literal of the library's Lark: like JSON's, with different escapes of control characters."""
-    escaped = re.sub(r"\\(?:u00(..)|.)", lambda escape: f"\\x{escape[1]}" if escape[1] else escape[0], json.dumps(text, ensure_ascii=False))
+    escaped = re.sub(
+        r"\\(?:u00(..)|.)",
+        lambda escape: f"\\x{escape[1]}" if escape[1] else escape[0],
+        json.dumps(text, ensure_ascii=False),
+    )
     return escaped.replace("\x7f", r"\x7f")
 
 

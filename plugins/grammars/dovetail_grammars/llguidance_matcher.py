@@ -30,15 +30,26 @@ if TYPE_CHECKING:
 MOST_THREADS = 4  # by default: idle ones slow down the engine's thread
 MOST_LANES = 16
 MOST_STATES = 250_000  # of the automaton of a grammar's first lane; all others together have as many, which bounds memory
-MOVED_AT_MOST = 256  # tokens of an answer that moves to another lane, whose matcher consumes all of them again
+MOVED_AT_MOST = (
+    256  # tokens of an answer that moves to another lane, whose matcher consumes all of them again
+)
 HEAD = '%llguidance {"no_forcing": true}\n'  # of each grammar, before the user's text
 _IN_PLAIN_WORDS = (  # the library's message -> its meaning to the author of a spec
-    (r"oneOf constraints are not supported.*", "oneOf: the backend llguidance can't verify that its parts exclude each other; try anyOf"),
+    (
+        r"oneOf constraints are not supported.*",
+        "oneOf: the backend llguidance can't verify that its parts exclude each other; try anyOf",
+    ),
     (r"Unsatisfiable schema: .*|NoExtensionBias", "nothing follows it"),
     (r"Failed to generate regex for .*", "the bounds are too large for the backend llguidance"),
     (r"decimal literal invalid.*", "the count of a repetition is too large"),
-    (r"(fuel exhausted|initial lexer configuration|lexer error: too many expressions).*", "it is too large for the backend llguidance"),
-    (r"Parser Error: Current row has .*", "more alternatives at one place than the backend llguidance follows (2000)"),
+    (
+        r"(fuel exhausted|initial lexer configuration|lexer error: too many expressions).*",
+        "it is too large for the backend llguidance",
+    ),
+    (
+        r"Parser Error: Current row has .*",
+        "more alternatives at one place than the backend llguidance follows (2000)",
+    ),
     (r"lexer error", "not valid Lark from here on"),
 )
 
@@ -50,7 +61,9 @@ class Lanes:
     def __init__(self, make: Callable[[int], Any]) -> None:
         """`make(states)`: returns a new matcher whose automaton has at most `states` states."""
         self._make = make
-        self.firsts = [make(MOST_STATES)]  # the matcher of each lane, to be copied. The list is replaced, never modified
+        self.firsts = [
+            make(MOST_STATES)
+        ]  # the matcher of each lane, to be copied. The list is replaced, never modified
         self._thread: threading.Thread | None = None
         self._answers = 0
 
@@ -62,11 +75,16 @@ class Lanes:
     def widen(self, wanted: int) -> None:
         """Create further lanes in a thread if there are fewer than `wanted`."""
         if wanted > len(self.firsts) and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._widen, args=(wanted,), name="dovetail-grammar-lanes")
+            self._thread = threading.Thread(
+                target=self._widen, args=(wanted,), name="dovetail-grammar-lanes"
+            )
             self._thread.start()
 
     def _widen(self, wanted: int) -> None:
-        self.firsts = [*self.firsts, *(self._make(MOST_STATES // MOST_LANES) for _ in range(wanted - len(self.firsts)))]
+        self.firsts = [
+            *self.firsts,
+            *(self._make(MOST_STATES // MOST_LANES) for _ in range(wanted - len(self.firsts))),
+        ]
 
 
 class _Side:
@@ -146,7 +164,9 @@ class _Side:
 class LLGrammar(Grammar):
     """Compiled grammar. `rest` and `tracker`: for grammars with strings of bounded length."""
 
-    def __init__(self, fill: Fill, whole: Lanes, rest: Lanes | None = None, tracker: Tracker | None = None) -> None:
+    def __init__(
+        self, fill: Fill, whole: Lanes, rest: Lanes | None = None, tracker: Tracker | None = None
+    ) -> None:
         self.fill, self.whole, self.rest, self.tracker = fill, whole, rest, tracker
 
     def begin(self) -> Matcher:
@@ -164,8 +184,12 @@ class LLMatcher(Failing):
         self._fill, self._context = grammar.fill, grammar.fill.context
         self._whole = _Side(grammar.whole)
         self.running = True  # no stop id has been accepted
-        self.room: float | None = None  # characters left in its string, if that determines which tokens of the string are allowed
-        self.known: StringMask | None = None  # in a string with `room`: the library's mask of the rest's tokens
+        self.room: float | None = (
+            None  # characters left in its string, if that determines which tokens of the string are allowed
+        )
+        self.known: StringMask | None = (
+            None  # in a string with `room`: the library's mask of the rest's tokens
+        )
         self._tracker, self._rest = grammar.tracker, self._whole
         if grammar.rest is not None and self._tracker is not None:
             self._strings, self._rest = grammar.fill.strings, _Side(grammar.rest)
@@ -203,7 +227,10 @@ class LLMatcher(Failing):
     def _go_on(self, tracker: Tracker, token: int) -> bool:
         position, before, room = self._positions[-1], self._counts[-1], self.room
         characters = self._characters[token]
-        restrained, begins = room is None or before < position.least, False  # restrained: what follows the string may depend on the token
+        restrained, begins = (
+            room is None or before < position.least,
+            False,
+        )  # restrained: what follows the string may depend on the token
         if room is not None and self._lengths[token] > room:
             return False
         if room is None or not characters:
@@ -213,7 +240,9 @@ class LLMatcher(Failing):
         if restrained or not characters:
             self._rest.tokens += self._strings.spelled(token)
         if not (characters and position.stays):
-            position, characters, begins = tracker.step(position, token, self._context.token_bytes[token] or b"")
+            position, characters, begins = tracker.step(
+                position, token, self._context.token_bytes[token] or b""
+            )
         count = characters if begins else before + characters
         self._whole.tokens.append(token)
         self._positions.append(position)
@@ -274,8 +303,12 @@ class Fill:
         self._threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
         self._most_lanes = min(MOST_LANES, 2 * self._threads)
         self._executor: Any = None  # created when several masks are first filled at once, since its threads have a cost
-        self._width = -(-(context.vocab_size + (not context.stop_ids)) // 32)  # of the library's masks: it adds a stop id if there is none
-        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # the bits that belong to the vocabulary
+        self._width = -(
+            -(context.vocab_size + (not context.stop_ids)) // 32
+        )  # of the library's masks: it adds a stop id if there is none
+        self._last_word = np.uint32(
+            (1 << ((context.vocab_size - 1) % 32 + 1)) - 1
+        )  # the bits that belong to the vocabulary
 
     def __call__(self, matchers: Sequence[LLMatcher], words: UInt32) -> None:
         """Write the mask of each matcher to its row of words [m, ceil(vocab_size / 32)]. Raises `DovetailError` if one has failed."""
@@ -292,7 +325,11 @@ class Fill:
 
     def _ask(self, asked: list[tuple[LLMatcher, int]], words: UInt32) -> None:
         """Write the library's masks of these answers to their rows; in a string with room, also store them."""
-        wide = words if words.shape[1] == self._width else np.zeros((len(words), self._width), dtype=np.uint32)
+        wide = (
+            words
+            if words.shape[1] == self._width
+            else np.zeros((len(words), self._width), dtype=np.uint32)
+        )
         sides = [(matcher.side, line) for matcher, line in asked]
         if len(sides) > 1:
             self._together(sides, wide)
@@ -312,9 +349,13 @@ class Fill:
             self._executor = llguidance.LLExecutor(self._threads)
         for side, _ in sides:
             side.go_on()
-        by_lane = sorted([(id(side.first), line, side.inner) for side, line in sides])  # to reduce contention between threads
+        by_lane = sorted(
+            [(id(side.first), line, side.inner) for side, line in sides]
+        )  # to reduce contention between threads
         rows = [(inner, line) for _, line, inner in by_lane]
-        self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.strides[0], len(words))
+        self._executor.unsafe_compute_mask_ptr(
+            rows, words.ctypes.data, words.strides[0], len(words)
+        )
         for lanes, answers in Counter([side.lanes for side, _ in sides]).items():
             lanes.widen(min(1 << (answers - 1).bit_length(), self._most_lanes))
 
@@ -327,11 +368,17 @@ def check(inner: Any) -> None:
 
 def reason(error: str) -> str:
     """Return the message of the library's error, without positions in and excerpts of generated Lark."""
-    lines = [re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line.strip()) for line in error.splitlines()]
+    lines = [
+        re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line.strip())
+        for line in error.splitlines()
+    ]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     sentence = said[0] if said else next(iter(lines), "it failed without a message")
     place, sentence = re.fullmatch(r"(\d+\(\d+\): )?(.*)", sentence, re.DOTALL).groups("")  # type: ignore[union-attr]  # it matches anything
     if place:  # in a user's grammar, which follows `HEAD`
         line, column = map(int, re.findall(r"\d+", place))
         place = f"line {line - HEAD.count(chr(10))}, column {column}: "
-    return place + next((words for theirs, words in _IN_PLAIN_WORDS if re.fullmatch(theirs, sentence, re.DOTALL)), sentence)
+    return place + next(
+        (words for theirs, words in _IN_PLAIN_WORDS if re.fullmatch(theirs, sentence, re.DOTALL)),
+        sentence,
+    )

@@ -20,14 +20,38 @@ if TYPE_CHECKING:
 
 Schema = Mapping[str, Any]
 
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs", "definitions"})
+_ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$defs",
+        "definitions",
+    }
+)
 _AT_ROOT = frozenset({"$schema", "x-guidance"})
 _VALUES = frozenset({"enum", "const"})
 _OTHERS_OF_STRINGS = frozenset({"pattern", "format"})
-_OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"})
+_OF_OBJECTS = frozenset(
+    {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
+)
 _OF_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
-_OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-_KNOWN = _OF_OBJECTS | _OF_ARRAYS | _OF_NUMBERS | _VALUES | _OTHERS_OF_STRINGS | {"type", "minLength", "maxLength"}
+_OF_NUMBERS = frozenset(
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)
+_KNOWN = (
+    _OF_OBJECTS
+    | _OF_ARRAYS
+    | _OF_NUMBERS
+    | _VALUES
+    | _OTHERS_OF_STRINGS
+    | {"type", "minLength", "maxLength"}
+)
 _ANYTHING: Schema = {}
 _REMEMBERED = 20_000  # steps cached by a tracker
 _MASK = 100  # size of a mask, in steps
@@ -43,21 +67,40 @@ class _Candidates:
     def __init__(self, schemas: Iterable[Schema], known: bool) -> None:
         self.schemas, self.known = tuple(schemas), known
         self.longest = self._longest()
-        self.least = max((schema.get("minLength", 0) for schema in self.of_type("string")), default=0)  # if `longest` is known
+        self.least = max(
+            (schema.get("minLength", 0) for schema in self.of_type("string")), default=0
+        )  # if `longest` is known
         objects = self.of_type("object") if known else []
-        self.names = {_spelled(name) for schema in objects for key in ("properties", "required") for name in schema.get(key, ())}
-        self.any_names = known and all(_VALUES.isdisjoint(schema) for schema in objects)  # other names are unconstrained, if any are allowed
-        self.within: dict[bytes | None, _Candidates] = {}  # by property; None: all others, or an array's items
+        self.names = {
+            _spelled(name)
+            for schema in objects
+            for key in ("properties", "required")
+            for name in schema.get(key, ())
+        }
+        self.any_names = known and all(
+            _VALUES.isdisjoint(schema) for schema in objects
+        )  # other names are unconstrained, if any are allowed
+        self.within: dict[
+            bytes | None, _Candidates
+        ] = {}  # by property; None: all others, or an array's items
 
     def of_type(self, name: str) -> list[Schema]:
         types = ((schema, schema.get("type", name)) for schema in self.schemas)
-        return [schema for schema, allowed in types if name in ([allowed] if isinstance(allowed, str) else allowed)]
+        return [
+            schema
+            for schema, allowed in types
+            if name in ([allowed] if isinstance(allowed, str) else allowed)
+        ]
 
     def _longest(self) -> float | None:
         """Return the maximum length of a string, if nothing but `minLength` constrains it otherwise."""
         strings = self.of_type("string")
         lengths = {schema.get("maxLength", math.inf) for schema in strings}
-        if not self.known or len(lengths) != 1 or not all((_VALUES | _OTHERS_OF_STRINGS).isdisjoint(schema) for schema in strings):
+        if (
+            not self.known
+            or len(lengths) != 1
+            or not all((_VALUES | _OTHERS_OF_STRINGS).isdisjoint(schema) for schema in strings)
+        ):
             return None
         [longest] = lengths
         return longest if longest == math.inf or type(longest) is int else None
@@ -87,11 +130,15 @@ class Position:
     unfinished: int  # remaining bytes of an incomplete character; or _ESCAPED
     steps: dict[int, Step] = field(default_factory=dict)  # by token, computed on demand
     masks: list[StringMask] = field(default_factory=list)  # seen so far, latest first
-    stays: bool = field(init=False)  # tokens of whole characters without quotes or backslashes lead back to it
+    stays: bool = field(
+        init=False
+    )  # tokens of whole characters without quotes or backslashes lead back to it
     longest: float | None = field(init=False)
     """Maximum number of characters of this string: `inf` if unlimited. None outside of strings, within a character or an escape, if unknown, and if
     more than its length constrains the string, such as a key that may become one of the schema's."""
-    least: int = field(init=False)  # minimum number of characters of this string, if `longest` is known
+    least: int = field(
+        init=False
+    )  # minimum number of characters of this string, if `longest` is known
     within: bool = field(init=False)  # in an open container or string, so that the answer can't end
 
     def __post_init__(self) -> None:
@@ -104,7 +151,9 @@ class Position:
     def _longest(self) -> float | None:
         if not self.is_key:
             return self.follows.longest
-        is_free = self.key is None and self.container is not None and self.container.follows.any_names
+        is_free = (
+            self.key is None and self.container is not None and self.container.follows.any_names
+        )
         return math.inf if is_free else None
 
 
@@ -158,13 +207,25 @@ class Tracker:
         self._remembered += size
 
     def _go(self, at: Position, text: bytes) -> Step:
-        container, follows, in_string, is_key, key, unfinished = at.container, at.follows, at.in_string, at.is_key, at.key, at.unfinished
+        container, follows, in_string, is_key, key, unfinished = (
+            at.container,
+            at.follows,
+            at.in_string,
+            at.is_key,
+            at.key,
+            at.unfinished,
+        )
         characters, begins = 0, False
         for byte in (text[n : n + 1] for n in range(len(text))):
             if not in_string:
                 if byte == _QUOTE:
                     in_string, characters, begins, key = True, 0, True, b""
-                    if is_key and container is not None and container.follows.any_names and not container.follows.names:
+                    if (
+                        is_key
+                        and container is not None
+                        and container.follows.any_names
+                        and not container.follows.names
+                    ):
                         key = None
                 elif byte in _OPEN:
                     container = self._container(byte == b"{", follows, container)
@@ -189,12 +250,20 @@ class Tracker:
                 continue
             else:
                 characters += 1
-                unfinished = _ESCAPED if byte == _BACKSLASH else (byte >= b"\xc0") + (byte >= b"\xe0") + (byte >= b"\xf0")
+                unfinished = (
+                    _ESCAPED
+                    if byte == _BACKSLASH
+                    else (byte >= b"\xc0") + (byte >= b"\xe0") + (byte >= b"\xf0")
+                )
             if is_key and key is not None and container is not None:
                 key += byte
                 if not any(name.startswith(key) for name in container.follows.names):
                     key = None
-        return Step(self._position(container, follows, in_string, is_key, key, unfinished), characters, begins)
+        return Step(
+            self._position(container, follows, in_string, is_key, key, unfinished),
+            characters,
+            begins,
+        )
 
     def _container(self, *of: Any) -> _Container:
         if of not in self._containers:
@@ -212,15 +281,23 @@ class Tracker:
         if name not in of.within:
             parts = []
             for schema in of.of_type("object"):
-                named = {_spelled(each): part for each, part in schema.get("properties", {}).items()}
-                parts.append(named[name] if name in named else schema.get("additionalProperties", True))
+                named = {
+                    _spelled(each): part for each, part in schema.get("properties", {}).items()
+                }
+                parts.append(
+                    named[name] if name in named else schema.get("additionalProperties", True)
+                )
             of.within[name] = self._parts(of, "object", parts)
         return of.within[name]
 
     def _items(self, of: _Candidates) -> _Candidates:
         if _ITEMS not in of.within:
             arrays = of.of_type("array")
-            parts = [part for schema in arrays for part in (*schema.get("prefixItems", ()), schema.get("items", True))]
+            parts = [
+                part
+                for schema in arrays
+                for part in (*schema.get("prefixItems", ()), schema.get("items", True))
+            ]
             of.within[_ITEMS] = self._parts(of, "array", parts)
         return of.within[_ITEMS]
 
@@ -249,10 +326,14 @@ class Tracker:
         keywords = part.keys() - _ANNOTATIONS - (_AT_ROOT if part is self._root else frozenset())
         if keywords == {"$ref"}:
             reference = part["$ref"]
-            return reference in references or self._add(target(self._root, reference), schemas, references | {reference})
+            return reference in references or self._add(
+                target(self._root, reference), schemas, references | {reference}
+            )
         for either in ("anyOf", "oneOf"):
             if keywords == {either}:
-                return all(self._add(alternative, schemas, references) for alternative in part[either])
+                return all(
+                    self._add(alternative, schemas, references) for alternative in part[either]
+                )
         schemas[id(part)] = part
         return keywords <= _KNOWN
 

@@ -48,7 +48,9 @@ class Dialect:
 
 RUST = Dialect("(?:", "", "")
 EBNF = Dialect("(", '"', " ")
-IN_JSON = Dialect("(?:", "", "", never=[(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # within a JSON string, where these must be escaped
+IN_JSON = Dialect(
+    "(?:", "", "", never=[(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]
+)  # within a JSON string, where these must be escaped
 
 
 def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect, named: str = "") -> str:
@@ -63,7 +65,9 @@ def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect, named: str = ""
         refuse(spec, f"{named}the regular expression is nested too deeply")
 
 
-_UNREAD_CONTROLS = re.compile(r"[\x00-\x1f\x7f]|\\(?:[0acefv]|x[01]|x7[fF]|[xu]\{|u00[01]|u007[fF])")
+_UNREAD_CONTROLS = re.compile(
+    r"[\x00-\x1f\x7f]|\\(?:[0acefv]|x[01]|x7[fF]|[xu]\{|u00[01]|u007[fF])"
+)
 
 
 def demands(pattern: str, characters: Ranges) -> bool:
@@ -96,7 +100,11 @@ def _flat(value: Any) -> Iterable[Any]:
 def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
     """Remove the anchors at both ends: the whole answer is matched anyway."""
     items = [(str(name), value) for name, value in parsed]
-    while items and items[0][0] == "AT" and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
+    while (
+        items
+        and items[0][0] == "AT"
+        and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING")
+    ):
         del items[0]
     while items and items[-1][0] == "AT" and str(items[-1][1]) in ("AT_END", "AT_END_STRING"):
         del items[-1]
@@ -153,18 +161,32 @@ class _Writer:
 
     def characters(self, ranges: Ranges) -> str | int:
         """Return a class as text, or the code point if it has a single character."""
-        merged = _others([*_others(ranges), *self.dialect.never]) if self.dialect.never else _merged(ranges)
+        merged = (
+            _others([*_others(ranges), *self.dialect.never])
+            if self.dialect.never
+            else _merged(ranges)
+        )
         if not merged:
             unwritten = ", except those that must be escaped in JSON" if self.dialect.never else ""
-            refuse(self.spec, f"{self.named}the regular expression has a class without any character{unwritten}")
+            refuse(
+                self.spec,
+                f"{self.named}the regular expression has a class without any character{unwritten}",
+            )
         if len(merged) == 1 and merged[0][0] == merged[0][1]:
             return merged[0][0]
         return f"[{''.join(_escaped(first) if first == last else f'{_escaped(first)}-{_escaped(last)}' for first, last in merged)}]"
 
     def refuse(self, name: str, value: Any) -> NoReturn:
         anchors = {"AT_BOUNDARY": "word boundaries, \\b", "AT_NON_BOUNDARY": "word boundaries, \\B"}
-        what = anchors.get(str(value), "anchors within the expression") if name == "AT" else REFUSED.get(name, name.lower())
-        refuse(self.spec, f"{self.named}{what} can't be followed token by token; write the expression without")
+        what = (
+            anchors.get(str(value), "anchors within the expression")
+            if name == "AT"
+            else REFUSED.get(name, name.lower())
+        )
+        refuse(
+            self.spec,
+            f"{self.named}{what} can't be followed token by token; write the expression without",
+        )
 
 
 def _members(members: Sequence[Any], flags: int) -> Ranges:

@@ -19,7 +19,9 @@ _HOST = rf"({_LABEL}\.){{0,3}}{_LABEL}"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE = r"(\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5])"
 
-PATTERNS: Mapping[str, str] = {  # of string formats that the libraries check too loosely; used by both backends
+PATTERNS: Mapping[
+    str, str
+] = {  # of string formats that the libraries check too loosely; used by both backends
     "date": f"^{_DATE}$",  # with the number of days of each month
     "time": f"^{_TIME}$",  # without second 60, allowed only in the last minute of a day
     "date-time": f"^{_DATE}T{_TIME}$",
@@ -34,17 +36,70 @@ Schema = dict[str, Any]
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 EXCLUSIVE_BOUNDS = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
 BOUNDS = EXCLUSIVE_BOUNDS | {"minimum", "maximum"}
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+COUNTS = (
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+)
 MAX_COUNT = 2**31 - 1  # above, the libraries overflow
 ASSERTIONS = BOUNDS | {  # keywords that affect validity
-    *("$ref", "$dynamicRef", "$recursiveRef", "type", "const", "enum", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
-    *("multipleOf", "pattern", "format", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "uniqueItems", *COUNTS),
-    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames", "required"),
+    *(
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+        "type",
+        "const",
+        "enum",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "then",
+        "else",
+    ),
+    *(
+        "multipleOf",
+        "pattern",
+        "format",
+        "items",
+        "prefixItems",
+        "additionalItems",
+        "unevaluatedItems",
+        "contains",
+        "uniqueItems",
+        *COUNTS,
+    ),
+    *(
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "unevaluatedProperties",
+        "propertyNames",
+        "required",
+    ),
     *("dependentRequired", "dependentSchemas", "dependencies"),
 }
-FORMATS = frozenset({"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # supported by both backends
+FORMATS = frozenset(
+    {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)  # supported by both backends
 _STANDARD_FORMATS = FORMATS | {  # JSON Schema ignores any other
-    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
+    *(
+        "idn-email",
+        "idn-hostname",
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    ),
 }
 _ONE_SCHEMA = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -61,7 +116,9 @@ class Subschema:
 
     def refuse(self, spec: GrammarSpec, key: str, why: str, value: Json = None) -> NoReturn:
         """Raise `RequestError` that shows the keyword `key` and its value, or `value` within it."""
-        refuse(spec, f"{self.place}: {shown(key, self.schema[key] if value is None else value)}: {why}")
+        refuse(
+            spec, f"{self.place}: {shown(key, self.schema[key] if value is None else value)}: {why}"
+        )
 
 
 def shown(key: str, value: Json) -> str:
@@ -84,7 +141,9 @@ def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Sub
         if isinstance(schema, bool) or id(schema) in seen:
             continue
         if not isinstance(schema, dict):
-            refuse(spec, f"{where}: a schema is an object or a boolean, got {json.dumps(schema)[:80]}")
+            refuse(
+                spec, f"{where}: a schema is an object or a boolean, got {json.dumps(schema)[:80]}"
+            )
         seen.add(id(schema))
         part = Subschema(where, schema, schema if isinstance(schema.get("$id"), str) else base)
         _settle(schema)
@@ -140,7 +199,9 @@ def _says_nothing(schema: Schema, key: str) -> bool:
         return "json-schema.org/" not in str(value)
     if key == "format" and isinstance(value, str):
         kinds = schema.get("type", "string")
-        return value not in _STANDARD_FORMATS or "string" not in (kinds if isinstance(kinds, list) else (kinds,))
+        return value not in _STANDARD_FORMATS or "string" not in (
+            kinds if isinstance(kinds, list) else (kinds,)
+        )
     return False
 
 
@@ -157,7 +218,10 @@ def _within(spec: GrammarSpec, part: Subschema, place: str) -> Iterator[tuple[st
             yield f"{part.place}/{key}", schema[key], part.root
     for key in (*_LISTS, "items"):  # up to draft 2019-09, items may be lists
         if isinstance(schema.get(key), list):
-            yield from ((f"{part.place}/{key}/{index}", one, part.root) for index, one in enumerate(schema[key]))
+            yield from (
+                (f"{part.place}/{key}/{index}", one, part.root)
+                for index, one in enumerate(schema[key])
+            )
     for key in _NAMED:
         for name, one in schema.get(key, {}).items():
             yield f"{part.place}/{key}/{name.replace('~', '~0').replace('/', '~1')}", one, part.root
@@ -175,17 +239,35 @@ def _is_number(value: Json) -> bool:
 
 
 def _is_type(value: Json) -> bool:
-    return value in TYPES if isinstance(value, str) else isinstance(value, list) and bool(value) and all(one in TYPES for one in value)
+    return (
+        value in TYPES
+        if isinstance(value, str)
+        else isinstance(value, list) and bool(value) and all(one in TYPES for one in value)
+    )
 
 
 _FORMS: Mapping[str, tuple[Callable[[Json], bool], str]] = {
-    **dict.fromkeys(COUNTS, (lambda value: type(value) is int and 0 <= value <= MAX_COUNT, f"a whole number from 0 to {MAX_COUNT}")),
+    **dict.fromkeys(
+        COUNTS,
+        (
+            lambda value: type(value) is int and 0 <= value <= MAX_COUNT,
+            f"a whole number from 0 to {MAX_COUNT}",
+        ),
+    ),
     **dict.fromkeys((*BOUNDS, "multipleOf"), (_is_number, "a number")),
-    **dict.fromkeys(("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "a string")),
-    **dict.fromkeys(("anyOf", "oneOf", "allOf"), (lambda value: isinstance(value, list) and bool(value), "a list of one schema or more")),
+    **dict.fromkeys(
+        ("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "a string")
+    ),
+    **dict.fromkeys(
+        ("anyOf", "oneOf", "allOf"),
+        (lambda value: isinstance(value, list) and bool(value), "a list of one schema or more"),
+    ),
     "prefixItems": (lambda value: isinstance(value, list), "a list of schemas"),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a list of one value or more"),
-    "required": (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of strings"),
+    "required": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of strings",
+    ),
     **dict.fromkeys(_NAMED, (lambda value: isinstance(value, dict), "an object of schemas")),
     "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of these"),
 }

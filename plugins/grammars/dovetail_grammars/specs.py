@@ -21,7 +21,9 @@ MAX_REASON = 300  # characters of a library's explanation
 
 Json = Any
 _FLAGS = ("at_least_one", "stop_after_first")
-NOT_SYNTAX = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')  # strings, regular expressions, comments
+NOT_SYNTAX = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*'
+)  # strings, regular expressions, comments
 _SPECIAL_TOKEN = re.compile(r"<[^\s<>]*>")
 _ATTRIBUTE = re.compile(r"[\[,]\s*(stop|temperature|max_tokens)\b")
 
@@ -39,7 +41,9 @@ def decoder(spec: GrammarSpec) -> json.JSONDecoder:
         except ValueError as error:
             refuse(spec, str(error))
 
-    return json.JSONDecoder(parse_constant=lambda name: refuse(spec, f"{name} isn't JSON"), parse_float=read)
+    return json.JSONDecoder(
+        parse_constant=lambda name: refuse(spec, f"{name} isn't JSON"), parse_float=read
+    )
 
 
 def read_json(spec: GrammarSpec) -> Json:
@@ -73,7 +77,12 @@ def read_schema(spec: GrammarSpec, schema: Json) -> dict[str, Json]:
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        refuse(spec, "the schema is false, which no value satisfies" if schema is False else "a schema is an object or true")
+        refuse(
+            spec,
+            "the schema is false, which no value satisfies"
+            if schema is False
+            else "a schema is an object or true",
+        )
     if "x-guidance" in schema:
         refuse(spec, "x-guidance: options of the backend are set in engine.yaml")
     _refuse_loops(spec, schema)
@@ -98,10 +107,15 @@ def _references(value: Json) -> Iterator[str]:
         rest.extend(_inside(value))
 
 
-def _follow(spec: GrammarSpec, root: Mapping[str, Json], reference: str, path: list[str], known: set[str]) -> None:
+def _follow(
+    spec: GrammarSpec, root: Mapping[str, Json], reference: str, path: list[str], known: set[str]
+) -> None:
     """Visit the references that `reference`'s target must satisfy, too: `$ref` and `allOf`. Each is visited once."""
     if reference in path:
-        refuse(spec, f"its $refs are circular: {' -> '.join([*path[path.index(reference) :], reference])}")
+        refuse(
+            spec,
+            f"its $refs are circular: {' -> '.join([*path[path.index(reference) :], reference])}",
+        )
     if reference in known or len(path) > MAX_NESTING:
         return
     known.add(reference)
@@ -138,7 +152,11 @@ def target(root: Json, reference: str) -> Json:
 def read_choices(spec: GrammarSpec) -> list[str]:
     """Return the distinct strings of a choice. Raises `RequestError` if it is empty, or a string isn't valid Unicode."""
     choices = read_json(spec)
-    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, str) for choice in choices)
+    ):
         refuse(spec, "expected a list of one string or more")
     for choice in choices:
         try:
@@ -173,8 +191,16 @@ class StructuralTag:
 def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
     """Parse a structural tag. Raises `RequestError` if its JSON has another form, or a structure begins with no trigger."""
     tag = read_json(spec)
-    if not isinstance(tag, dict) or not {"structures", "triggers"} <= set(tag) <= {"structures", "triggers", *_FLAGS, "separator"}:
-        refuse(spec, f'expected {{"structures": [...], "triggers": [...]}}, optionally with {", ".join(_FLAGS)} and separator')
+    if not isinstance(tag, dict) or not {"structures", "triggers"} <= set(tag) <= {
+        "structures",
+        "triggers",
+        *_FLAGS,
+        "separator",
+    }:
+        refuse(
+            spec,
+            f'expected {{"structures": [...], "triggers": [...]}}, optionally with {", ".join(_FLAGS)} and separator',
+        )
     for flag in _FLAGS:
         if not isinstance(tag.get(flag, False), bool):
             refuse(spec, f"{flag}: expected true or false")
@@ -186,19 +212,32 @@ def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
 
 def _read_structures(spec: GrammarSpec, tag: Mapping[str, Json]) -> list[Structure]:
     triggers, structures = tag["triggers"], tag["structures"]
-    if not isinstance(triggers, list) or not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+    if (
+        not isinstance(triggers, list)
+        or not triggers
+        or not all(isinstance(trigger, str) and trigger for trigger in triggers)
+    ):
         refuse(spec, "triggers: expected a list of one string or more, none of them empty")
     if not isinstance(structures, list) or not structures:
         refuse(spec, "structures: expected a non-empty list")
-    shortest = [trigger for trigger in dict.fromkeys(triggers) if not any(trigger != other and trigger.startswith(other) for other in triggers)]
-    read = [_read_structure(spec, f"structures.{index}", structure, shortest) for index, structure in enumerate(structures)]
+    shortest = [
+        trigger
+        for trigger in dict.fromkeys(triggers)
+        if not any(trigger != other and trigger.startswith(other) for other in triggers)
+    ]
+    read = [
+        _read_structure(spec, f"structures.{index}", structure, shortest)
+        for index, structure in enumerate(structures)
+    ]
     for trigger in shortest:
         if not any(structure.trigger == trigger for structure in read):
             refuse(spec, f"triggers: no structure begins with {trigger!r}")
     return read
 
 
-def _read_structure(spec: GrammarSpec, place: str, structure: Json, triggers: list[str]) -> Structure:
+def _read_structure(
+    spec: GrammarSpec, place: str, structure: Json, triggers: list[str]
+) -> Structure:
     if not isinstance(structure, dict) or set(structure) != {"begin", "schema", "end"}:
         refuse(spec, f'{place}: expected {{"begin": ..., "schema": ..., "end": ...}}')
     begin, end = structure["begin"], structure["end"]
@@ -207,7 +246,13 @@ def _read_structure(spec: GrammarSpec, place: str, structure: Json, triggers: li
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
         refuse(spec, f"{place}: {begin!r} doesn't begin with any of the triggers")
-    return Structure(trigger, begin, read_schema(spec, structure["schema"]), end, f"{place}, which begins with {begin[:80]!r}: #")
+    return Structure(
+        trigger,
+        begin,
+        read_schema(spec, structure["schema"]),
+        end,
+        f"{place}, which begins with {begin[:80]!r}: #",
+    )
 
 
 def check_lark(spec: GrammarSpec, lark: str) -> None:

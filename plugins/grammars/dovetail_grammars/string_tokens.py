@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 MOST_MASKS = 1024  # cached, by characters left; some 20 KB each with a large vocabulary
-_NOT_PLAIN = frozenset('"\\\x7f').union(map(chr, range(0x20)))  # in a JSON string; the first two only after a backslash
+_NOT_PLAIN = frozenset('"\\\x7f').union(
+    map(chr, range(0x20))
+)  # in a JSON string; the first two only after a backslash
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,21 +43,40 @@ class StringTokens:
     def characters(self) -> Sequence[int]:
         """Number of characters by token; 0 for those of the rest."""
         stops = self._context.stop_ids
-        return [0 if id in stops else _characters(text) for id, text in enumerate(self._context.token_bytes)]
+        return [
+            0 if id in stops else _characters(text)
+            for id, text in enumerate(self._context.token_bytes)
+        ]
 
     @cached_property
     def rest(self) -> GrammarContext:
         """The context with only the tokens of the rest."""
         context = self._context
-        tokens = [None if characters else text for text, characters in zip(context.token_bytes, self.characters, strict=True)]
+        tokens = [
+            None if characters else text
+            for text, characters in zip(context.token_bytes, self.characters, strict=True)
+        ]
         return GrammarContext(tokens, context.stop_ids, context.vocab_size)
 
     @cached_property
     def spelling(self) -> Sequence[int] | None:
         """Token by byte. None if one of these tokens contains a byte that is no token, or if there are none of these tokens."""
-        single = {text[0]: id for id, text in enumerate(self.rest.token_bytes) if text and len(text) == 1 and id not in self._context.stop_ids}
-        needed = {byte for text, characters in zip(self._context.token_bytes, self.characters, strict=True) if characters for byte in text or b""}
-        return [single.get(byte, -1) for byte in range(256)] if needed and needed <= single.keys() else None
+        single = {
+            text[0]: id
+            for id, text in enumerate(self.rest.token_bytes)
+            if text and len(text) == 1 and id not in self._context.stop_ids
+        }
+        needed = {
+            byte
+            for text, characters in zip(self._context.token_bytes, self.characters, strict=True)
+            if characters
+            for byte in text or b""
+        }
+        return (
+            [single.get(byte, -1) for byte in range(256)]
+            if needed and needed <= single.keys()
+            else None
+        )
 
     def spelled(self, token: int) -> list[int]:
         """Return tokens of the rest that have the same bytes together."""
@@ -85,7 +106,9 @@ class StringTokens:
         plain, lengths = np.zeros(size, np.bool_), np.full(size, self._longest + 1)
         plain[: len(self.characters)] = np.array(self.characters) > 0
         lengths[: len(self.lengths)] = self.lengths
-        return cache(lambda room: (_packed(plain & (lengths <= room)), _packed(~plain & (lengths <= room))))
+        return cache(
+            lambda room: (_packed(plain & (lengths <= room)), _packed(~plain & (lengths <= room)))
+        )
 
     @cached_property
     def _longest(self) -> int:

@@ -20,7 +20,14 @@ from dovetail.errors import DovetailError, RequestError, describe
 from dovetail_grammars.failing import Failing, forced_tokens, may_fail, require_none_failed
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.regexes import EBNF, rewritten
-from dovetail_grammars.specs import check_lark, read_choices, read_json, read_schema, read_structural_tag, refuse
+from dovetail_grammars.specs import (
+    check_lark,
+    read_choices,
+    read_json,
+    read_schema,
+    read_structural_tag,
+    refuse,
+)
 from dovetail_grammars.xgrammar_schema import done_in_full
 
 if TYPE_CHECKING:
@@ -29,7 +36,9 @@ if TYPE_CHECKING:
 COMPILING_THREADS = min(8, os.cpu_count() or 1)
 _ESCAPE = ' | ("\\\\" basic_escape basic_string_sub)'
 _STRING = r'"(?:[^"\\]|\\.)*"'
-_PART = re.compile(rf"Regex\((?P<regex>{_STRING}), json_string=true\)|(?P<text>{_STRING})|(?P<others>\[\^(?:[^\]\\]|\\.)*\])|\[(?:[^\]\\]|\\.)*\]")
+_PART = re.compile(
+    rf"Regex\((?P<regex>{_STRING}), json_string=true\)|(?P<text>{_STRING})|(?P<others>\[\^(?:[^\]\\]|\\.)*\])|\[(?:[^\]\\]|\\.)*\]"
+)
 _LARK = re.compile(r"^\s*(%|start\s*(\[[^\]]*\]\s*)?:(?!:))", re.MULTILINE)
 
 
@@ -40,11 +49,21 @@ class XGrammar(GrammarBackend):
 
     def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:
         super().__init__(options, context)
-        vocabulary = [b"" if id in context.stop_ids else text or b"" for id, text in enumerate(context.token_bytes)]
+        vocabulary = [
+            b"" if id in context.stop_ids else text or b""
+            for id, text in enumerate(context.token_bytes)
+        ]
         vocabulary += _parting_texts(vocabulary)
         self._masks = _Masks(context, -(-len(vocabulary) // 32))
-        told = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=sorted(context.stop_ids))
-        self._compiler = xgrammar.GrammarCompiler(told, max_threads=COMPILING_THREADS, cache_enabled=False)  # the engine caches compiled grammars
+        told = xgrammar.TokenizerInfo(
+            vocabulary,
+            xgrammar.VocabType.RAW,
+            vocab_size=len(vocabulary),
+            stop_token_ids=sorted(context.stop_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(
+            told, max_threads=COMPILING_THREADS, cache_enabled=False
+        )  # the engine caches compiled grammars
         self._batch: Any = None  # created when several masks are first filled at once, since its threads have a cost
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -57,7 +76,11 @@ class XGrammar(GrammarBackend):
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         require_none_failed(cast("Sequence[_Matcher]", matchers))
-        running = [(matcher, line) for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers)) if matcher.running]
+        running = [
+            (matcher, line)
+            for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers))
+            if matcher.running
+        ]
         if len(running) < 2:
             super().fill_many(matchers, words)
             return
@@ -66,7 +89,11 @@ class XGrammar(GrammarBackend):
         if self._batch is None:
             self._batch = xgrammar.BatchGrammarMatcher(self.options.threads or "auto")
         with self._masks.in_full(words) as wide:
-            self._batch.batch_fill_next_token_bitmask([matcher.inner for matcher, _ in running], wide.view(np.int32), [line for _, line in running])
+            self._batch.batch_fill_next_token_bitmask(
+                [matcher.inner for matcher, _ in running],
+                wide.view(np.int32),
+                [line for _, line in running],
+            )
         for matcher, line in running:
             matcher.check(words[line])
 
@@ -78,26 +105,36 @@ class XGrammar(GrammarBackend):
         if spec.kind == "regex":
             return self._compiler.compile_grammar(f"root ::= {rewritten(spec, spec.text, EBNF)}")
         if spec.kind == "choice":
-            return self._compiler.compile_grammar(f"root ::= {' | '.join(_text(choice) for choice in read_choices(spec))}")
+            return self._compiler.compile_grammar(
+                f"root ::= {' | '.join(_text(choice) for choice in read_choices(spec))}"
+            )
         if spec.kind == "structural_tag":
             return self._compiler.compile_structural_tag(self._tags(spec))
         if not _LARK.search(spec.text):
             return self._compiler.compile_grammar(spec.text)
         check_lark(spec, spec.text)
         if "%json" in spec.text:
-            refuse(spec, "the backend xgrammar can't check whether it supports the schemas after %json; llguidance can")
+            refuse(
+                spec,
+                "the backend xgrammar can't check whether it supports the schemas after %json; llguidance can",
+            )
         return self._compiler.compile_lark(spec.text)
 
     def _json(self, spec: GrammarSpec, schema: Any, place: str = "#") -> str:
         """Return a schema as the library's grammar, mended: see `_mended`. Otherwise an additional key could be one of the schema's in another
         spelling, with an escape, and free arrays and objects would have a space after their commas."""
-        text = str(xgrammar.Grammar.from_json_schema(_dumped(spec, schema, place), **self._json_options()))
+        text = str(
+            xgrammar.Grammar.from_json_schema(_dumped(spec, schema, place), **self._json_options())
+        )
         lines = []
         for line in text.splitlines():
             name = line.partition(" ::= ")[0]
             if "_addl_key" in name:
                 line = line.replace(_ESCAPE, "")
-            if name.startswith(("basic_array_items", "basic_object_properties")) and self.options.whitespace == "compact":
+            if (
+                name.startswith(("basic_array_items", "basic_object_properties"))
+                and self.options.whitespace == "compact"
+            ):
                 line = line.replace('", "', '","')
             lines.append(_PART.sub(lambda found: _mended(spec, found), line))
         return "\n".join(lines)
@@ -106,20 +143,36 @@ class XGrammar(GrammarBackend):
         """Options by which objects and arrays allow additional members by default, as in JSON Schema; the library calls that not strict."""
         flexible = self.options.whitespace == "flexible"
         most = WHITESPACE_AT_MOST if flexible else None
-        return {"any_whitespace": flexible, "separators": (",", ":"), "strict_mode": False, "max_whitespace_cnt": most}
+        return {
+            "any_whitespace": flexible,
+            "separators": (",", ":"),
+            "strict_mode": False,
+            "max_whitespace_cnt": most,
+        }
 
     def _tags(self, spec: GrammarSpec) -> Mapping[str, Any]:
         tag = read_structural_tag(spec)
         tags = []
         for structure in tag.structures:
-            content = {"type": "grammar", "grammar": self._json(spec, structure.schema, structure.place)}
+            content = {
+                "type": "grammar",
+                "grammar": self._json(spec, structure.schema, structure.place),
+            }
             tags.append({"begin": structure.begin, "content": content, "end": structure.end})
         flags = {"at_least_one": tag.at_least_one, "stop_after_first": tag.stop_after_first}
         if tag.separator is not None:
-            separated = {"type": "tags_with_separator", "separator": tag.separator, "tags": tags, **flags}
+            separated = {
+                "type": "tags_with_separator",
+                "separator": tag.separator,
+                "tags": tags,
+                **flags,
+            }
             return {"type": "structural_tag", "format": separated}
         triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
-        return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags, **flags}}
+        return {
+            "type": "structural_tag",
+            "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags, **flags},
+        }
 
 
 class _Masks:
@@ -127,12 +180,18 @@ class _Masks:
 
     def __init__(self, context: GrammarContext, width: int) -> None:
         self.context, self._width = context, width
-        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # the bits that belong to the vocabulary
+        self._last_word = np.uint32(
+            (1 << ((context.vocab_size - 1) % 32 + 1)) - 1
+        )  # the bits that belong to the vocabulary
 
     @contextmanager
     def in_full(self, words: UInt32) -> Iterator[UInt32]:
         """Yield masks [..., width] for the library to fill, and then copy them to `words`."""
-        wide = words if words.shape[-1] == self._width else np.zeros((*words.shape[:-1], self._width), dtype=np.uint32)
+        wide = (
+            words
+            if words.shape[-1] == self._width
+            else np.zeros((*words.shape[:-1], self._width), dtype=np.uint32)
+        )
         yield wide
         if wide is not words:
             words[...] = wide[..., : words.shape[-1]]
@@ -209,7 +268,9 @@ class _Matcher(Failing):
 
     @property
     def complete(self) -> bool:
-        return not self.running or (bool(self.inner.is_completed()) and self._masks.only_end(self.inner))
+        return not self.running or (
+            bool(self.inner.is_completed()) and self._masks.only_end(self.inner)
+        )
 
 
 def _parting_texts(vocabulary: Sequence[bytes]) -> list[bytes]:
@@ -235,7 +296,10 @@ def _parting_texts(vocabulary: Sequence[bytes]) -> list[bytes]:
 
 def _parting(before: bytes, text: bytes) -> bytes:
     """Return the prefix of `text` up to and including the first byte that differs from `before`."""
-    same = next((n for n, (one, other) in enumerate(zip(before, text, strict=False)) if one != other), min(len(before), len(text)))
+    same = next(
+        (n for n, (one, other) in enumerate(zip(before, text, strict=False)) if one != other),
+        min(len(before), len(text)),
+    )
     return text[: same + 1]
 
 
@@ -244,10 +308,16 @@ def _mended(spec: GrammarSpec, found: re.Match[str]) -> str:
     repetitions in alternatives; two-digit escapes become four-digit ones, since it reads `\\xdfe` as one; negated classes exclude surrogates,
     which UTF-8 doesn't have."""
     if found["regex"]:
-        pattern = re.sub(r"\\(\W)", r"\1", found["regex"][1:-1])  # the other escapes are the same in both
+        pattern = re.sub(
+            r"\\(\W)", r"\1", found["regex"][1:-1]
+        )  # the other escapes are the same in both
         return f"({rewritten(spec, pattern, EBNF)})"
     if found["text"]:
-        return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda escape: f"\\u00{escape[1]}" if escape[1] else escape[0], found["text"])
+        return re.sub(
+            r"\\(?:x([0-9a-fA-F]{2})|.)",
+            lambda escape: f"\\u00{escape[1]}" if escape[1] else escape[0],
+            found["text"],
+        )
     return rewritten(spec, found["others"], EBNF) if found["others"] else found[0]
 
 
@@ -261,4 +331,10 @@ def _text(text: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Return the library's message without its timestamp, source location and failed condition."""
-    return re.sub(r"\[[\d:]+\] \S+?:\d+: |Check failed: \(.*\) is false: ", "", str(error).splitlines()[0]) if str(error) else describe(error)
+    return (
+        re.sub(
+            r"\[[\d:]+\] \S+?:\d+: |Check failed: \(.*\) is false: ", "", str(error).splitlines()[0]
+        )
+        if str(error)
+        else describe(error)
+    )

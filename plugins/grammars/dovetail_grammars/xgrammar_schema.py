@@ -11,7 +11,18 @@ from typing import Any
 from dovetail.api.grammar import GrammarSpec
 from dovetail.checks import INT64
 from dovetail_grammars.regexes import IN_JSON, rewritten
-from dovetail_grammars.schemas import ASSERTIONS, BOUNDS, EXCLUSIVE_BOUNDS, PATTERNS, Schema, Subschema, checked_parts, literals, refuse_others, shown
+from dovetail_grammars.schemas import (
+    ASSERTIONS,
+    BOUNDS,
+    EXCLUSIVE_BOUNDS,
+    PATTERNS,
+    Schema,
+    Subschema,
+    checked_parts,
+    literals,
+    refuse_others,
+    shown,
+)
 from dovetail_grammars.specs import refuse
 
 DONE: Mapping[str, frozenset[str]] = {  # by the keyword or type that takes precedence
@@ -51,7 +62,11 @@ def done_in_full(spec: GrammarSpec, schema: Schema, place: str = "#") -> Schema:
         _refuse_rounded(spec, part)
     used = {id(part.schema) for part in parts}
     definitions = {
-        key: {name: _checked(spec, one, f"{place}/{key}/{name}") for name, one in schema[key].items() if id(one) in used}
+        key: {
+            name: _checked(spec, one, f"{place}/{key}/{name}")
+            for name, one in schema[key].items()
+            if id(one) in used
+        }
         for key in ("$defs", "definitions")
         if isinstance(schema.get(key), dict)
     }
@@ -61,14 +76,21 @@ def done_in_full(spec: GrammarSpec, schema: Schema, place: str = "#") -> Schema:
 def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
     """Reject numbers that the library would round: integers have 64 bits; other bounds are doubles with six digits after the decimal point."""
     inexact = "the backend xgrammar can't keep this number exactly"
-    for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
+    for key, values in (
+        ("const", [part.schema.get("const")]),
+        ("enum", part.schema.get("enum", ())),
+    ):
         for value in literals(list(values)):
             if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
                 part.refuse(spec, key, inexact, value)
     for key in BOUNDS & part.schema.keys():
         value, types = part.schema[key], _types(part.schema)
         whole = "integer" not in types or value == int(value)
-        if not (INT64[0] <= value <= INT64[1] and whole and ("number" not in types or float(value) == value == round(value, 6))):
+        if not (
+            INT64[0] <= value <= INT64[1]
+            and whole
+            and ("number" not in types or float(value) == value == round(value, 6))
+        ):
             part.refuse(spec, key, inexact)
     bounds = product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
     for low, high in (*bounds, ("minLength", "maxLength"), ("minItems", "maxItems")):
@@ -89,7 +111,9 @@ def _checked(spec: GrammarSpec, schema: Any, place: str) -> Any:
     for key in schema:
         if key in ASSERTIONS and key not in done:
             beside = f" beside {kinds[0]}" if kinds else " without a type"
-            refuse(spec, f"{place}: the backend xgrammar doesn't support {key}{beside}; try llguidance")
+            refuse(
+                spec, f"{place}: the backend xgrammar doesn't support {key}{beside}; try llguidance"
+            )
     _check_values(spec, schema, deciding, place)
     left_out = ("minLength", "maxLength", *(["format"] if schema.get("format") in PATTERNS else ()))
     rest = {key: value for key, value in schema.items() if key not in left_out}
@@ -107,24 +131,49 @@ def _types(schema: Schema) -> list[str]:
 
 def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place: str) -> None:
     """Check the values of keywords that XGrammar supports only in part."""
-    if deciding == "$ref" and not re.fullmatch(r"#(/(\$defs|definitions)/[^/~%]+)?", str(schema["$ref"])):
-        refuse(spec, f"{place}: the backend xgrammar supports $refs to # and into $defs, not to {schema['$ref']!r}")
+    if deciding == "$ref" and not re.fullmatch(
+        r"#(/(\$defs|definitions)/[^/~%]+)?", str(schema["$ref"])
+    ):
+        refuse(
+            spec,
+            f"{place}: the backend xgrammar supports $refs to # and into $defs, not to {schema['$ref']!r}",
+        )
     if deciding in ("const", "enum") and "type" in schema:
         types = tuple(kind for name in _types(schema) for kind in TYPES[name])
-        if not all(type(value) in types for value in ([schema["const"]] if deciding == "const" else schema["enum"])):
+        if not all(
+            type(value) in types
+            for value in ([schema["const"]] if deciding == "const" else schema["enum"])
+        ):
             refuse(spec, f"{place}: some values of {deciding} don't have the given type")
     if deciding == "oneOf" and not _disjoint(schema["oneOf"]):
-        refuse(spec, f"{place}: the backend xgrammar supports oneOf only if each part has its own type or const; try anyOf")
+        refuse(
+            spec,
+            f"{place}: the backend xgrammar supports oneOf only if each part has its own type or const; try anyOf",
+        )
     if deciding == "allOf" and len(schema["allOf"]) > 1:
-        refuse(spec, f"{place}: the backend xgrammar doesn't support allOf of several schemas; try llguidance")
+        refuse(
+            spec,
+            f"{place}: the backend xgrammar doesn't support allOf of several schemas; try llguidance",
+        )
     names = schema.get("properties", {})
     if unnamed := [name for name in schema.get("required", ()) if name not in names]:
-        refuse(spec, f"{place}: the backend xgrammar doesn't support required for {unnamed[0]!r}, which isn't among the properties; try llguidance")
-    if schema.get("additionalProperties") is not False and (odd := [name for name in names if not _PLAIN_NAME.fullmatch(name)]):
-        refuse(spec, f"{place}: the backend xgrammar doesn't support additionalProperties with {odd[0]!r}: set it to false, or use plain ASCII names")
+        refuse(
+            spec,
+            f"{place}: the backend xgrammar doesn't support required for {unnamed[0]!r}, which isn't among the properties; try llguidance",
+        )
+    if schema.get("additionalProperties") is not False and (
+        odd := [name for name in names if not _PLAIN_NAME.fullmatch(name)]
+    ):
+        refuse(
+            spec,
+            f"{place}: the backend xgrammar doesn't support additionalProperties with {odd[0]!r}: set it to false, or use plain ASCII names",
+        )
     rules = [key for key in ("format", "pattern", "minLength", "maxLength") if key in schema]
     if len(rules) > 1 and rules != ["minLength", "maxLength"]:
-        refuse(spec, f"{place}: the backend xgrammar doesn't support {rules[1]} with {rules[0]}; try llguidance")
+        refuse(
+            spec,
+            f"{place}: the backend xgrammar doesn't support {rules[1]} with {rules[0]}; try llguidance",
+        )
 
 
 def _disjoint(parts: list[Any]) -> bool:
@@ -132,7 +181,11 @@ def _disjoint(parts: list[Any]) -> bool:
         return False
     types = [part.get("type") for part in parts]
     consts = [_as_equal(part.get("const")) for part in parts]
-    by_type = all(isinstance(name, str) for name in types) and len(set(types)) == len(types) and not {"integer", "number"} <= set(types)
+    by_type = (
+        all(isinstance(name, str) for name in types)
+        and len(set(types)) == len(types)
+        and not {"integer", "number"} <= set(types)
+    )
     return by_type or (all("const" in part for part in parts) and len(set(consts)) == len(consts))
 
 
@@ -155,13 +208,23 @@ def _inner(spec: GrammarSpec, schema: Schema, place: str) -> Schema:
         inner[key] = _checked(spec, part, where)
     for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
         if key in schema:
-            inner[key] = [_checked(spec, part, f"{place}/{key}/{index}") for index, part in enumerate(schema[key])]
+            inner[key] = [
+                _checked(spec, part, f"{place}/{key}/{index}")
+                for index, part in enumerate(schema[key])
+            ]
     if "properties" in schema:
-        inner["properties"] = {name: _checked(spec, part, f"{place}/properties/{name}") for name, part in schema["properties"].items()}
+        inner["properties"] = {
+            name: _checked(spec, part, f"{place}/properties/{name}")
+            for name, part in schema["properties"].items()
+        }
     if (pattern := PATTERNS.get(schema.get("format", ""), schema.get("pattern"))) is not None:
-        inner["pattern"] = rewritten(spec, pattern, IN_JSON, f"{place}: {shown('pattern', pattern)}: ")
+        inner["pattern"] = rewritten(
+            spec, pattern, IN_JSON, f"{place}: {shown('pattern', pattern)}: "
+        )
     if "minLength" in schema or "maxLength" in schema:
-        inner["pattern"] = rewritten(spec, f"(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}", IN_JSON)
+        inner["pattern"] = rewritten(
+            spec, f"(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}", IN_JSON
+        )
     return inner
 
 

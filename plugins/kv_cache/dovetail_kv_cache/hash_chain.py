@@ -57,7 +57,14 @@ class HashChain:
 
     __slots__ = ("_after", "_block_size", "_digest", "_root", "hashes", "request")
 
-    def __init__(self, request: Request, block_size: int, digest: Digest, like: Beginning | None = None, after: int = 0) -> None:
+    def __init__(
+        self,
+        request: Request,
+        block_size: int,
+        digest: Digest,
+        like: Beginning | None = None,
+        after: int = 0,
+    ) -> None:
         """Create a chain that copies the hashes of a common beginning from `like`, a chain with the same other arguments."""
         self.request = request
         self._block_size = block_size
@@ -65,7 +72,9 @@ class HashChain:
         self._root = digest(repr(request.cache_keys).encode())
         self.hashes: list[bytes] = []
         if like is not None and like.root == self._root:
-            self.hashes = like.hashes[: max(0, like.same_tokens(request.prompt_array) - after) // block_size]
+            self.hashes = like.hashes[
+                : max(0, like.same_tokens(request.prompt_array) - after) // block_size
+            ]
 
     @property
     def beginning(self) -> Beginning:
@@ -90,5 +99,7 @@ def _token_bytes(request: Request, start: int, end: int) -> bytes:
     """Return token ids `start` … `end` - 1 of prompt and output, `TOKEN_BYTES` each."""
     prompt, data = request.prompt_tokens, request.prompt_array[start:end].tobytes()
     if end > prompt:
-        data += array("q", request.output_token_ids[max(0, start - prompt) : end - prompt]).tobytes()
+        data += array(
+            "q", request.output_token_ids[max(0, start - prompt) : end - prompt]
+        ).tobytes()
     return data

@@ -30,7 +30,17 @@ class BlockPool:
     Callers must take no more than `available`, and hold and release blocks by the group that they were taken for.
     """
 
-    __slots__ = ("_cached", "_empty", "_hash_of", "_held", "_size", "_widths", "block_of", "refs", "rest")
+    __slots__ = (
+        "_cached",
+        "_empty",
+        "_hash_of",
+        "_held",
+        "_size",
+        "_widths",
+        "block_of",
+        "refs",
+        "rest",
+    )
 
     def __init__(self, size: int, widths: Sequence[int] = (1,)) -> None:
         """Create a pool of `size` empty pages. `widths`: pages of a block, by group."""
@@ -40,7 +50,9 @@ class BlockPool:
         self.rest: list[Pages] = [()] * size  # by block, its pages except the first
         self.block_of = BlockIndex()  # hash -> block
         self._hash_of = [NO_HASH] * size
-        self._empty = list(range(size - 1, -1, -1))  # a stack: initially the lowest on top, later the most recently freed
+        self._empty = list(
+            range(size - 1, -1, -1)
+        )  # a stack: initially the lowest on top, later the most recently freed
         self._cached = BlockQueue(size)
         self._held = [0] * len(widths)  # pages, by group
 
@@ -53,7 +65,9 @@ class BlockPool:
     def counts(self) -> PageCounts:
         free, held = len(self._empty), sum(self._held)
         by_group = tuple(self._held) if len(self._held) > 1 else ()
-        return PageCounts(free=free, held=held, cached=self._size - free - held, held_by_group=by_group)
+        return PageCounts(
+            free=free, held=held, cached=self._size - free - held, held_by_group=by_group
+        )
 
     def take(self, count: int = 1, group: int = 0) -> list[int]:
         """Return `count` new blocks of `group` with one holder each, made of empty pages; if there are too few, the least recently used blocks
@@ -164,24 +178,49 @@ class BlockPool:
     def check(self, holders: Sequence[Mapping[int, int]]) -> None:
         """Raise `DovetailError` if the state is inconsistent, or differs from `holders`: by group and block, the number of tables that hold it."""
         counted = {block: count for group in holders for block, count in group.items()}
-        if counted != {block: count for block, count in enumerate(self.refs) if count} or len(counted) != sum(map(len, holders)):
-            raise DovetailError(f"KV pool: the holders counted, {self.refs} by block, differ from those in tables, by group: {holders}")
-        widths = {block: width for group, width in zip(holders, self._widths, strict=True) for block in group}
+        if counted != {block: count for block, count in enumerate(self.refs) if count} or len(
+            counted
+        ) != sum(map(len, holders)):
+            raise DovetailError(
+                f"KV pool: the holders counted, {self.refs} by block, differ from those in tables, by group: {holders}"
+            )
+        widths = {
+            block: width
+            for group, width in zip(holders, self._widths, strict=True)
+            for block in group
+        }
         held = [len(group) * width for group, width in zip(holders, self._widths, strict=True)]
         if held != self._held:
-            raise DovetailError(f"KV pool: {self._held} pages are counted as held, by group; tables hold {held}")
-        if wrong := {block: self.pages(block) for block, width in widths.items() if len(self.pages(block)) != width}:
+            raise DovetailError(
+                f"KV pool: {self._held} pages are counted as held, by group; tables hold {held}"
+            )
+        if wrong := {
+            block: self.pages(block)
+            for block, width in widths.items()
+            if len(self.pages(block)) != width
+        }:
             raise DovetailError(f"KV pool: blocks with too few or too many pages: {wrong}")
         empty, cached = set(self._empty), set(self._cached)
-        pages = [*self._empty, *(page for block in (*cached, *counted) for page in self.pages(block))]
+        pages = [
+            *self._empty,
+            *(page for block in (*cached, *counted) for page in self.pages(block)),
+        ]
         if sorted(pages) != list(range(self._size)):
-            raise DovetailError(f"KV pool: pages lost or in two blocks: empty {sorted(empty)}, cached {sorted(cached)}, held {sorted(counted)}")
-        findable = {block: digest for block, digest in enumerate(self._hash_of) if digest != NO_HASH}
-        if {block: digest for digest, block in self.block_of.items()} != findable or len(self.block_of) != len(findable):
+            raise DovetailError(
+                f"KV pool: pages lost or in two blocks: empty {sorted(empty)}, cached {sorted(cached)}, held {sorted(counted)}"
+            )
+        findable = {
+            block: digest for block, digest in enumerate(self._hash_of) if digest != NO_HASH
+        }
+        if {block: digest for digest, block in self.block_of.items()} != findable or len(
+            self.block_of
+        ) != len(findable):
             raise DovetailError("KV pool: the hashes of the blocks and the index of hashes differ")
         wrong_state = findable.keys() ^ (cached | (findable.keys() & counted.keys()))
         if wrong_state:
-            raise DovetailError(f"KV pool: cached without a hash, or empty with one: blocks {sorted(wrong_state)}")
+            raise DovetailError(
+                f"KV pool: cached without a hash, or empty with one: blocks {sorted(wrong_state)}"
+            )
 
     def pages(self, block: int) -> Pages:
         """Return all pages of `block`."""

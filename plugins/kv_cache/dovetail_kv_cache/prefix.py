@@ -53,7 +53,8 @@ class PrefixOptions(BaseModel):
 
     reuse: bool = Field(True, description="Reuse K and V across requests, and after a preemption.")
     hash: HashName = Field(
-        "xxh3", description="Hash function of blocks: xxh3 is fast; sha256 prevents collisions that an untrusted user might construct."
+        "xxh3",
+        description="Hash function of blocks: xxh3 is fast; sha256 prevents collisions that an untrusted user might construct.",
     )
 
 
@@ -80,28 +81,61 @@ class _Table:
     """Blocks and progress of one request."""
 
     __slots__ = (
-        *("blocks", "num_committed", "num_found", "num_tokens", "publishes", "released", "request", "room"),
+        *(
+            "blocks",
+            "num_committed",
+            "num_found",
+            "num_tokens",
+            "publishes",
+            "released",
+            "request",
+            "room",
+        ),
         *("checkpoints", "num_doubles", "parted", "pending", "replaces", "targets"),
     )
 
-    def __init__(self, request: Request, blocks: list[list[int]], released: list[int], num_tokens: int, room: int, num_found: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        blocks: list[list[int]],
+        released: list[int],
+        num_tokens: int,
+        room: int,
+        num_found: int,
+    ) -> None:
         self.request = request
         self.blocks = blocks  # by group, append-only
-        self.released = released  # by group, how many of its first blocks are HOLEs or no longer held
+        self.released = (
+            released  # by group, how many of its first blocks are HOLEs or no longer held
+        )
         self.num_tokens = num_tokens  # requested
         self.room = room  # tokens that fit into its blocks
-        self.num_committed = self.num_found = num_found  # hashes; other requests computed the blocks of the first `num_found`
+        self.num_committed = self.num_found = (
+            num_found  # hashes; other requests computed the blocks of the first `num_found`
+        )
         self.parted = 0  # tokens: see `_Hit`
         self.num_doubles = num_found  # hashes up to which it has computed blocks that were cached, and these were replaced
-        self.publishes = True  # False after a `reset` while it was running: its K and V are outdated
-        self.targets: tuple[int, ...] = ()  # numbers of tokens worth a checkpoint, the most useful first
+        self.publishes = (
+            True  # False after a `reset` while it was running: its K and V are outdated
+        )
+        self.targets: tuple[
+            int, ...
+        ] = ()  # numbers of tokens worth a checkpoint, the most useful first
         self.pending: _Pending | None = None  # the checkpoint that the next batch writes
-        self.checkpoints: dict[int, int] = {}  # number of tokens -> block of the checkpoint that it wrote
-        self.replaces = False  # the checkpoint that it started from, by the one at the end of its own prompt
+        self.checkpoints: dict[
+            int, int
+        ] = {}  # number of tokens -> block of the checkpoint that it wrote
+        self.replaces = (
+            False  # the checkpoint that it started from, by the one at the end of its own prompt
+        )
 
     def own(self, group: int) -> list[int]:
         """Return the blocks of `group` that the request holds."""
-        return self.blocks[group][self.released[group] :] if self.released[group] else self.blocks[group]
+        return (
+            self.blocks[group][self.released[group] :]
+            if self.released[group]
+            else self.blocks[group]
+        )
 
 
 class _Pending(NamedTuple):
@@ -147,7 +181,10 @@ class PrefixCache(KVCacheManager):
         specs = context.layout.groups
         self._hash_tokens = math.gcd(*(spec.block_tokens for spec in specs))  # tokens of a hash
         self._groups = [
-            _Group(index, spec, spec.block_tokens // self._hash_tokens, b"%d" % index if index else b"") for index, spec in enumerate(specs)
+            _Group(
+                index, spec, spec.block_tokens // self._hash_tokens, b"%d" % index if index else b""
+            )
+            for index, spec in enumerate(specs)
         ]
         self._recurrent, self._after = context.layout.recurrent, int(context.layout.reads_next)
         self._paged = self._groups[:-1] if self._recurrent else self._groups  # those of K and V
@@ -159,21 +196,35 @@ class PrefixCache(KVCacheManager):
         self._pool = BlockPool(context.num_pages, self._widths)
         self._tables: dict[str, _Table] = {}  # request id -> its table
         self._chains: dict[str, HashChain] = {}
-        self._latest: Beginning | None = None  # beginning of the newest chain, for reuse by the next request
+        self._latest: Beginning | None = (
+            None  # beginning of the newest chain, for reuse by the next request
+        )
         self._nothing = Allocation(((),) * len(specs))
         self._no_hit = _Hit(0, tuple([] for _ in specs), 0)
         self._found = _Found([], 0, -1, self._no_hit)
         self._copies: list[PageCopy] = []
         self._pending: dict[bytes, _Pending] = {}  # by the checkpoint's key
-        self._doubling: list[_Table] = []  # those that compute again what is cached, for lack of a checkpoint
-        self._ends = [NO_HASH] * (context.num_pages if self._recurrent else 0)  # by block, its key if a request ended there and none went on from it
+        self._doubling: list[
+            _Table
+        ] = []  # those that compute again what is cached, for lack of a checkpoint
+        self._ends = [NO_HASH] * (
+            context.num_pages if self._recurrent else 0
+        )  # by block, its key if a request ended there and none went on from it
 
     def lookup(self, request: Request) -> int:
         return self._hit(request).tokens
 
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        leaving = self._holders(self._table(other, "without") for other in without) if without else {}
-        freed = sum(len(self._pool.rest[block]) + 1 for block, holders in leaving.items() if self._pool.refs[block] == holders)
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
+        leaving = (
+            self._holders(self._table(other, "without") for other in without) if without else {}
+        )
+        freed = sum(
+            len(self._pool.rest[block]) + 1
+            for block, holders in leaving.items()
+            if self._pool.refs[block] == holders
+        )
         table = self._tables.get(request.id)
         if table is not None:
             return self._pages_of(self._missing(table, num_tokens)) - freed
@@ -184,11 +235,15 @@ class PrefixCache(KVCacheManager):
         if table is None:
             return self._allocate_first(request, num_tokens)
         if num_tokens < table.num_tokens or table.request is not request:
-            raise self._misuse(request, f"allocate({num_tokens} tokens), after {table.num_tokens}", table)
+            raise self._misuse(
+                request, f"allocate({num_tokens} tokens), after {table.num_tokens}", table
+            )
         if num_tokens <= table.room:
             table.num_tokens = num_tokens
             return self._nothing
-        if self._is_plain and num_tokens - table.room <= self._hash_tokens:  # the usual case: a decode needs one block of one page
+        if (
+            self._is_plain and num_tokens - table.room <= self._hash_tokens
+        ):  # the usual case: a decode needs one block of one page
             if not self._pool.available:
                 return None
             new = self._pool.take()
@@ -210,19 +265,29 @@ class PrefixCache(KVCacheManager):
     def tables(self, request: Request) -> tuple[Pages, ...]:
         table = self._table(request, "tables")
         held = zip(table.blocks, table.released, strict=True)
-        return tuple(self._pages(group, [HOLE] * released + blocks[released:]) for group, (blocks, released) in enumerate(held))
+        return tuple(
+            self._pages(group, [HOLE] * released + blocks[released:])
+            for group, (blocks, released) in enumerate(held)
+        )
 
     def commit(self, request: Request, upto: int) -> None:
         table = self._table(request, "commit")
         if not 0 <= upto <= min(request.num_tokens, table.room):
-            raise self._misuse(request, f"commit({upto} tokens), {request.num_tokens} of them known,", table)
+            raise self._misuse(
+                request, f"commit({upto} tokens), {request.num_tokens} of them known,", table
+            )
         full = min(upto, request.num_tokens - self._after) // self._hash_tokens
         if full <= table.num_committed or not table.publishes or not self.options.reuse:
             return
         hashes = self._chain(request).extend(full)
         for index, group in enumerate(self._paged):
-            start, end = max(table.num_committed // group.hashes_per_block, table.released[index]), full // group.hashes_per_block
-            for block, key in zip(table.blocks[index][start:end], group.keys(hashes, start, end), strict=True):
+            start, end = (
+                max(table.num_committed // group.hashes_per_block, table.released[index]),
+                full // group.hashes_per_block,
+            )
+            for block, key in zip(
+                table.blocks[index][start:end], group.keys(hashes, start, end), strict=True
+            ):
                 self._pool.publish(block, key)
         if table.targets:
             self._request_checkpoint(table, hashes, full)
@@ -236,8 +301,13 @@ class PrefixCache(KVCacheManager):
             if table.targets:
                 self._drop_checkpoints(table, hashes, upto)
             for index, group in enumerate(self._paged):
-                start, end = full // group.hashes_per_block, table.num_committed // group.hashes_per_block
-                for block, key in zip(table.blocks[index][start:end], group.keys(hashes, start, end), strict=True):
+                start, end = (
+                    full // group.hashes_per_block,
+                    table.num_committed // group.hashes_per_block,
+                )
+                for block, key in zip(
+                    table.blocks[index][start:end], group.keys(hashes, start, end), strict=True
+                ):
                     self._pool.unpublish(block, key)
             table.num_committed = full
 
@@ -247,7 +317,11 @@ class PrefixCache(KVCacheManager):
         partial = [int(num_tokens % group.spec.block_tokens > 0) for group in self._groups]
         if self._pages_of(partial) > self._pool.available:
             return None
-        tables, pages, unseen = [], [], [group.spec.first_visible_block(num_tokens) for group in self._groups]
+        tables, pages, unseen = (
+            [],
+            [],
+            [group.spec.first_visible_block(num_tokens) for group in self._groups],
+        )
         for index, group in enumerate(self._groups):
             full = num_tokens // group.spec.block_tokens
             blocks = source.blocks[index][unseen[index] : full]
@@ -255,12 +329,18 @@ class PrefixCache(KVCacheManager):
             if partial[index]:
                 # If the parent's block gets a new owner before the copy runs, the owner still writes after it: copies precede the batch.
                 blocks += self._pool.take(1, index)
-                copied = zip(self._pool.pages(source.blocks[index][full]), self._pool.pages(blocks[-1]), strict=True)
+                copied = zip(
+                    self._pool.pages(source.blocks[index][full]),
+                    self._pool.pages(blocks[-1]),
+                    strict=True,
+                )
                 self._copies.extend(PageCopy(src, dst) for src, dst in copied)
             tables.append([HOLE] * unseen[index] + blocks)
             pages.append(self._pages(index, tables[-1]))
         found = min(source.num_committed, num_tokens // self._hash_tokens)
-        table = self._tables[child.id] = _Table(child, tables, unseen, num_tokens, self._room(num_tokens), found)
+        table = self._tables[child.id] = _Table(
+            child, tables, unseen, num_tokens, self._room(num_tokens), found
+        )
         table.publishes = source.publishes
         return Allocation(tuple(pages), cached=num_tokens)
 
@@ -277,7 +357,12 @@ class PrefixCache(KVCacheManager):
             if tokens == table.targets[-1]:
                 self._ends[block] = key
                 if table.replaces:
-                    self._pool.demote(self._groups[-1].key(self._chains[table.request.id].hashes, table.num_found * self._hash_tokens))
+                    self._pool.demote(
+                        self._groups[-1].key(
+                            self._chains[table.request.id].hashes,
+                            table.num_found * self._hash_tokens,
+                        )
+                    )
             taken.append(Checkpoint(table.request, tokens, self._pool.pages(block)))
         self._pending.clear()
         self._doubling = [table for table in self._doubling if self._replace_doubles(table)]
@@ -293,7 +378,9 @@ class PrefixCache(KVCacheManager):
             if self._recurrent:
                 self._leave(table, chain.hashes if chain is not None else [])
                 return
-            for group in reversed(range(len(table.blocks))):  # so that full attention's blocks, which many prefixes need, are evicted last
+            for group in reversed(
+                range(len(table.blocks))
+            ):  # so that full attention's blocks, which many prefixes need, are evicted last
                 self._pool.release(reversed(table.own(group)), group)
             if chain is not None and table.parted and any(table.released):
                 self._refresh(table, chain)
@@ -325,16 +412,23 @@ class PrefixCache(KVCacheManager):
     def check_integrity(self) -> None:
         holders = [Counter[int]() for _ in self._groups]
         for table in self._tables.values():
-            if table.num_tokens > table.room or any(released > len(own) for released, own in zip(table.released, table.blocks, strict=True)):
+            if table.num_tokens > table.room or any(
+                released > len(own)
+                for released, own in zip(table.released, table.blocks, strict=True)
+            ):
                 raise self._misuse(table.request, "table", table)
             for group, counter in enumerate(holders):
                 own = table.own(group)
                 if len(set(own)) != len(own):
-                    raise DovetailError(f"KV cache: request {table.request.id!r} holds a block twice: {own}")
+                    raise DovetailError(
+                        f"KV cache: request {table.request.id!r} holds a block twice: {own}"
+                    )
                 counter.update(own)
         for key, pending in self._pending.items():
             if pending.table.pending is not pending or key in self._pool.block_of:
-                raise DovetailError(f"KV cache: a checkpoint of request {pending.table.request.id!r} is pending, and written or forgotten, too")
+                raise DovetailError(
+                    f"KV cache: a checkpoint of request {pending.table.request.id!r} is pending, and written or forgotten, too"
+                )
             holders[-1][pending.block] += 1
         self._pool.check(holders)
 
@@ -345,17 +439,27 @@ class PrefixCache(KVCacheManager):
         if self._first_cost(hit, num_tokens, {}) > self._pool.available:
             return None
         for group, found in zip(self._paged, hit.blocks, strict=False):
-            self._pool.hold(found, group.number)  # of all groups first, so that `take` doesn't evict them
-        live, is_first = self._take_state(request, hit) if self._recurrent else ([], False)  # before K and V: see there
+            self._pool.hold(
+                found, group.number
+            )  # of all groups first, so that `take` doesn't evict them
+        live, is_first = (
+            self._take_state(request, hit) if self._recurrent else ([], False)
+        )  # before K and V: see there
         tokens, tables, unseen = max(num_tokens, hit.tokens), list[list[int]](), list[int]()
         for group, found in zip(self._paged, hit.blocks, strict=False):
             whole = hit.tokens // group.spec.block_tokens
             unseen.append(whole - len(found))
-            tables.append([HOLE] * unseen[-1] + found + self._pool.take(group.spec.blocks(tokens) - whole, group.number))
+            tables.append(
+                [HOLE] * unseen[-1]
+                + found
+                + self._pool.take(group.spec.blocks(tokens) - whole, group.number)
+            )
         if live:
             tables.append(live)
             unseen.append(0)
-        table = self._tables[request.id] = _Table(request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens)
+        table = self._tables[request.id] = _Table(
+            request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens
+        )
         table.parted = hit.parted
         if live and self.options.reuse:
             table.targets = self._targets(request, hit)
@@ -381,7 +485,11 @@ class PrefixCache(KVCacheManager):
         pages, is_first = pool.pages(checkpoint), self._goes_on(checkpoint, key)
         pool.refresh([key])
         live = pool.take(1, group)
-        self._copies.extend(PageCopy(src, dst) for src, dst in zip(pages, pool.pages(live[0]), strict=True) if src != dst)
+        self._copies.extend(
+            PageCopy(src, dst)
+            for src, dst in zip(pages, pool.pages(live[0]), strict=True)
+            if src != dst
+        )
         return live, is_first
 
     def _targets(self, request: Request, hit: _Hit) -> tuple[int, ...]:
@@ -413,8 +521,13 @@ class PrefixCache(KVCacheManager):
             if table.num_committed < tokens // self._hash_tokens <= full:
                 key = self._groups[group].key(hashes, tokens)
                 if key not in pool.block_of and key not in self._pending:
-                    if self._widths[group] + len(self._tables) * sum(self._widths[:group]) <= pool.available:
-                        table.pending = self._pending[key] = _Pending(table, tokens, pool.take(1, group)[0])
+                    if (
+                        self._widths[group] + len(self._tables) * sum(self._widths[:group])
+                        <= pool.available
+                    ):
+                        table.pending = self._pending[key] = _Pending(
+                            table, tokens, pool.take(1, group)[0]
+                        )
                     return
 
     def _drop_checkpoints(self, table: _Table, hashes: list[bytes], upto: int) -> None:
@@ -422,11 +535,17 @@ class PrefixCache(KVCacheManager):
         if table.pending is not None and table.pending.tokens > upto:
             self._drop_pending(table)
         for tokens in [tokens for tokens in table.checkpoints if tokens > upto]:
-            self._pool.unpublish(table.checkpoints.pop(tokens), self._groups[-1].key(hashes, tokens))
+            self._pool.unpublish(
+                table.checkpoints.pop(tokens), self._groups[-1].key(hashes, tokens)
+            )
 
     def _drop_pending(self, table: _Table) -> None:
         if table.pending is not None:
-            self._pending = {key: pending for key, pending in self._pending.items() if pending is not table.pending}
+            self._pending = {
+                key: pending
+                for key, pending in self._pending.items()
+                if pending is not table.pending
+            }
             self._pool.release([table.pending.block], len(self._paged))
             table.pending = None
 
@@ -438,8 +557,13 @@ class PrefixCache(KVCacheManager):
         hashes, most = self._chains[table.request.id].hashes, table.parted // self._hash_tokens
         start, end = table.num_doubles, min(table.num_committed, most)
         for index, group in enumerate(self._paged):
-            first, last = max(start // group.hashes_per_block, table.released[index]), end // group.hashes_per_block
-            for block, key in zip(table.blocks[index][first:last], group.keys(hashes, first, last), strict=True):
+            first, last = (
+                max(start // group.hashes_per_block, table.released[index]),
+                end // group.hashes_per_block,
+            )
+            for block, key in zip(
+                table.blocks[index][first:last], group.keys(hashes, first, last), strict=True
+            ):
                 self._pool.replace(block, key)
         table.num_doubles = end
         return end < most
@@ -461,8 +585,14 @@ class PrefixCache(KVCacheManager):
                 start = max(tokens // group.spec.block_tokens, table.released[index])
                 pool.release(reversed(table.blocks[index][start : ends[index]]), index)
                 ends[index] = start
-                if group.spec.window is not None and committed:  # what it sees before; released long ago
-                    keys = group.keys(hashes, group.spec.first_visible_block(tokens), tokens // group.spec.block_tokens)
+                if (
+                    group.spec.window is not None and committed
+                ):  # what it sees before; released long ago
+                    keys = group.keys(
+                        hashes,
+                        group.spec.first_visible_block(tokens),
+                        tokens // group.spec.block_tokens,
+                    )
                     pool.refresh(reversed(keys))
             if tokens and committed:
                 pool.refresh([self._groups[-1].key(hashes, tokens)])
@@ -477,22 +607,39 @@ class PrefixCache(KVCacheManager):
         without them the whole prefix, which other requests will ask for, isn't found."""
         for group in self._groups:
             if group.spec.window is not None:
-                start, end = group.spec.first_visible_block(table.parted), table.parted // group.spec.block_tokens
-                self._pool.refresh(reversed(group.keys(chain.hashes, start, min(end, table.released[group.number]))))
+                start, end = (
+                    group.spec.first_visible_block(table.parted),
+                    table.parted // group.spec.block_tokens,
+                )
+                self._pool.refresh(
+                    reversed(
+                        group.keys(chain.hashes, start, min(end, table.released[group.number]))
+                    )
+                )
 
     def _first_cost(self, hit: _Hit, num_tokens: int, leaving: Mapping[int, int]) -> int:
         """Return the number of available pages that a request without blocks would take, after freeing the `leaving` holders (block -> count)."""
         refs, blocks = self._pool.refs, []
         for group, found in zip(self._paged, hit.blocks, strict=False):
-            holders = [refs[block] - leaving.get(block, 0) for block in found] if leaving else [refs[block] for block in found]
-            blocks.append(holders.count(0) + max(0, group.spec.blocks(num_tokens) - hit.tokens // group.spec.block_tokens))
+            holders = (
+                [refs[block] - leaving.get(block, 0) for block in found]
+                if leaving
+                else [refs[block] for block in found]
+            )
+            blocks.append(
+                holders.count(0)
+                + max(0, group.spec.blocks(num_tokens) - hit.tokens // group.spec.block_tokens)
+            )
         if self._recurrent:
             blocks.append(1)
         return self._pages_of(blocks)
 
     def _missing(self, table: _Table, num_tokens: int) -> list[int]:
         """Return by group how many blocks `table` lacks for `num_tokens` tokens."""
-        return [max(0, -(-num_tokens // size) - len(blocks)) for size, blocks in zip(self._sizes, table.blocks, strict=True)]
+        return [
+            max(0, -(-num_tokens // size) - len(blocks))
+            for size, blocks in zip(self._sizes, table.blocks, strict=True)
+        ]
 
     def _room(self, num_tokens: int) -> int:
         """Return how many tokens fit into the blocks that `num_tokens` tokens need."""
@@ -502,7 +649,9 @@ class PrefixCache(KVCacheManager):
         """Return by block how many of `tables` hold it, with the checkpoints that `free` would drop."""
         holders = Counter[int]()
         for table in tables:
-            holders.update(chain.from_iterable(table.own(group) for group in range(len(table.blocks))))
+            holders.update(
+                chain.from_iterable(table.own(group) for group in range(len(table.blocks)))
+            )
             if table.pending is not None:
                 holders[table.pending.block] += 1
         return holders
@@ -516,14 +665,21 @@ class PrefixCache(KVCacheManager):
         if self._widths[group] == 1:
             return tuple(blocks)
         hole = (HOLE,) * self._widths[group]
-        return tuple(page for block in blocks for page in (hole if block == HOLE else self._pool.pages(block)))
+        return tuple(
+            page
+            for block in blocks
+            for page in (hole if block == HOLE else self._pool.pages(block))
+        )
 
     def _hit(self, request: Request) -> _Hit:
         """Return the longest cached prefix of `request`, without its last known token. It is kept, since a lookup is often followed by an
         admission, which searches again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return self._no_hit
-        limit, index = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens, self._pool.block_of
+        limit, index = (
+            (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens,
+            self._pool.block_of,
+        )
         hashes = self._chain(request).extend(limit // self._hash_tokens)
         if not self._found.is_of(hashes, limit, index.changes):
             self._found = _Found(hashes, limit, index.changes, self._search(hashes, limit))
@@ -571,7 +727,9 @@ class PrefixCache(KVCacheManager):
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
         if chain is None or chain.request is not request:  # another request may reuse the id
-            chain = self._chains[request.id] = HashChain(request, self._hash_tokens, self._digest, like=self._latest, after=self._after)
+            chain = self._chains[request.id] = HashChain(
+                request, self._hash_tokens, self._digest, like=self._latest, after=self._after
+            )
             self._latest = chain.beginning
         return chain
 
@@ -586,20 +744,34 @@ class PrefixCache(KVCacheManager):
         if self._recurrent:
             raise self._misuse(parent, "fork, which layouts with states have no use for,", source)
         if child.id in self._tables:
-            raise DovetailError(f"KV cache: fork into request {child.id!r}, which holds blocks already")
+            raise DovetailError(
+                f"KV cache: fork into request {child.id!r}, which holds blocks already"
+            )
         if not 1 <= num_tokens <= source.room:
             raise self._misuse(parent, f"fork({num_tokens} tokens)", source)
         for group, released in zip(self._groups, source.released, strict=True):
             needed, end = group.spec.first_visible_block(num_tokens), group.spec.blocks(num_tokens)
             if needed < min(released, end):
-                raise self._misuse(parent, f"fork({num_tokens} tokens), which needs block {needed} of group {group.number}", source)
-        if parent.cache_keys != child.cache_keys or parent.prompt_token_ids[:num_tokens] != child.prompt_token_ids[:num_tokens]:
-            raise DovetailError(f"KV cache: requests {parent.id!r} and {child.id!r} differ in their first {num_tokens} tokens or their cache_keys")
+                raise self._misuse(
+                    parent,
+                    f"fork({num_tokens} tokens), which needs block {needed} of group {group.number}",
+                    source,
+                )
+        if (
+            parent.cache_keys != child.cache_keys
+            or parent.prompt_token_ids[:num_tokens] != child.prompt_token_ids[:num_tokens]
+        ):
+            raise DovetailError(
+                f"KV cache: requests {parent.id!r} and {child.id!r} differ in their first {num_tokens} tokens or their cache_keys"
+            )
 
     def _misuse(self, request: Request, act: str, table: _Table | None = None) -> DovetailError:
         state = "it holds no blocks"
         if table is not None:
             groups = zip(self._groups, table.blocks, table.released, strict=True)
-            held = " and ".join(f"{len(blocks)} blocks of {group.spec.block_tokens} ({released} released)" for group, blocks, released in groups)
+            held = " and ".join(
+                f"{len(blocks)} blocks of {group.spec.block_tokens} ({released} released)"
+                for group, blocks, released in groups
+            )
             state = f"it holds {held} for {table.num_tokens} tokens"
         return DovetailError(f"KV cache: {act} of request {request.id!r}: {state}")

@@ -7,7 +7,9 @@ from dovetail.api.component import BundledModel, ComponentSpec, QuantizationSpec
 _NEEDS = ("torch>=2.11", "transformers>=5")
 
 
-def _model(name: str, target: str, architecture: str, summary: str, module: str | None = None, *more: str) -> ComponentSpec:
+def _model(
+    name: str, target: str, architecture: str, summary: str, module: str | None = None, *more: str
+) -> ComponentSpec:
     return ComponentSpec(
         kind="model",
         name=name,
@@ -20,51 +22,156 @@ def _model(name: str, target: str, architecture: str, summary: str, module: str 
 
 
 def _encoder(name: str, target: str, family: str, summary: str, module: str) -> ComponentSpec:
-    return _model(name, target, f"{family}Model", summary, module, f"{family}ForSequenceClassification")
+    return _model(
+        name, target, f"{family}Model", summary, module, f"{family}ForSequenceClassification"
+    )
 
 
 @hookimpl
 def dovetail_components() -> list[ComponentSpec]:
     return [
-        _model("llama", "Llama", "LlamaForCausalLM", "Llama 2 and 3, and models with the same architecture"),
+        _model(
+            "llama",
+            "Llama",
+            "LlamaForCausalLM",
+            "Llama 2 and 3, and models with the same architecture",
+        ),
         _model("mistral", "Mistral", "MistralForCausalLM", "Mistral, with sliding window"),
         _model("qwen2", "Qwen2", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense"),
         _model("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3, dense"),
         _model("qwen3_moe", "Qwen3Moe", "Qwen3MoeForCausalLM", "Qwen3, mixture of experts"),
-        _model("ministral", "Ministral", "MinistralForCausalLM", "Ministral, with a window in some layers", module="mistral"),
-        _model("gemma2", "Gemma2", "Gemma2ForCausalLM", "Gemma 2, with a window in every second layer", module="gemma"),
-        _model("gemma3_text", "Gemma3", "Gemma3ForCausalLM", "Gemma 3, text, with a window in most layers", module="gemma"),
-        _model("gemma4_text", "Gemma4", "Gemma4ForCausalLM", "Gemma 4, text, dense", module="gemma4"),
-        _model("gemma4_unified_text", "Gemma4Unified", "Gemma4UnifiedForCausalLM", "Gemma 4 unified, text", module="gemma4"),
+        _model(
+            "ministral",
+            "Ministral",
+            "MinistralForCausalLM",
+            "Ministral, with a window in some layers",
+            module="mistral",
+        ),
+        _model(
+            "gemma2",
+            "Gemma2",
+            "Gemma2ForCausalLM",
+            "Gemma 2, with a window in every second layer",
+            module="gemma",
+        ),
+        _model(
+            "gemma3_text",
+            "Gemma3",
+            "Gemma3ForCausalLM",
+            "Gemma 3, text, with a window in most layers",
+            module="gemma",
+        ),
+        _model(
+            "gemma4_text", "Gemma4", "Gemma4ForCausalLM", "Gemma 4, text, dense", module="gemma4"
+        ),
+        _model(
+            "gemma4_unified_text",
+            "Gemma4Unified",
+            "Gemma4UnifiedForCausalLM",
+            "Gemma 4 unified, text",
+            module="gemma4",
+        ),
         _model("gpt_oss", "GptOss", "GptOssForCausalLM", "gpt-oss, mixture of experts"),
-        _model("deepseek_v2", "DeepseekV2", "DeepseekV2ForCausalLM", "DeepSeek-V2, latent attention and experts", module="deepseek"),
-        _model("deepseek_v3", "DeepseekV3", "DeepseekV3ForCausalLM", "DeepSeek-V3, latent attention and experts", module="deepseek"),
+        _model(
+            "deepseek_v2",
+            "DeepseekV2",
+            "DeepseekV2ForCausalLM",
+            "DeepSeek-V2, latent attention and experts",
+            module="deepseek",
+        ),
+        _model(
+            "deepseek_v3",
+            "DeepseekV3",
+            "DeepseekV3ForCausalLM",
+            "DeepSeek-V3, latent attention and experts",
+            module="deepseek",
+        ),
         _model("glm4_moe", "Glm4Moe", "Glm4MoeForCausalLM", "GLM-4.5, mixture of experts"),
-        _model("glm4_moe_lite", "Glm4MoeLite", "Glm4MoeLiteForCausalLM", "GLM-4.7-Flash, latent attention and experts", module="deepseek"),
-        _model("qwen3_next", "Qwen3Next", "Qwen3NextForCausalLM", "Qwen3-Next, recurrent layers and experts"),
-        _model("qwen3_5_text", "Qwen35", "Qwen3_5ForCausalLM", "Qwen3.5, text, recurrent layers", module="qwen3_next"),
-        _model("qwen3_5_moe_text", "Qwen35Moe", "Qwen3_5MoeForCausalLM", "Qwen3.5, text, recurrent layers and experts", module="qwen3_next"),
+        _model(
+            "glm4_moe_lite",
+            "Glm4MoeLite",
+            "Glm4MoeLiteForCausalLM",
+            "GLM-4.7-Flash, latent attention and experts",
+            module="deepseek",
+        ),
+        _model(
+            "qwen3_next",
+            "Qwen3Next",
+            "Qwen3NextForCausalLM",
+            "Qwen3-Next, recurrent layers and experts",
+        ),
+        _model(
+            "qwen3_5_text",
+            "Qwen35",
+            "Qwen3_5ForCausalLM",
+            "Qwen3.5, text, recurrent layers",
+            module="qwen3_next",
+        ),
+        _model(
+            "qwen3_5_moe_text",
+            "Qwen35Moe",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3.5, text, recurrent layers and experts",
+            module="qwen3_next",
+        ),
         _model("nemotron_h", "NemotronH", "NemotronHForCausalLM", "Nemotron-H, recurrent layers"),
-        _model("granitemoehybrid", "GraniteMoeHybrid", "GraniteMoeHybridForCausalLM", "Granite 4, recurrent layers", module="granite"),
+        _model(
+            "granitemoehybrid",
+            "GraniteMoeHybrid",
+            "GraniteMoeHybridForCausalLM",
+            "Granite 4, recurrent layers",
+            module="granite",
+        ),
         _encoder("bert", "Bert", "Bert", "BERT, an encoder", "bert"),
         _encoder("roberta", "Roberta", "Roberta", "RoBERTa, an encoder", "bert"),
-        _encoder("xlm_roberta", "XLMRoberta", "XLMRoberta", "XLM-RoBERTa, an encoder: bge-m3, multilingual e5", "bert"),
-        _encoder("modernbert", "ModernBert", "ModernBert", "ModernBERT, an encoder with windows in most layers", "modernbert"),
-        _model("transformers", "Transformers", "*", "all other architectures of transformers, with transformers' own code"),
+        _encoder(
+            "xlm_roberta",
+            "XLMRoberta",
+            "XLMRoberta",
+            "XLM-RoBERTa, an encoder: bge-m3, multilingual e5",
+            "bert",
+        ),
+        _encoder(
+            "modernbert",
+            "ModernBert",
+            "ModernBert",
+            "ModernBERT, an encoder with windows in most layers",
+            "modernbert",
+        ),
+        _model(
+            "transformers",
+            "Transformers",
+            "*",
+            "all other architectures of transformers, with transformers' own code",
+        ),
     ]
 
 
 @hookimpl
 def dovetail_models() -> list[BundledModel]:
-    return [BundledModel("demo", "dovetail_models", "demo"), BundledModel("demo-draft", "dovetail_models", "demo-draft")]
+    return [
+        BundledModel("demo", "dovetail_models", "demo"),
+        BundledModel("demo-draft", "dovetail_models", "demo-draft"),
+    ]
 
 
 @hookimpl
 def dovetail_quantizations() -> list[QuantizationSpec]:
     return [
-        QuantizationSpec("fp8", "dovetail.nn.format.fp8:Fp8", "FP8 weights in the format of DeepSeek and Qwen", quantizes=True),
-        QuantizationSpec("compressed-tensors", "dovetail.nn.format.compressed_tensors:CompressedTensors", "FP8 or INT4 weights of llm-compressor"),
+        QuantizationSpec(
+            "fp8",
+            "dovetail.nn.format.fp8:Fp8",
+            "FP8 weights in the format of DeepSeek and Qwen",
+            quantizes=True,
+        ),
+        QuantizationSpec(
+            "compressed-tensors",
+            "dovetail.nn.format.compressed_tensors:CompressedTensors",
+            "FP8 or INT4 weights of llm-compressor",
+        ),
         QuantizationSpec("gptq", "dovetail.nn.format.gptq:Gptq", "INT4 weights of GPTQ"),
         QuantizationSpec("awq", "dovetail.nn.format.awq:Awq", "INT4 weights of AWQ"),
-        QuantizationSpec("mxfp4", "dovetail.nn.format.mxfp4:Mxfp4", "MXFP4 weights of gpt-oss's experts"),
+        QuantizationSpec(
+            "mxfp4", "dovetail.nn.format.mxfp4:Mxfp4", "MXFP4 weights of gpt-oss's experts"
+        ),
     ]

@@ -55,19 +55,30 @@ KEYS = FileKeys(
         "is_causal": Used("false is refused"),
         "pretraining_tp": Used("other values than 1 are refused"),
         "quantization_config": Used("how weights are stored, below"),
-        **dict.fromkeys(("*_token_id", "*_token_ids", "max_length", "task_specific_params"), _DEFAULTS),
+        **dict.fromkeys(
+            ("*_token_id", "*_token_ids", "max_length", "task_specific_params"), _DEFAULTS
+        ),
         **dict.fromkeys(("_name_or_path", "name_or_path", "model_name"), _NAMES),
-        **dict.fromkeys(("_attn_implementation*", "_experts_implementation*", "_post_init_done"), _NAMES),
+        **dict.fromkeys(
+            ("_attn_implementation*", "_experts_implementation*", "_post_init_done"), _NAMES
+        ),
         **dict.fromkeys(("_output_attentions", "_commit_hash", "_pre_quantization_dtype"), _NAMES),
         **dict.fromkeys(("*_plan", "chunk_size_feed_forward", "use_cache"), _NAMES),
-        **dict.fromkeys(("*dropout*", "*pdrop", "initializer_range", "gradient_checkpointing"), _TRAINING),
+        **dict.fromkeys(
+            ("*dropout*", "*pdrop", "initializer_range", "gradient_checkpointing"), _TRAINING
+        ),
         **dict.fromkeys(("*_version", "transformers*", "unsloth_*", "is_llama_config"), _VERSIONS),
         **dict.fromkeys(("keys_to_ignore_at_inference", "return_dict"), _OUTPUTS),
         **dict.fromkeys(("output_attentions", "output_hidden_states"), _OUTPUTS),
-        **dict.fromkeys(("classifier_from_token", "is_original_qwen3_reranker"), NoEffect("how a classifier was made")),
+        **dict.fromkeys(
+            ("classifier_from_token", "is_original_qwen3_reranker"),
+            NoEffect("how a classifier was made"),
+        ),
         **dict.fromkeys(("is_matryoshka", "label2id"), NoEffect("other keys say it")),
         "ignore_keys_at_rope_validation": NoEffect("of transformers' own checks"),
-        **dict.fromkeys(("max_sequence_length", "model_max_length"), NoEffect("max_position_embeddings says it")),
+        **dict.fromkeys(
+            ("max_sequence_length", "model_max_length"), NoEffect("max_position_embeddings says it")
+        ),
         "_sliding_window_pattern": NoEffect("layer_types says it"),
         "tokenizer_*": NoEffect("the tokenizer's own files say it"),
         "is_encoder_decoder": Refused("encoder-decoder models", (False,)),
@@ -75,7 +86,9 @@ KEYS = FileKeys(
         "_heterogeneity_spec": Refused("fields of single layers, `per_layer_config`"),
     },
 )
-_HARMLESS_VALUES = {"activation": ("swiglu",)}  # Falcon3's name for a gated feed-forward with hidden_act = silu
+_HARMLESS_VALUES = {
+    "activation": ("swiglu",)
+}  # Falcon3's name for a gated feed-forward with hidden_act = silu
 
 
 class ConfigArch(ModelArch):
@@ -93,7 +106,9 @@ class ConfigArch(ModelArch):
     handled: frozenset[str] = frozenset()
     activation_field = "hidden_act"
     activations: tuple[str, ...] = ("silu",)  # implemented
-    auto_classes: tuple[str, ...] = ("AutoModelForCausalLM",)  # keys of `auto_map` that would replace this model by code in the checkpoint
+    auto_classes: tuple[str, ...] = (
+        "AutoModelForCausalLM",
+    )  # keys of `auto_map` that would replace this model by code in the checkpoint
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != self.model_type:
@@ -118,8 +133,17 @@ class ConfigArch(ModelArch):
         return []
 
     def _wrong_activation(self, config: Any) -> list[str]:
-        activation, implemented = getattr(config, self.activation_field), ", ".join(map(repr, self.activations))
-        return [] if activation in self.activations else [f"{self.activation_field} = {activation!r} is not implemented (only {implemented})"]
+        activation, implemented = (
+            getattr(config, self.activation_field),
+            ", ".join(map(repr, self.activations)),
+        )
+        return (
+            []
+            if activation in self.activations
+            else [
+                f"{self.activation_field} = {activation!r} is not implemented (only {implemented})"
+            ]
+        )
 
     def _unknown(self, config: Any) -> list[str]:
         known = _HANDLED | self.handled | {self.activation_field}
@@ -151,11 +175,17 @@ class DecoderArch(ConfigArch):
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
         if not getattr(config, "is_causal", True):
-            reasons.append("is_causal = False is not implemented: tokens attend to those before them only")
+            reasons.append(
+                "is_causal = False is not implemented: tokens attend to those before them only"
+            )
         return reasons
 
     def size_reasons(self, config: Any) -> list[str]:
-        return list(dict.fromkeys(reason for layer in self.layer_configs(config) for reason in _wrong_sizes(layer)))
+        return list(
+            dict.fromkeys(
+                reason for layer in self.layer_configs(config) for reason in _wrong_sizes(layer)
+            )
+        )
 
     def layer_configs(self, config: Any) -> list[Any]:
         """Return the configs in which sizes are read."""
@@ -174,7 +204,9 @@ class DecoderArch(ConfigArch):
 
 def head_size(config: Any) -> int:
     """Return `head_dim` if the config has it, otherwise an equal share of the hidden size."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def base_shape(config: Any, **special: Any) -> DecoderShape:
@@ -203,7 +235,10 @@ def shape_fields(config: Any, **special: Any) -> dict[str, Any]:
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
     """Return each layer's window, for configs with `layer_types`."""
-    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+    return tuple(
+        config.sliding_window if kind == "sliding_attention" else None
+        for kind in config.layer_types
+    )
 
 
 def layer_type_reasons(config: Any) -> list[str]:
@@ -214,33 +249,55 @@ def layer_type_reasons(config: Any) -> list[str]:
         for kind in sorted(set(kinds) - {"full_attention", "sliding_attention"})
     ]
     if len(kinds) != config.num_hidden_layers:
-        reasons.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {config.num_hidden_layers}")
+        reasons.append(
+            f"layer_types has {len(kinds)} entries, num_hidden_layers is {config.num_hidden_layers}"
+        )
     if "sliding_attention" in kinds and config.sliding_window is None:
-        reasons.append("layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)")
+        reasons.append(
+            "layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)"
+        )
     return reasons + window_reasons(config)
 
 
 def window_reasons(config: Any) -> list[str]:
     window = config.sliding_window
-    return [f"sliding_window = {window} must be at least 1"] if window is not None and window < 1 else []
+    return (
+        [f"sliding_window = {window} must be at least 1"]
+        if window is not None and window < 1
+        else []
+    )
 
 
-def experts_reasons(config: Any, count_name: str, inner_name: str = "moe_intermediate_size") -> list[str]:
+def experts_reasons(
+    config: Any, count_name: str, inner_name: str = "moe_intermediate_size"
+) -> list[str]:
     """Why the sizes of a mixture of experts can't be right."""
     names = (count_name, "num_experts_per_tok", inner_name)
-    if reasons := [f"{name} = {getattr(config, name)} must be at least 1" for name in names if (getattr(config, name) or 0) < 1]:
+    if reasons := [
+        f"{name} = {getattr(config, name)} must be at least 1"
+        for name in names
+        if (getattr(config, name) or 0) < 1
+    ]:
         return reasons
     if config.num_experts_per_tok > getattr(config, count_name):
-        return [f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} ({getattr(config, count_name)})"]
+        return [
+            f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} ({getattr(config, count_name)})"
+        ]
     return []
 
 
 def _wrong_sizes(config: Any) -> list[str]:
-    reasons = [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if getattr(config, name, 1) < 1]
+    reasons = [
+        f"{name} = {getattr(config, name)} must be at least 1"
+        for name in _SIZES
+        if getattr(config, name, 1) < 1
+    ]
     if reasons:
         return reasons
     if config.num_attention_heads % config.num_key_value_heads:
-        reasons.append(f"num_attention_heads ({config.num_attention_heads}) is no multiple of num_key_value_heads ({config.num_key_value_heads})")
+        reasons.append(
+            f"num_attention_heads ({config.num_attention_heads}) is no multiple of num_key_value_heads ({config.num_key_value_heads})"
+        )
     if head_size(config) < 2 or head_size(config) % 2:
         reasons.append(f"head_dim = {head_size(config)} must be even, for rotary positions")
     return reasons
@@ -251,12 +308,16 @@ def _wrong_values(config: Any, auto_classes: Sequence[str]) -> list[str]:
     if getattr(config, "pretraining_tp", None) not in (None, 0, 1):
         reasons.append(f"pretraining_tp = {config.pretraining_tp} is not implemented (only 1)")
     if getattr(config, "quantization_config", None):
-        reasons.append(f"quantization_config = {_short(config.quantization_config)} is not implemented: only plain weights")
+        reasons.append(
+            f"quantization_config = {_short(config.quantization_config)} is not implemented: only plain weights"
+        )
     auto_map = getattr(config, "auto_map", None) or {}
     for own in (auto_map.get(name) for name in auto_classes):
         if _is_copy(own, config):
             continue
-        reasons.append(f"auto_map: the checkpoint has its own code for this model ({_short(own)}), which is never run")
+        reasons.append(
+            f"auto_map: the checkpoint has its own code for this model ({_short(own)}), which is never run"
+        )
     return reasons
 
 

@@ -25,25 +25,53 @@ class Bert(EncoderArch):
     prefix = "bert."
     handled = frozenset(
         {
-            *("type_vocab_size", "layer_norm_eps", "position_embedding_type", "is_decoder", "add_cross_attention"),
-            *("directionality", "output_past", "sentence_transformers"),  # of other heads, of other programs
-            *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+            *(
+                "type_vocab_size",
+                "layer_norm_eps",
+                "position_embedding_type",
+                "is_decoder",
+                "add_cross_attention",
+            ),
+            *(
+                "directionality",
+                "output_past",
+                "sentence_transformers",
+            ),  # of other heads, of other programs
+            *(
+                "pooler_fc_size",
+                "pooler_num_attention_heads",
+                "pooler_num_fc_layers",
+                "pooler_size_per_head",
+                "pooler_type",
+            ),
         }
     )
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
         if (kind := getattr(config, "position_embedding_type", None)) not in (None, "absolute"):
-            reasons.append(f"position_embedding_type = {kind!r} is not implemented (only 'absolute')")
-        reasons += [f"{name} = True: only encoders are served" for name in ("is_decoder", "add_cross_attention") if getattr(config, name, False)]
+            reasons.append(
+                f"position_embedding_type = {kind!r} is not implemented (only 'absolute')"
+            )
+        reasons += [
+            f"{name} = True: only encoders are served"
+            for name in ("is_decoder", "add_cross_attention")
+            if getattr(config, name, False)
+        ]
         if config.type_vocab_size < 1:
             reasons.append(f"type_vocab_size = {config.type_vocab_size} must be at least 1")
         return reasons
 
     def classifier(self, config: Any) -> ModelPooling:
-        return ModelPooling("cls", (HeadLayer("bert.pooler.dense", "tanh"), HeadLayer("classifier")), generates=False)
+        return ModelPooling(
+            "cls",
+            (HeadLayer("bert.pooler.dense", "tanh"), HeadLayer("classifier")),
+            generates=False,
+        )
 
-    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> nn.Module:
         return BertEncoder(config, specs, context, prefix)
 
 
@@ -56,13 +84,21 @@ class Roberta(Bert):
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons, padding = super().reasons_against_fields(config), config.pad_token_id
         if padding is None or not 0 <= padding < config.max_position_embeddings - 1:
-            reasons.append(f"pad_token_id = {padding}: positions begin after it, and max_position_embeddings is {config.max_position_embeddings}")
+            reasons.append(
+                f"pad_token_id = {padding}: positions begin after it, and max_position_embeddings is {config.max_position_embeddings}"
+            )
         return reasons
 
     def classifier(self, config: Any) -> ModelPooling:
-        return ModelPooling("cls", (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj")), generates=False)
+        return ModelPooling(
+            "cls",
+            (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj")),
+            generates=False,
+        )
 
-    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> nn.Module:
         return BertEncoder(config, specs, context, prefix, padding=config.pad_token_id)
 
 
@@ -77,7 +113,11 @@ class BertLayer(nn.Module):
 
     def __init__(self, config: Any, spec: LayerSpec, context: BuildContext) -> None:
         super().__init__()
-        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+        hidden, inner, heads = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+        )
         self.qkv_proj = QKVParallelLinear(hidden, heads, heads, spec.head_size, context, bias=True)
         self.attn = context.make_attention(spec)
         self.o_proj = RowParallelLinear(hidden, hidden, context, bias=True)
@@ -116,7 +156,14 @@ class BertEncoder(nn.Module):
 
     reads_types = True
 
-    def __init__(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str, padding: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        specs: list[LayerSpec],
+        context: BuildContext,
+        prefix: str,
+        padding: int | None = None,
+    ) -> None:
         super().__init__()
         self.prefix, self.padding = prefix, padding
         self.words = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
@@ -126,12 +173,20 @@ class BertEncoder(nn.Module):
         self.layers = LayerList(BertLayer(config, spec, context) for spec in specs)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None, types: torch.Tensor | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `CausalLM.forward`. Each row is whole. `types` [tokens] int64: token types, clipped to those that the model has; None: all 0."""
         if self.padding is not None:
             positions = positions_after_padding(token_ids, positions, self.padding)
-        x = self.words(token_ids) + (self.types.weight[0] if types is None else self.types(types.clamp(max=len(self.types.weight) - 1)))
+        x = self.words(token_ids) + (
+            self.types.weight[0]
+            if types is None
+            else self.types(types.clamp(max=len(self.types.weight) - 1))
+        )
         x = self.norm(x.add_(self.positions(positions)))
         for index, layer in enumerate(self.layers, 1):
             x = layer(x, wanted if index == len(self.layers) else None)
@@ -149,10 +204,14 @@ class BertEncoder(nn.Module):
         )
         for index, layer in enumerate(self.layers):
             yield from layer.weights(f"{self.prefix}encoder.layer.{index}.")
-        yield WeightRule(f"{self.prefix}pooler.*", None, optional=True)  # of the first token, for labels
+        yield WeightRule(
+            f"{self.prefix}pooler.*", None, optional=True
+        )  # of the first token, for labels
 
 
-def positions_after_padding(token_ids: torch.Tensor, positions: torch.Tensor, padding: int) -> torch.Tensor:
+def positions_after_padding(
+    token_ids: torch.Tensor, positions: torch.Tensor, padding: int
+) -> torch.Tensor:
     """Return [tokens] int64: `padding` for tokens that are padding, for the others the next number that their row doesn't have yet. Rows are whole
     and `positions` [tokens] count from 0."""
     real = (token_ids != padding).long()

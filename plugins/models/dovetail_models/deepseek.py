@@ -21,25 +21,52 @@ class DeepseekV3(DecoderArch):
     handled = frozenset(
         {
             *(*_SIZES, "q_lora_rank", "qk_head_dim", "attention_bias", "rope_interleave"),
-            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace"),
+            *(
+                "n_routed_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "n_shared_experts",
+                "first_k_dense_replace",
+            ),
             *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
-            *("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),  # for multi-token prediction and training
-            *("scoring_func", "topk_method", "aux_loss_alpha", "seq_aux", "moe_layer_freq", "ep_size"),  # checked below, or only for training
+            *(
+                "num_mtp_layers",
+                "num_nextn_predict_layers",
+                "output_router_logits",
+            ),  # for multi-token prediction and training
+            *(
+                "scoring_func",
+                "topk_method",
+                "aux_loss_alpha",
+                "seq_aux",
+                "moe_layer_freq",
+                "ep_size",
+            ),  # checked below, or only for training
         }
     )
     scoring, method, pair = "sigmoid", "noaux_tc", 2
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = [*super().reasons_against_fields(config)]
-        reasons += [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if (getattr(config, name) or 0) < 1]
+        reasons += [
+            f"{name} = {getattr(config, name)} must be at least 1"
+            for name in _SIZES
+            if (getattr(config, name) or 0) < 1
+        ]
         if config.qk_rope_head_dim % 2:
-            reasons.append(f"qk_rope_head_dim = {config.qk_rope_head_dim} must be even, for rotary positions")
+            reasons.append(
+                f"qk_rope_head_dim = {config.qk_rope_head_dim} must be even, for rotary positions"
+            )
         if config.head_dim != config.qk_rope_head_dim:
-            reasons.append(f"head_dim = {config.head_dim} must be qk_rope_head_dim ({config.qk_rope_head_dim})")
+            reasons.append(
+                f"head_dim = {config.head_dim} must be qk_rope_head_dim ({config.qk_rope_head_dim})"
+            )
         if config.attention_bias and config.q_lora_rank is None:
             reasons.append("attention_bias without q_lora_rank is not implemented")
         if config.num_key_value_heads != config.num_attention_heads:
-            reasons.append(f"num_key_value_heads = {config.num_key_value_heads} must be num_attention_heads ({config.num_attention_heads})")
+            reasons.append(
+                f"num_key_value_heads = {config.num_key_value_heads} must be num_attention_heads ({config.num_attention_heads})"
+            )
         if getattr(config, "moe_layer_freq", 1) != 1:
             reasons.append(f"moe_layer_freq = {config.moe_layer_freq} is not implemented (only 1)")
         if self._sparse(config):
@@ -49,7 +76,10 @@ class DeepseekV3(DecoderArch):
     def _routing_reasons(self, config: Any) -> list[str]:
         if reasons := experts_reasons(config, "n_routed_experts"):
             return reasons
-        scoring, method = getattr(config, "scoring_func", self.scoring), getattr(config, "topk_method", self.method)
+        scoring, method = (
+            getattr(config, "scoring_func", self.scoring),
+            getattr(config, "topk_method", self.method),
+        )
         if scoring != self.scoring:
             reasons.append(f"scoring_func = {scoring!r} is not implemented (only {self.scoring!r})")
         if method not in (self.method, None):
@@ -60,7 +90,14 @@ class DeepseekV3(DecoderArch):
         return frozenset(range(config.first_k_dense_replace or 0, config.num_hidden_layers))
 
     def _grouping(self, config: Any) -> Grouping:
-        return Grouping(self.scoring, config.n_group or 1, config.topk_group or 1, self.pair, config.routed_scaling_factor, corrected=True)
+        return Grouping(
+            self.scoring,
+            config.n_group or 1,
+            config.topk_group or 1,
+            self.pair,
+            config.routed_scaling_factor,
+            corrected=True,
+        )
 
     def _normalizes(self, config: Any) -> bool:
         return bool(config.norm_topk_prob)
@@ -97,7 +134,11 @@ class DeepseekV3(DecoderArch):
             output_bias=config.attention_bias,
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             experts=experts,
-            unused_layers=int(getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None) or 0),
+            unused_layers=int(
+                getattr(config, "num_nextn_predict_layers", None)
+                or getattr(config, "num_mtp_layers", None)
+                or 0
+            ),
         )
 
 
@@ -114,16 +155,26 @@ class DeepseekV2(DeepseekV3):
         if (scoring := getattr(config, "scoring_func", "softmax")) != "softmax":
             reasons.append(f"scoring_func = {scoring!r} is not implemented (only 'softmax')")
         if config.norm_topk_prob:
-            reasons.append("norm_topk_prob = True is not implemented: transformers, the reference, doesn't normalize the weights of this model")
+            reasons.append(
+                "norm_topk_prob = True is not implemented: transformers, the reference, doesn't normalize the weights of this model"
+            )
         if config.topk_method not in ("greedy", "group_limited_greedy"):
-            reasons.append(f"topk_method = {config.topk_method!r} is not implemented (only 'greedy' and 'group_limited_greedy')")
+            reasons.append(
+                f"topk_method = {config.topk_method!r} is not implemented (only 'greedy' and 'group_limited_greedy')"
+            )
         elif config.topk_method == "group_limited_greedy":
             reasons += group_reasons(config, self.pair)
         return reasons
 
     def _grouping(self, config: Any) -> Grouping:
-        groups, kept = (1, 1) if config.topk_method == "greedy" else (config.n_group or 1, config.topk_group or 1)
-        return Grouping("softmax", groups, kept, self.pair, config.routed_scaling_factor, corrected=False)
+        groups, kept = (
+            (1, 1)
+            if config.topk_method == "greedy"
+            else (config.n_group or 1, config.topk_group or 1)
+        )
+        return Grouping(
+            "softmax", groups, kept, self.pair, config.routed_scaling_factor, corrected=False
+        )
 
     def _normalizes(self, config: Any) -> bool:
         return False
@@ -141,14 +192,22 @@ class Glm4MoeLite(DeepseekV3):
     def reasons_against_fields(self, config: Any) -> list[str]:
         kinds = set(config.mlp_layer_types) - {"dense", "sparse"}
         if kinds or len(config.mlp_layer_types) != config.num_hidden_layers:
-            return [f"mlp_layer_types must have one of 'dense' and 'sparse' for each of {config.num_hidden_layers} layers"]
-        dense = getattr(config, "first_k_dense_replace", None)  # transformers, the reference, doesn't read it
+            return [
+                f"mlp_layer_types must have one of 'dense' and 'sparse' for each of {config.num_hidden_layers} layers"
+            ]
+        dense = getattr(
+            config, "first_k_dense_replace", None
+        )  # transformers, the reference, doesn't read it
         if dense is not None and self._sparse(config) != super()._sparse(config):
-            return [f"first_k_dense_replace = {dense} disagrees with mlp_layer_types, which says which layers have experts"]
+            return [
+                f"first_k_dense_replace = {dense} disagrees with mlp_layer_types, which says which layers have experts"
+            ]
         return super().reasons_against_fields(config)
 
     def _sparse(self, config: Any) -> frozenset[int]:
-        return frozenset(index for index, kind in enumerate(config.mlp_layer_types) if kind == "sparse")
+        return frozenset(
+            index for index, kind in enumerate(config.mlp_layer_types) if kind == "sparse"
+        )
 
 
 def _scale(config: Any) -> float:

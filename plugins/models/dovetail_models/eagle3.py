@@ -45,13 +45,17 @@ KEYS = FileKeys(
         "eagle_aux_hidden_state_layer_ids": Used("the model's layers whose states are read"),
         "norm_before_residual": Used("where the layer's input is normed"),
         "target_hidden_size": Used("the model's hidden size"),
-        "tie_word_embeddings": Used("the head shares the model's embedding if it has none of its own"),
+        "tie_word_embeddings": Used(
+            "the head shares the model's embedding if it has none of its own"
+        ),
         "norm_before_fc": Refused("a norm of the model's states", (False,)),
         "quantization_config": Refused("quantized weights", ({},)),
         "embed_requires_grad": NoEffect("of training"),
         "enable_sp_ulysses": NoEffect("of training"),
         "speculators_config": NoEffect("how other engines draft; see `speculation`"),
-        **dict.fromkeys(("architectures", "auto_map", "has_no_defaults_at_init", "model_type"), _FILE),
+        **dict.fromkeys(
+            ("architectures", "auto_map", "has_no_defaults_at_init", "model_type"), _FILE
+        ),
         **dict.fromkeys(("speculators_version", "transformers_version"), _FILE),
         **dict.fromkeys(("dtype", "torch_dtype"), NoEffect("the dtype is the model's")),
     },
@@ -66,7 +70,9 @@ class Eagle3(HeadArch):
         raw = read_json_object(directory / "config.json")
         if raw.get("speculators_model_type") != "eagle3":
             found = shown(raw.get("speculators_model_type"))
-            raise UnsupportedError(f"config.json: speculators_model_type is {found}: heads in the format of `speculators` have 'eagle3'")
+            raise UnsupportedError(
+                f"config.json: speculators_model_type is {found}: heads in the format of `speculators` have 'eagle3'"
+            )
         layer = _layer_config(raw.get("transformer_layer_config"))
         arch = _KINDS[layer.model_type](NoOptions(), ModelContext())
         self.hidden_size, self.vocab_size = layer.hidden_size, target.vocab_size
@@ -75,14 +81,22 @@ class Eagle3(HeadArch):
         self.taps = _taps(raw, target.num_hidden_layers)
         self.has_embedding = not dummy and _OWN_EMBEDDING in tensor_names(directory)
         why = KEYS.reasons_against(raw)
-        why += [f"transformer_layer_config: {reason}" for reason in arch.reasons_against_fields(layer)]
+        why += [
+            f"transformer_layer_config: {reason}" for reason in arch.reasons_against_fields(layer)
+        ]
         states = _whole(raw, "target_hidden_size", layer.hidden_size)
         if states != target.hidden_size or (not self.has_embedding and layer.hidden_size != states):
-            why.append(f"it is made for a hidden size of {states}, and the model has {target.hidden_size}")
+            why.append(
+                f"it is made for a hidden size of {states}, and the model has {target.hidden_size}"
+            )
         if layer.vocab_size != target.vocab_size:
-            why.append(f"it has a vocabulary of {layer.vocab_size} tokens, and the model one of {target.vocab_size}")
+            why.append(
+                f"it has a vocabulary of {layer.vocab_size} tokens, and the model one of {target.vocab_size}"
+            )
         if not 1 <= self.draft_vocab_size <= layer.vocab_size:
-            why.append(f"draft_vocab_size = {self.draft_vocab_size} must be from 1 to vocab_size, {layer.vocab_size}")
+            why.append(
+                f"draft_vocab_size = {self.draft_vocab_size} must be from 1 to vocab_size, {layer.vocab_size}"
+            )
         if why:
             raise UnsupportedError("; ".join(why))
         self.target_hidden_size, self.shape = states, arch.shape(layer)
@@ -100,12 +114,20 @@ def _layer_config(fields: Any) -> Any:
 
     kind = fields.get("model_type", "llama") if isinstance(fields, dict) else None
     if kind not in _KINDS:
-        what = "must be the config of a model" if kind is None else f"model_type {shown(kind)} is not implemented (implemented: {', '.join(_KINDS)})"
+        what = (
+            "must be the config of a model"
+            if kind is None
+            else f"model_type {shown(kind)} is not implemented (implemented: {', '.join(_KINDS)})"
+        )
         raise UnsupportedError(f"config.json: transformer_layer_config: {what}")
     try:
-        return CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key != "model_type"})
+        return CONFIG_MAPPING[kind](
+            **{key: value for key, value in fields.items() if key != "model_type"}
+        )
     except Exception as error:  # transformers raises any exception
-        raise ModelLoadError(f"config.json: transformer_layer_config: {' '.join(str(error).split())[:300]}") from error
+        raise ModelLoadError(
+            f"config.json: transformer_layer_config: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def _whole(raw: dict[str, Any], key: str, default: int) -> int:
@@ -120,22 +142,32 @@ def _taps(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         if layers < 5:
-            raise UnsupportedError(f"the model's {layers} layers are too few to read states after the second, the middle and the last but two")
+            raise UnsupportedError(
+                f"the model's {layers} layers are too few to read states after the second, the middle and the last but two"
+            )
         return 2, layers // 2, layers - 3
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-        raise ModelLoadError(f"config.json: eagle_aux_hidden_state_layer_ids: expected numbers of layers, got {shown(ids)}")
+        raise ModelLoadError(
+            f"config.json: eagle_aux_hidden_state_layer_ids: expected numbers of layers, got {shown(ids)}"
+        )
     if wrong := [one for one in ids if not 0 <= one < layers]:
-        raise UnsupportedError(f"eagle_aux_hidden_state_layer_ids: it reads states after {wrong[0]} layers, and the model has {layers}")
+        raise UnsupportedError(
+            f"eagle_aux_hidden_state_layer_ids: it reads states after {wrong[0]} layers, and the model has {layers}"
+        )
     return tuple(ids)
 
 
 class FirstLayer(nn.Module):
     """The head's first layer, whose attention also reads the embedding of the next token."""
 
-    def __init__(self, shape: DecoderShape, context: BuildContext, *, norm_before_residual: bool) -> None:
+    def __init__(
+        self, shape: DecoderShape, context: BuildContext, *, norm_before_residual: bool
+    ) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.embedding_norm, self.state_norm, self.mlp_norm = (shape.norm(context) for _ in range(3))
+        self.embedding_norm, self.state_norm, self.mlp_norm = (
+            shape.norm(context) for _ in range(3)
+        )
         self.attention = Attention(0, shape, context, inputs=2 * shape.hidden_size)
         self.mlp = FeedForward(shape, context)
 
@@ -167,16 +199,34 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, arch: Eagle3, context: BuildContext, target: Tapped) -> None:
         super().__init__()
-        shape, self.vocab_size, self.draft_vocab_size = arch.shape, arch.vocab_size, arch.draft_vocab_size
-        self.embedding = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context) if arch.has_embedding else None
-        self.embed: Callable[[torch.Tensor], torch.Tensor] = target.embed if self.embedding is None else self.embedding
-        self.fc = ReplicatedLinear(len(arch.taps) * arch.target_hidden_size, shape.hidden_size, context)
-        self.rotary = RotaryEmbedding(shape.rope, context.max_len or shape.max_len, device=context.device)
+        shape, self.vocab_size, self.draft_vocab_size = (
+            arch.shape,
+            arch.vocab_size,
+            arch.draft_vocab_size,
+        )
+        self.embedding = (
+            VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context)
+            if arch.has_embedding
+            else None
+        )
+        self.embed: Callable[[torch.Tensor], torch.Tensor] = (
+            target.embed if self.embedding is None else self.embedding
+        )
+        self.fc = ReplicatedLinear(
+            len(arch.taps) * arch.target_hidden_size, shape.hidden_size, context
+        )
+        self.rotary = RotaryEmbedding(
+            shape.rope, context.max_len or shape.max_len, device=context.device
+        )
         self.first = FirstLayer(shape, context, norm_before_residual=arch.norm_before_residual)
-        self.blocks = LayerList(Block(index, shape, context) for index in range(1, shape.num_layers))
+        self.blocks = LayerList(
+            Block(index, shape, context) for index in range(1, shape.num_layers)
+        )
         self.norm = shape.norm(context)
         self.head = LMHead(arch.draft_vocab_size, shape.hidden_size, context)
-        self.targets: torch.Tensor | None = None  # [draft vocabulary] int64: the target's id of each draft id; None: the same
+        self.targets: torch.Tensor | None = (
+            None  # [draft vocabulary] int64: the target's id of each draft id; None: the same
+        )
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         return self.fc(tapped)
@@ -192,7 +242,9 @@ class Eagle3Head(nn.Module):
             block.add_to(residual, [rotation])
         last.store(residual, [rotation])
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
         rotation = self.rotary(positions)
         residual: Residual = self.first(self.embed(token_ids), states, rotation)
         for block in self.blocks:
@@ -203,7 +255,9 @@ class Eagle3Head(nn.Module):
         own = self.head(self.norm(states))
         if self.targets is None:
             return own
-        return own.new_full((len(own), self.vocab_size), -torch.inf).index_copy_(1, self.targets, own)
+        return own.new_full((len(own), self.vocab_size), -torch.inf).index_copy_(
+            1, self.targets, own
+        )
 
     def weights(self) -> Iterator[WeightRule]:
         if self.embedding is not None:
@@ -221,23 +275,37 @@ class Eagle3Head(nn.Module):
         device = self.head.weight.device
         if directory is None:
             dummy_weights(self, seed)
-            targets = torch.arange(self.draft_vocab_size) * (self.vocab_size // self.draft_vocab_size)
+            targets = torch.arange(self.draft_vocab_size) * (
+                self.vocab_size // self.draft_vocab_size
+            )
         else:
             load_weights(self, directory)
             targets = self._targets(directory)
-        self.targets = None if torch.equal(targets, torch.arange(self.vocab_size)) else targets.to(device)
+        self.targets = (
+            None if torch.equal(targets, torch.arange(self.vocab_size)) else targets.to(device)
+        )
 
     def _targets(self, directory: Path) -> torch.Tensor:
         """Return the target's id of each draft id [draft vocabulary] int64. Raises `ModelLoadError` if the checkpoint's tables can't be right."""
         tables = dict(tensors_named(directory, lambda name: name in ("d2t", "t2d")))
         if "d2t" not in tables and self.draft_vocab_size < self.vocab_size:
-            raise ModelLoadError(f"{directory}: the checkpoint lacks d2t, and draft_vocab_size is less than vocab_size")
+            raise ModelLoadError(
+                f"{directory}: the checkpoint lacks d2t, and draft_vocab_size is less than vocab_size"
+            )
         offsets = tables.get("d2t", torch.zeros(self.draft_vocab_size, dtype=torch.int64))
         if offsets.shape != (self.draft_vocab_size,) or offsets.is_floating_point():
-            raise ModelLoadError(f"{directory}: d2t: expected {self.draft_vocab_size} whole numbers, found {offsets.dtype} {list(offsets.shape)}")
+            raise ModelLoadError(
+                f"{directory}: d2t: expected {self.draft_vocab_size} whole numbers, found {offsets.dtype} {list(offsets.shape)}"
+            )
         targets = torch.arange(self.draft_vocab_size) + offsets.long()
-        if int(targets.min()) < 0 or int(targets.max()) >= self.vocab_size or len({*targets.tolist()}) < len(targets):
-            raise ModelLoadError(f"{directory}: d2t: draft ids must stand for different ids of the model's {self.vocab_size}")
+        if (
+            int(targets.min()) < 0
+            or int(targets.max()) >= self.vocab_size
+            or len({*targets.tolist()}) < len(targets)
+        ):
+            raise ModelLoadError(
+                f"{directory}: d2t: draft ids must stand for different ids of the model's {self.vocab_size}"
+            )
         if (drafted := tables.get("t2d")) is not None:
             expected = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill_(0, targets, True)
             if not torch.equal(drafted.bool(), expected):

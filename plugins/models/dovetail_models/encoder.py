@@ -10,12 +10,25 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ModelCapabilities, ModelPooling, ParallelGroup, WeightRule
+from dovetail.api.model import (
+    BuildContext,
+    ModelCapabilities,
+    ModelPooling,
+    ParallelGroup,
+    WeightRule,
+)
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import share
 from dovetail_models.arch import ConfigArch
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 
 
 class EncoderArch(ConfigArch):
@@ -27,10 +40,16 @@ class EncoderArch(ConfigArch):
     prefix: str  # of the encoder's tensors in a checkpoint that has a head
 
     def size_reasons(self, config: Any) -> list[str]:
-        if reasons := [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if getattr(config, name) < 1]:
+        if reasons := [
+            f"{name} = {getattr(config, name)} must be at least 1"
+            for name in _SIZES
+            if getattr(config, name) < 1
+        ]:
             return reasons
         if config.hidden_size % config.num_attention_heads:
-            return [f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads ({config.num_attention_heads})"]
+            return [
+                f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads ({config.num_attention_heads})"
+            ]
         return []
 
     def window(self, config: Any, index: int) -> int | None:
@@ -38,23 +57,40 @@ class EncoderArch(ConfigArch):
         return None
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        heads, size = share(config.num_attention_heads, parallel, "num_attention_heads"), config.hidden_size // config.num_attention_heads
+        heads, size = (
+            share(config.num_attention_heads, parallel, "num_attention_heads"),
+            config.hidden_size // config.num_attention_heads,
+        )
         layers = range(config.num_hidden_layers)
-        return [LayerSpec(index, heads, heads, size, size**-0.5, self.window(config, index), causal=False) for index in layers]
+        return [
+            LayerSpec(
+                index, heads, heads, size, size**-0.5, self.window(config, index), causal=False
+            )
+            for index in layers
+        ]
 
     def build(self, config: Any, context: BuildContext) -> nn.Module:
-        return self.encoder(config, self.layer_specs(config, context.parallel), context, self.prefix if _has_head(config) else "")
+        return self.encoder(
+            config,
+            self.layer_specs(config, context.parallel),
+            context,
+            self.prefix if _has_head(config) else "",
+        )
 
     def pooling(self, config: Any) -> ModelPooling:
         """Return the pooling of the architecture's classifier, otherwise sentence-transformers' own."""
-        return self.classifier(config) if _has_head(config) else ModelPooling("mean", generates=False)
+        return (
+            self.classifier(config) if _has_head(config) else ModelPooling("mean", generates=False)
+        )
 
     @abstractmethod
     def classifier(self, config: Any) -> ModelPooling:
         """Return how a checkpoint with a head for labels pools."""
 
     @abstractmethod
-    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> nn.Module:
         """Return the encoder. `prefix`: of its tensors' names in the checkpoint."""
 
 

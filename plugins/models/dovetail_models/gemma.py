@@ -7,10 +7,19 @@ from typing import Any
 
 from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
-from dovetail_models.arch import DecoderArch, base_shape, head_size, layer_type_reasons, windows_by_layer_type
+from dovetail_models.arch import (
+    DecoderArch,
+    base_shape,
+    head_size,
+    layer_type_reasons,
+    windows_by_layer_type,
+)
 from dovetail_models.decoder import DecoderShape
 
-_KINDS = ("full_attention", "sliding_attention")  # of layers; each has a rotary embedding of its own
+_KINDS = (
+    "full_attention",
+    "sliding_attention",
+)  # of layers; each has a rotary embedding of its own
 
 
 class GemmaArch(DecoderArch):
@@ -30,11 +39,18 @@ class GemmaArch(DecoderArch):
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = [*super().reasons_against_fields(config), *layer_type_reasons(config)]
-        for name, other in (("hidden_act", "hidden_activation"), ("sliding_window_size", "sliding_window")):
+        for name, other in (
+            ("hidden_act", "hidden_activation"),
+            ("sliding_window_size", "sliding_window"),
+        ):
             if (value := getattr(config, name, None)) not in (None, getattr(config, other)):
-                reasons.append(f"{name} = {value!r}, and {other} = {getattr(config, other)!r}, which transformers reads")
+                reasons.append(
+                    f"{name} = {value!r}, and {other} = {getattr(config, other)!r}, which transformers reads"
+                )
         if config.use_bidirectional_attention not in self.causal:
-            reasons.append(f"use_bidirectional_attention = {config.use_bidirectional_attention!r} is not implemented: attention is causal")
+            reasons.append(
+                f"use_bidirectional_attention = {config.use_bidirectional_attention!r} is not implemented: attention is causal"
+            )
         for name in self.positive:
             if (value := getattr(config, name)) is not None and value <= 0:
                 reasons.append(f"{name} = {value!r} must be more than 0")
@@ -64,7 +80,10 @@ class Gemma2(GemmaArch):
         return base_shape(config, **self.common(config), softcap=config.attn_logit_softcapping)
 
     def common(self, config: Any) -> dict[str, Any]:
-        return super().common(config) | {"scale": config.query_pre_attn_scalar**-0.5, "norms_around_one": True}
+        return super().common(config) | {
+            "scale": config.query_pre_attn_scalar**-0.5,
+            "norms_around_one": True,
+        }
 
 
 class Gemma3(Gemma2):
@@ -79,18 +98,32 @@ class Gemma3(Gemma2):
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
         if config.attn_logit_softcapping is not None:
-            reasons.append(f"attn_logit_softcapping = {config.attn_logit_softcapping}: transformers ignores it in this model, other engines don't")
+            reasons.append(
+                f"attn_logit_softcapping = {config.attn_logit_softcapping}: transformers ignores it in this model, other engines don't"
+            )
         return reasons
 
     def shape(self, config: Any) -> DecoderShape:
-        ropes = {kind: rope_from_config(config.rope_parameters[kind], head_size(config)) for kind in set(config.layer_types)}
-        shape = base_shape(config, **self.common(config), rope=ropes[config.layer_types[-1]], qk_norm=True)
-        return replace(shape, layers=tuple(replace(shape, rope=ropes[kind]) for kind in config.layer_types))
+        ropes = {
+            kind: rope_from_config(config.rope_parameters[kind], head_size(config))
+            for kind in set(config.layer_types)
+        }
+        shape = base_shape(
+            config, **self.common(config), rope=ropes[config.layer_types[-1]], qk_norm=True
+        )
+        return replace(
+            shape, layers=tuple(replace(shape, rope=ropes[kind]) for kind in config.layer_types)
+        )
 
 
 def ropes_reasons_against(parameters: Any) -> list[str]:
     """Return the reasons against `rope_parameters` that hold those of each kind of layer."""
-    reasons = [f"rope_parameters: {key} is not implemented beside those of each kind of layer" for key in sorted(set(parameters) - set(_KINDS))]
+    reasons = [
+        f"rope_parameters: {key} is not implemented beside those of each kind of layer"
+        for key in sorted(set(parameters) - set(_KINDS))
+    ]
     for kind in _KINDS:
-        reasons += [f"{kind}: {reason}" for reason in rope_reasons_against(parameters.get(kind) or {})]
+        reasons += [
+            f"{kind}: {reason}" for reason in rope_reasons_against(parameters.get(kind) or {})
+        ]
     return reasons

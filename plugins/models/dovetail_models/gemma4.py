@@ -55,22 +55,45 @@ class Gemma4(GemmaArch):
             return reasons
         reasons = super().reasons_against_fields(config)
         if getattr(config, "enable_moe_block", False):
-            reasons.append("enable_moe_block = True: experts of Gemma 4 are not implemented; `component: transformers` serves them")
+            reasons.append(
+                "enable_moe_block = True: experts of Gemma 4 are not implemented; `component: transformers` serves them"
+            )
         for index, layer in enumerate(config.per_layer_config):
-            own = {key for key, value in vars(layer).items() if key != "skip" and value != vars(config).get(key)} - _BY_LAYER
+            own = {
+                key
+                for key, value in vars(layer).items()
+                if key != "skip" and value != vars(config).get(key)
+            } - _BY_LAYER
             if own or getattr(layer, "skip", None):
-                reasons.append(f"per_layer_config: {', '.join(sorted(own)) or 'skip'} of layer {index} is not implemented")
+                reasons.append(
+                    f"per_layer_config: {', '.join(sorted(own)) or 'skip'} of layer {index} is not implemented"
+                )
         if _input_size(config) and config.vocab_size_per_layer_input < config.vocab_size:
-            reasons.append(f"vocab_size_per_layer_input = {config.vocab_size_per_layer_input} is less than vocab_size ({config.vocab_size})")
+            reasons.append(
+                f"vocab_size_per_layer_input = {config.vocab_size_per_layer_input} is less than vocab_size ({config.vocab_size})"
+            )
         shared, kinds = config.num_kv_shared_layers, config.layer_types
-        if not 0 <= shared < len(kinds) or set(kinds[len(kinds) - shared :]) - set(kinds[: len(kinds) - shared]):
-            reasons.append(f"num_kv_shared_layers = {shared}: no earlier layer of the same kind has K and V for each of these")
+        if not 0 <= shared < len(kinds) or set(kinds[len(kinds) - shared :]) - set(
+            kinds[: len(kinds) - shared]
+        ):
+            reasons.append(
+                f"num_kv_shared_layers = {shared}: no earlier layer of the same kind has K and V for each of these"
+            )
         return reasons
 
     def shape(self, config: Any) -> Gemma4Shape:
         per_layer, kinds = list(config.per_layer_config), config.layer_types
-        ropes = [rope_from_config(config.rope_parameters[kind], layer.head_dim) for kind, layer in zip(kinds, per_layer, strict=True)]
-        special = {"windows": windows_by_layer_type(config), "rope": ropes[-1], "scale": 1.0, "qk_norm": True, "v_norm": True}
+        ropes = [
+            rope_from_config(config.rope_parameters[kind], layer.head_dim)
+            for kind, layer in zip(kinds, per_layer, strict=True)
+        ]
+        special = {
+            "windows": windows_by_layer_type(config),
+            "rope": ropes[-1],
+            "scale": 1.0,
+            "qk_norm": True,
+            "v_norm": True,
+        }
         shape = Gemma4Shape(
             **shape_fields(per_layer[-1], **(self.common(config) | special)),
             input_size=_input_size(config),
@@ -79,7 +102,11 @@ class Gemma4(GemmaArch):
         first_shared = len(kinds) - config.num_kv_shared_layers
         layers = []
         for index, (kind, layer, rope) in enumerate(zip(kinds, per_layer, ropes, strict=True)):
-            shares = None if index < first_shared else max(other for other in range(first_shared) if kinds[other] == kind)
+            shares = (
+                None
+                if index < first_shared
+                else max(other for other in range(first_shared) if kinds[other] == kind)
+            )
             layers.append(
                 replace(
                     shape,
@@ -88,7 +115,8 @@ class Gemma4(GemmaArch):
                     kv_heads=layer.num_key_value_heads,
                     v_is_k=config.attention_k_eq_v and kind == "full_attention",
                     shares=shares,
-                    intermediate_size=config.intermediate_size * (2 if config.use_double_wide_mlp and shares is not None else 1),
+                    intermediate_size=config.intermediate_size
+                    * (2 if config.use_double_wide_mlp and shares is not None else 1),
                 )
             )
         return replace(shape, layers=tuple(layers))
@@ -145,7 +173,11 @@ class Gemma4Block(Block):
             self.projection_norm = decoder.norm(context)
 
     def add_to(
-        self, residual: Residual, rotations: Sequence[Rotation], wanted: torch.Tensor | None = None, inputs: torch.Tensor | None = None
+        self,
+        residual: Residual,
+        rotations: Sequence[Rotation],
+        wanted: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         """`inputs` [tokens, input_size]: those of this layer."""
         super().add_to(residual, rotations, wanted)
@@ -161,7 +193,9 @@ class Gemma4Block(Block):
         if self.has_inputs:
             yield WeightRule(f"{prefix}per_layer_input_gate.weight", self.gate.weight)
             yield WeightRule(f"{prefix}per_layer_projection.weight", self.projection.weight)
-            yield WeightRule(f"{prefix}post_per_layer_input_norm.weight", self.projection_norm.weight)
+            yield WeightRule(
+                f"{prefix}post_per_layer_input_norm.weight", self.projection_norm.weight
+            )
 
 
 class Gemma4Decoder(Decoder):
@@ -175,10 +209,15 @@ class Gemma4Decoder(Decoder):
     def block(self, index: int, context: BuildContext) -> Block:
         return Gemma4Block(index, self.shape, context)
 
-    def adders(self, token_ids: torch.Tensor, x: torch.Tensor) -> Sequence[Callable[[Residual, Sequence[Rotation], torch.Tensor | None], None]]:
+    def adders(
+        self, token_ids: torch.Tensor, x: torch.Tensor
+    ) -> Sequence[Callable[[Residual, Sequence[Rotation], torch.Tensor | None], None]]:
         if self.inputs is None:
             return super().adders(token_ids, x)
-        return [partial(block.add_to, inputs=own) for block, own in zip(self.blocks, self.inputs(token_ids, x), strict=True)]
+        return [
+            partial(block.add_to, inputs=own)
+            for block, own in zip(self.blocks, self.inputs(token_ids, x), strict=True)
+        ]
 
     def rules(self) -> Iterator[WeightRule]:
         yield from super().rules()

@@ -16,9 +16,26 @@ class Glm4Moe(DecoderArch):
     model_type = "glm4_moe"
     handled = frozenset(
         {
-            *("attention_bias", "use_qk_norm", "first_k_dense_replace", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-            *("n_shared_experts", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
-            *("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),  # for multi-token prediction and training
+            *(
+                "attention_bias",
+                "use_qk_norm",
+                "first_k_dense_replace",
+                "n_routed_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+            ),
+            *(
+                "n_shared_experts",
+                "n_group",
+                "topk_group",
+                "norm_topk_prob",
+                "routed_scaling_factor",
+            ),
+            *(
+                "num_mtp_layers",
+                "num_nextn_predict_layers",
+                "output_router_logits",
+            ),  # for multi-token prediction and training
         }
     )
 
@@ -27,7 +44,13 @@ class Glm4Moe(DecoderArch):
         if reasons := rope_reasons_against(parameters, partial=True):
             return reasons
         rotated = rope_from_config(parameters, size, partial=True).head_size
-        return [f"partial_rotary_factor rotates {rotated} of {size} numbers of a head, which must be even"] if rotated % 2 else []
+        return (
+            [
+                f"partial_rotary_factor rotates {rotated} of {size} numbers of a head, which must be even"
+            ]
+            if rotated % 2
+            else []
+        )
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
@@ -48,7 +71,14 @@ class Glm4Moe(DecoderArch):
                 inner,
                 bool(config.norm_topk_prob),
                 shared_inner=inner * (config.n_shared_experts or 0),
-                grouping=Grouping("sigmoid", config.n_group or 1, config.topk_group or 1, 2, config.routed_scaling_factor, corrected=True),
+                grouping=Grouping(
+                    "sigmoid",
+                    config.n_group or 1,
+                    config.topk_group or 1,
+                    2,
+                    config.routed_scaling_factor,
+                    corrected=True,
+                ),
             )
         return base_shape(
             config,

@@ -12,7 +12,12 @@ from dovetail_models.arch import experts_reasons, head_size, shape_fields
 from dovetail_models.decoder import ExpertsShape
 from dovetail_models.hybrid import HybridArch, HybridShape, Kind, Mamba
 
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
 _NAMES = (
     (".mlp.gate.", ".block_sparse_moe.router.layer."),
     (".mlp.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
@@ -31,40 +36,85 @@ class GraniteMoeHybrid(HybridArch):
     multiplied: the embeddings are divided by r, and the eps of norms by r²."""
 
     model_type = "granitemoehybrid"
-    kinds: ClassVar[Mapping[str, Kind]] = {"linear_attention": "mamba", "full_attention": "attention"}
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "linear_attention": "mamba",
+        "full_attention": "attention",
+    }
     sizes = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
     handled = frozenset(
         {
-            *(*sizes, *_MULTIPLIERS, "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
-            *("attention_bias", "layer_types", "position_embedding_type", "shared_intermediate_size"),
-            *("num_local_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),  # the last two are only for training
+            *(
+                *sizes,
+                *_MULTIPLIERS,
+                "mamba_expand",
+                "mamba_chunk_size",
+                "mamba_conv_bias",
+                "mamba_proj_bias",
+                "time_step_limit",
+            ),
+            *(
+                "attention_bias",
+                "layer_types",
+                "position_embedding_type",
+                "shared_intermediate_size",
+            ),
+            *(
+                "num_local_experts",
+                "num_experts_per_tok",
+                "output_router_logits",
+                "router_aux_loss_coef",
+            ),  # the last two are only for training
         }
     )
 
     def rope_reasons(self, config: Any) -> list[str]:
-        return rope_reasons_against(config.rope_parameters or {}) if config.position_embedding_type == "rope" else []
+        return (
+            rope_reasons_against(config.rope_parameters or {})
+            if config.position_embedding_type == "rope"
+            else []
+        )
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
         if (kind := config.position_embedding_type) not in (None, "nope", "rope"):
-            reasons.append(f"position_embedding_type = {kind!r} is not implemented (only None, 'nope' and 'rope')")
+            reasons.append(
+                f"position_embedding_type = {kind!r} is not implemented (only None, 'nope' and 'rope')"
+            )
         for name in _MULTIPLIERS:
             if not (value := getattr(config, name)) or value < 0:
                 reasons.append(f"{name} = {value!r} must be more than 0")
         if config.mamba_n_heads * config.mamba_d_head != config.mamba_expand * config.hidden_size:
-            reasons.append(f"mamba_expand = {config.mamba_expand}: mamba_n_heads * mamba_d_head must be mamba_expand * hidden_size")
+            reasons.append(
+                f"mamba_expand = {config.mamba_expand}: mamba_n_heads * mamba_d_head must be mamba_expand * hidden_size"
+            )
         if (config.shared_intermediate_size or 0) < 1:
-            reasons.append(f"shared_intermediate_size = {config.shared_intermediate_size} must be at least 1")
-        return reasons + (experts_reasons(config, "num_local_experts", "intermediate_size") if config.num_local_experts else [])
+            reasons.append(
+                f"shared_intermediate_size = {config.shared_intermediate_size} must be at least 1"
+            )
+        return reasons + (
+            experts_reasons(config, "num_local_experts", "intermediate_size")
+            if config.num_local_experts
+            else []
+        )
 
     def recurrent(self, config: Any) -> Mamba:
         low, high = config.time_step_limit
         shape = Mamba2Shape(*(getattr(config, name) for name in self.sizes))
-        return Mamba(shape, config.rms_norm_eps, (low, high), conv_bias=config.mamba_conv_bias, bias=config.mamba_proj_bias)
+        return Mamba(
+            shape,
+            config.rms_norm_eps,
+            (low, high),
+            conv_bias=config.mamba_conv_bias,
+            bias=config.mamba_proj_bias,
+        )
 
     def shape(self, config: Any) -> HybridShape:
         size, bias, r = head_size(config), config.attention_bias, config.residual_multiplier
-        rope = rope_from_config(config.rope_parameters, size) if config.position_embedding_type == "rope" else Rope(1.0, 0)
+        rope = (
+            rope_from_config(config.rope_parameters, size)
+            if config.position_embedding_type == "rope"
+            else Rope(1.0, 0)
+        )
         return HybridShape(
             **shape_fields(
                 config,

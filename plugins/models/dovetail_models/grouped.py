@@ -28,9 +28,13 @@ def group_reasons(config: Any, pair: int) -> list[str]:
     """Why a config's groups of experts can't be right."""
     count, groups, kept = config.n_routed_experts, config.n_group or 1, config.topk_group or 1
     if count % groups or count // groups < pair:
-        return [f"n_group = {groups} must split n_routed_experts ({count}) into equal groups of at least {pair}"]
+        return [
+            f"n_group = {groups} must split n_routed_experts ({count}) into equal groups of at least {pair}"
+        ]
     if not 1 <= kept <= groups or config.num_experts_per_tok > kept * (count // groups):
-        return [f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep num_experts_per_tok or more"]
+        return [
+            f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep num_experts_per_tok or more"
+        ]
     return []
 
 
@@ -40,13 +44,19 @@ class GroupedRouter(Router):
     def __init__(self, hidden: int, count: int, grouping: Grouping, context: BuildContext) -> None:
         super().__init__(hidden, count, context)
         self.grouping = grouping
-        self.e_score_correction_bias = whole((count,), replace(context, dtype=torch.float32)) if grouping.corrected else None
+        self.e_score_correction_bias = (
+            whole((count,), replace(context, dtype=torch.float32)) if grouping.corrected else None
+        )
 
-    def choose(self, x: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(
+        self, x: torch.Tensor, k: int, *, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] -> ids [tokens, k] int32 and weights [tokens, k] float32. `normalize`: to a sum of 1, before they are scaled."""
         scores, correction = self(x), self.e_score_correction_bias
         scores = scores.sigmoid() if self.grouping.scoring == "sigmoid" else scores.softmax(-1)
-        ids = chosen_in_groups(scores if correction is None else scores + correction, self.grouping, k)
+        ids = chosen_in_groups(
+            scores if correction is None else scores + correction, self.grouping, k
+        )
         weights = scores.gather(1, ids)
         if normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -56,8 +66,17 @@ class GroupedRouter(Router):
 def chosen_in_groups(scores: torch.Tensor, grouping: Grouping, k: int) -> torch.Tensor:
     """Return the ids [tokens, k] int64 of the best of scores [tokens, experts] within each token's best groups; of equals, the lower id."""
     if grouping.kept < grouping.groups:
-        by_group = scores.view(len(scores), grouping.groups, -1)  # [tokens, groups, experts of a group]
-        best = by_group.topk(grouping.pair, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, : grouping.kept]
-        outside = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, value=False)
+        by_group = scores.view(
+            len(scores), grouping.groups, -1
+        )  # [tokens, groups, experts of a group]
+        best = (
+            by_group.topk(grouping.pair, dim=-1)
+            .values.sum(-1)
+            .sort(dim=-1, descending=True, stable=True)
+            .indices[:, : grouping.kept]
+        )
+        outside = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(
+            1, best, value=False
+        )
         scores = by_group.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]

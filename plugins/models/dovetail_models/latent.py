@@ -17,7 +17,13 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
-from dovetail.nn.linear import ColumnParallelLinear, Columns, LatentUpLinear, MergedColumnParallelLinear, RowParallelLinear
+from dovetail.nn.linear import (
+    ColumnParallelLinear,
+    Columns,
+    LatentUpLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import share
 from dovetail.nn.residual import Residual
@@ -41,18 +47,43 @@ class LatentShape:
     def layer_spec(self, index: int, heads: int, group: ParallelGroup) -> LayerSpec:
         """Return layer `index` with this rank's heads. Raises `UnsupportedError` if the heads can't be split over the group."""
         own = share(heads, group, "num_attention_heads")
-        return LayerSpec(index, own, 1, self.kv_rank + self.rope, self.scale, v_in_k=True, v_head_size=self.kv_rank)
+        return LayerSpec(
+            index,
+            own,
+            1,
+            self.kv_rank + self.rope,
+            self.scale,
+            v_in_k=True,
+            v_head_size=self.kv_rank,
+        )
 
 
 class LatentAttention(nn.Module):
     """Attention over the latents of all earlier tokens of the same row. Ranks split the heads; each has all latents."""
 
-    def __init__(self, index: int, hidden: int, heads: int, shape: LatentShape, context: BuildContext, *, bias: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        hidden: int,
+        heads: int,
+        shape: LatentShape,
+        context: BuildContext,
+        *,
+        bias: bool,
+    ) -> None:
         """`bias`: of the projections to latents and of the output."""
         super().__init__()
         self.shape, spec = shape, shape.layer_spec(index, heads, context.parallel)
-        self.heads, size, first = spec.heads, shape.plain + shape.rope, context.parallel.rank * spec.heads
-        q = Columns(heads * size, first * size, self.heads * size) if shape.q_rank is None else Columns(shape.q_rank, 0, shape.q_rank)
+        self.heads, size, first = (
+            spec.heads,
+            shape.plain + shape.rope,
+            context.parallel.rank * spec.heads,
+        )
+        q = (
+            Columns(heads * size, first * size, self.heads * size)
+            if shape.q_rank is None
+            else Columns(shape.q_rank, 0, shape.q_rank)
+        )
         kv = Columns(shape.kv_rank + shape.rope, 0, shape.kv_rank + shape.rope)
         self.down_proj = MergedColumnParallelLinear(hidden, {"q": q, "kv": kv}, context, bias=bias)
         self.widths = [q.size, shape.kv_rank, shape.rope]
@@ -71,15 +102,22 @@ class LatentAttention(nn.Module):
         q, latent, k_rope = torch.split(self.down_proj(residual, norm), self.widths, dim=1)
         if self.q_norm is not None and self.q_up_proj is not None:
             q = self.q_up_proj(self.q_norm(q.contiguous()))
-        q_plain, q_rope = torch.split(q.view(len(q), self.heads, -1), [shape.plain, shape.rope], dim=2)
+        q_plain, q_rope = torch.split(
+            q.view(len(q), self.heads, -1), [shape.plain, shape.rope], dim=2
+        )
         query = q.new_empty(len(q), self.heads, rank + shape.rope)
         query[..., :rank] = self.kv_up(q_plain)
         query[..., rank:] = self._rotated(q_rope, rotation)
-        k = torch.cat((self.kv_norm(latent.contiguous()), self._rotated(k_rope[:, None], rotation)[:, 0]), dim=1)
+        k = torch.cat(
+            (self.kv_norm(latent.contiguous()), self._rotated(k_rope[:, None], rotation)[:, 0]),
+            dim=1,
+        )
         self.attn.write(k[:, None], None)
         return query
 
-    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
+    def add_to(
+        self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
+    ) -> None:
         out = self.attn.attend(self.store(residual, norm, rotation))  # [tokens, heads, kv_rank]
         if wanted is not None:
             residual.keep(wanted)

@@ -26,7 +26,11 @@ class Llama(DecoderArch):
 def _stray_window_reasons(config: Any) -> list[str]:
     """Return the reason to reject a window: Llamas have none, but some configs are derived from models that do, and engines then differ."""
     window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", None) is False or (isinstance(window, int) and window >= model_length(config)):
+    if (
+        not window
+        or getattr(config, "use_sliding_window", None) is False
+        or (isinstance(window, int) and window >= model_length(config))
+    ):
         return []
     return [
         f"sliding_window = {window!r}: a Llama has none; transformers ignores it, other engines don't: "

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail_models.arch import DecoderArch, base_shape, layer_type_reasons, window_reasons, windows_by_layer_type
+from dovetail_models.arch import (
+    DecoderArch,
+    base_shape,
+    layer_type_reasons,
+    window_reasons,
+    windows_by_layer_type,
+)
 from dovetail_models.decoder import DecoderShape
 
 

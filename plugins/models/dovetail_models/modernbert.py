@@ -12,7 +12,12 @@ from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, HeadLayer, ModelPooling, WeightRule
 from dovetail.nn.embedding import VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
-from dovetail.nn.linear import Columns, GateUpParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from dovetail.nn.linear import (
+    Columns,
+    GateUpParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from dovetail.nn.norm import LayerNorm
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import RotaryEmbedding, Rotation, rope_from_config, rope_reasons_against
@@ -29,10 +34,28 @@ class ModernBert(EncoderArch):
     activation_field = "hidden_activation"
     handled = frozenset(
         {
-            *("norm_eps", "norm_bias", "attention_bias", "mlp_bias", "layer_types", "local_attention", "global_attn_every_n_layers"),
-            *("classifier_pooling", "classifier_bias", "classifier_activation", "sentence_transformers"),  # of the head
+            *(
+                "norm_eps",
+                "norm_bias",
+                "attention_bias",
+                "mlp_bias",
+                "layer_types",
+                "local_attention",
+                "global_attn_every_n_layers",
+            ),
+            *(
+                "classifier_pooling",
+                "classifier_bias",
+                "classifier_activation",
+                "sentence_transformers",
+            ),  # of the head
             *("decoder_bias", "sparse_prediction", "sparse_pred_ignore_index"),  # of another head
-            *("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"),
+            *(
+                "initializer_cutoff_factor",
+                "deterministic_flash_attn",
+                "reference_compile",
+                "repad_logits_with_grad",
+            ),
             *("position_embedding_type", "layer_norm_eps"),  # which transformers doesn't read
         }
     )
@@ -40,24 +63,41 @@ class ModernBert(EncoderArch):
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = [*super().reasons_against_fields(config), *layer_type_reasons(config)]
         if not reasons and config.hidden_size // config.num_attention_heads % 2:
-            reasons.append(f"hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads} must be even")
+            reasons.append(
+                f"hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads} must be even"
+            )
         if config.local_attention < 2:
             reasons.append(f"local_attention = {config.local_attention} must be at least 2")
         if config.classifier_activation != "gelu":
-            reasons.append(f"classifier_activation = {config.classifier_activation!r} is not implemented (only 'gelu')")
+            reasons.append(
+                f"classifier_activation = {config.classifier_activation!r} is not implemented (only 'gelu')"
+            )
         return reasons
 
     def rope_reasons(self, config: Any) -> list[str]:
-        return [f"{kind}: {reason}" for kind, one in config.rope_parameters.items() for reason in rope_reasons_against(one or {})]
+        return [
+            f"{kind}: {reason}"
+            for kind, one in config.rope_parameters.items()
+            for reason in rope_reasons_against(one or {})
+        ]
 
     def window(self, config: Any, index: int) -> int | None:
-        return config.local_attention // 2 + 1 if config.layer_types[index] == "sliding_attention" else None
+        return (
+            config.local_attention // 2 + 1
+            if config.layer_types[index] == "sliding_attention"
+            else None
+        )
 
     def classifier(self, config: Any) -> ModelPooling:
-        head = HeadLayer("head.dense", "gelu", "head.norm", config.norm_eps), HeadLayer("classifier")
+        head = (
+            HeadLayer("head.dense", "gelu", "head.norm", config.norm_eps),
+            HeadLayer("classifier"),
+        )
         return ModelPooling(config.classifier_pooling, head, generates=False)
 
-    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> nn.Module:
         return ModernBertEncoder(config, specs, context, prefix)
 
 
@@ -68,16 +108,36 @@ class ModernBertLayer(nn.Module):
         super().__init__()
         hidden, own, rank = config.hidden_size, spec.heads * spec.head_size, context.parallel.rank
         self.kind: str = config.layer_types[spec.index]
-        parts: dict[str | None, Columns] = {name: Columns(3 * hidden, index * hidden + rank * own, own) for index, name in enumerate("qkv")}
-        self.attention_norm = LayerNorm(hidden, config.norm_eps, context, bias=config.norm_bias) if spec.index else None
-        self.qkv_proj = MergedColumnParallelLinear(hidden, parts, context, bias=config.attention_bias)
+        parts: dict[str | None, Columns] = {
+            name: Columns(3 * hidden, index * hidden + rank * own, own)
+            for index, name in enumerate("qkv")
+        }
+        self.attention_norm = (
+            LayerNorm(hidden, config.norm_eps, context, bias=config.norm_bias)
+            if spec.index
+            else None
+        )
+        self.qkv_proj = MergedColumnParallelLinear(
+            hidden, parts, context, bias=config.attention_bias
+        )
         self.attn = context.make_attention(spec)
         self.o_proj = RowParallelLinear(hidden, hidden, context, bias=config.attention_bias)
         self.mlp_norm = LayerNorm(hidden, config.norm_eps, context, bias=config.norm_bias)
-        self.gate_up_proj = GateUpParallelLinear(hidden, config.intermediate_size, context, bias=config.mlp_bias, activation="gelu", stacked=True)
-        self.down_proj = RowParallelLinear(config.intermediate_size, hidden, context, bias=config.mlp_bias)
+        self.gate_up_proj = GateUpParallelLinear(
+            hidden,
+            config.intermediate_size,
+            context,
+            bias=config.mlp_bias,
+            activation="gelu",
+            stacked=True,
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, hidden, context, bias=config.mlp_bias
+        )
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
         """x [tokens, hidden] -> the same; with `wanted` [n], only these tokens' [n, hidden]."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         qkv = self.qkv_proj(normed).view(len(x), -1, self.attn.spec.head_size)
@@ -88,7 +148,15 @@ class ModernBertLayer(nn.Module):
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         norm = {} if self.attention_norm is None else {"attn_norm": (self.attention_norm, None)}
-        yield from rules(prefix, {**norm, "attn.Wo": (self.o_proj, None), "mlp_norm": (self.mlp_norm, None), "mlp.Wo": (self.down_proj, None)})
+        yield from rules(
+            prefix,
+            {
+                **norm,
+                "attn.Wo": (self.o_proj, None),
+                "mlp_norm": (self.mlp_norm, None),
+                "mlp.Wo": (self.down_proj, None),
+            },
+        )
         for part in "qkv":
             yield from rules(prefix, {"attn.Wqkv": (self.qkv_proj, part)})
         for part in ("gate", "up"):
@@ -98,17 +166,31 @@ class ModernBertLayer(nn.Module):
 class ModernBertEncoder(nn.Module):
     """The encoder."""
 
-    def __init__(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> None:
+    def __init__(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> None:
         super().__init__()
         self.prefix, max_len = prefix, context.max_len or model_length(config)
         self.words = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, context, bias=config.norm_bias)
-        ropes = {kind: rope_from_config(config.rope_parameters[kind], specs[0].head_size) for kind in dict.fromkeys(config.layer_types)}
-        self.rotaries = nn.ModuleDict({kind: RotaryEmbedding(rope, max_len, device=context.device) for kind, rope in ropes.items()})
+        ropes = {
+            kind: rope_from_config(config.rope_parameters[kind], specs[0].head_size)
+            for kind in dict.fromkeys(config.layer_types)
+        }
+        self.rotaries = nn.ModuleDict(
+            {
+                kind: RotaryEmbedding(rope, max_len, device=context.device)
+                for kind, rope in ropes.items()
+            }
+        )
         self.layers = LayerList(ModernBertLayer(config, spec, context) for spec in specs)
-        self.last_norm = LayerNorm(config.hidden_size, config.norm_eps, context, bias=config.norm_bias)
+        self.last_norm = LayerNorm(
+            config.hidden_size, config.norm_eps, context, bias=config.norm_bias
+        )
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rotations = {kind: rotary(positions) for kind, rotary in self.rotaries.items()}
         x = self.norm(self.words(token_ids))
         for index, layer in enumerate(self.layers, 1):
@@ -116,7 +198,10 @@ class ModernBertEncoder(nn.Module):
         return self.last_norm(x)
 
     def weights(self) -> Iterator[WeightRule]:
-        yield from rules(self.prefix, {"embeddings.tok_embeddings": (self.words, None), "embeddings.norm": (self.norm, None)})
+        yield from rules(
+            self.prefix,
+            {"embeddings.tok_embeddings": (self.words, None), "embeddings.norm": (self.norm, None)},
+        )
         for index, layer in enumerate(self.layers):
             yield from layer.weights(f"{self.prefix}layers.{index}.")
         yield from rules(self.prefix, {"final_norm": (self.last_norm, None)})

@@ -51,7 +51,9 @@ def _after_the_last(config: Any) -> Names:
 
 
 def _apart(config: Any) -> Names:
-    return Names("mtp.", "mtp.layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    return Names(
+        "mtp.", "mtp.layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    )
 
 
 _DEEPSEEK: tuple[type[DecoderArch], ...] = (DeepseekV3, Glm4Moe, Glm4MoeLite)
@@ -74,11 +76,19 @@ class Mtp(HeadArch):
             )
         arch, names = _FAMILIES[target.model_type]
         self.names = names(target)
-        count = next((value for field in _COUNTS if (value := getattr(target, field, None)) is not None), 1)
-        if count < 1 or not (dummy or any(name.startswith(self.names.prefix) for name in tensor_names(directory))):
-            raise UnsupportedError(f"this checkpoint has no multi-token-prediction head (tensors {self.names.prefix}*)")
+        count = next(
+            (value for field in _COUNTS if (value := getattr(target, field, None)) is not None), 1
+        )
+        if count < 1 or not (
+            dummy or any(name.startswith(self.names.prefix) for name in tensor_names(directory))
+        ):
+            raise UnsupportedError(
+                f"this checkpoint has no multi-token-prediction head (tensors {self.names.prefix}*)"
+            )
         if count > 1:
-            raise UnsupportedError(f"{count} layers of multi-token prediction are not implemented (only 1)")
+            raise UnsupportedError(
+                f"{count} layers of multi-token prediction are not implemented (only 1)"
+            )
         if getattr(target, "mtp_use_dedicated_embeddings", False):
             raise UnsupportedError("mtp_use_dedicated_embeddings = True is not implemented")
         self.taps, self.hidden_size = (target.num_hidden_layers,), target.hidden_size
@@ -100,13 +110,17 @@ def _of_one_layer(shape: DecoderShape) -> DecoderShape:
 class MtpHead(nn.Module):
     """A `dovetail.api.draft_head.DraftHead`."""
 
-    def __init__(self, shape: DecoderShape, names: Names, context: BuildContext, target: Tapped) -> None:
+    def __init__(
+        self, shape: DecoderShape, names: Names, context: BuildContext, target: Tapped
+    ) -> None:
         super().__init__()
         self.names, self.norms_around_one = names, shape.norms_around_one
         self.embed, self.logits = target.embed, target.logits
         self.embedding_norm, self.state_norm, self.norm = (shape.norm(context) for _ in range(3))
         self.projection = ReplicatedLinear(2 * shape.hidden_size, shape.hidden_size, context)
-        self.rotary = RotaryEmbedding(shape.rope, context.max_len or shape.max_len, device=context.device)
+        self.rotary = RotaryEmbedding(
+            shape.rope, context.max_len or shape.max_len, device=context.device
+        )
         self.block = Block(0, shape, context)
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
@@ -115,12 +129,16 @@ class MtpHead(nn.Module):
     def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
         self.block.store(*self._inputs(token_ids, positions, states))
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
         residual, rotations = self._inputs(token_ids, positions, states)
         self.block.add_to(residual, rotations)
         return residual.normed(self.norm)
 
-    def _inputs(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> tuple[Residual, list[Rotation]]:
+    def _inputs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> tuple[Residual, list[Rotation]]:
         x = torch.cat((self.embedding_norm(self.embed(token_ids)), self.state_norm(states)), dim=1)
         return Residual(self.projection(x)), [self.rotary(positions)]
 

@@ -12,7 +12,9 @@ class Qwen2(DecoderArch):
     """Serves `Qwen2ForCausalLM`."""
 
     model_type = "qwen2"
-    handled = frozenset({"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"})
+    handled = frozenset(
+        {"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}
+    )
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         return super().reasons_against_fields(config) + layer_type_reasons(config)

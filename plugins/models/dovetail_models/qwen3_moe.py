@@ -16,8 +16,19 @@ class Qwen3Moe(DecoderArch):
     handled = frozenset(
         {
             *("attention_bias", "sliding_window", "use_sliding_window", "max_window_layers"),
-            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-            *("decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "output_router_logits"),  # the last two are only for training
+            *(
+                "num_experts",
+                "num_local_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+            ),
+            *(
+                "decoder_sparse_step",
+                "mlp_only_layers",
+                "router_aux_loss_coef",
+                "output_router_logits",
+            ),  # the last two are only for training
         }
     )
 
@@ -30,7 +41,11 @@ class Qwen3Moe(DecoderArch):
     def shape(self, config: Any) -> DecoderShape:
         bias, count = config.attention_bias, config.num_experts
         windows = (config.sliding_window,) * config.num_hidden_layers
-        sparse = (index for index in range(config.num_hidden_layers) if (index + 1) % config.decoder_sparse_step == 0)
+        sparse = (
+            index
+            for index in range(config.num_hidden_layers)
+            if (index + 1) % config.decoder_sparse_step == 0
+        )
         layers = frozenset(sparse) - set(config.mlp_only_layers) if count else frozenset()
         experts = ExpertsShape(
             layers,
@@ -40,4 +55,6 @@ class Qwen3Moe(DecoderArch):
             config.norm_topk_prob,
             stacked=Stacked(transposed=True, optional=True),  # as Qwen3-VL's are
         )
-        return base_shape(config, windows=windows, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts)
+        return base_shape(
+            config, windows=windows, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts
+        )

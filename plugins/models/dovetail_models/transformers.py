@@ -20,17 +20,53 @@ import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup, TrialRun, WeightRule
+from dovetail.api.model import (
+    BuildContext,
+    ModelArch,
+    ModelContext,
+    ParallelGroup,
+    TrialRun,
+    WeightRule,
+)
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.stored import StoredWeight
-from dovetail.runtime.weights import OTHER_PARTS, TEXT_PARTS, dummy_weights, load_weights, random_numbers, some_of, tensor_names, text_name
-from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, one_line, specs_of, trace
+from dovetail.runtime.weights import (
+    OTHER_PARTS,
+    TEXT_PARTS,
+    dummy_weights,
+    load_weights,
+    random_numbers,
+    some_of,
+    tensor_names,
+    text_name,
+)
+from dovetail_models.transformers_attention import (
+    NAME,
+    NOT_THROUGH,
+    AttentionCall,
+    bind,
+    one_line,
+    specs_of,
+    trace,
+)
 from dovetail_models.transformers_check import check, check_logprobs, trial_tokens, whole_logprobs
-from dovetail_models.transformers_layers import Layers, OwnExperts, OwnHead, Seen, find_layers, reasons_against_split, spec_of_rank, watching
+from dovetail_models.transformers_layers import (
+    Layers,
+    OwnExperts,
+    OwnHead,
+    Seen,
+    find_layers,
+    reasons_against_split,
+    spec_of_rank,
+    watching,
+)
 from dovetail_models.transformers_verdicts import Verdict
 
 log = logging.getLogger("dovetail")
@@ -39,14 +75,27 @@ _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
 _BEYOND = 17  # tokens that it has after the last length at which the numbers may change
 _LEFT_OUT = re.compile(rf"{OTHER_PARTS.pattern}|(model\.)?(mtp|score)\.")  # tensors of other parts
-_IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # attributes of a model's class that name them
+_IN_FLOAT32 = (
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
+)  # attributes of a model's class that name them
 _HIDING = {  # kinds of layers that compute something that attention backends don't see
     "chunked_attention": "which ends at a chunk's border, hidden from attention backends; a max_model_len of one chunk avoids it",
     "conv": "a convolution, whose state of earlier inputs only native models can keep",
     "linear_attention": "whose recurrent state only native models can keep",
 }
-_FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of transformers' code
-_SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
+_FAILURES = (
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # of transformers' code
+_SWITCHING_ROPES = (
+    "dynamic",
+    "longrope",
+)  # their frequencies depend on the longest sequence of a batch
 
 
 class Transformers(ModelArch):
@@ -66,7 +115,9 @@ class Transformers(ModelArch):
         if getattr(getattr(transformers, serves), "_is_stateful", False):
             return [f"{serves} keeps a recurrent state, which only native models can"]
         if getattr(config, "index_topk", None):
-            return [f"index_topk = {config.index_topk}: attention to tokens that an index chooses isn't served"]
+            return [
+                f"index_topk = {config.index_topk}: attention to tokens that an index chooses isn't served"
+            ]
         try:
             calls = self._trace(config).calls
         except UnsupportedError as error:
@@ -85,12 +136,24 @@ class Transformers(ModelArch):
         _check_rope(config, max_len)
         _check_lengths(config, traced.calls, max_len)
         with full_float32():
-            layers = find_layers(traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps)
-        if context.weights_later:  # each format stores experts in its own way, which transformers' stacked weights aren't
-            layers = replace(layers, found=tuple(found for found in layers.found if found.kind is not OwnExperts))
+            layers = find_layers(
+                traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps
+            )
+        if (
+            context.weights_later
+        ):  # each format stores experts in its own way, which transformers' stacked weights aren't
+            layers = replace(
+                layers, found=tuple(found for found in layers.found if found.kind is not OwnExperts)
+            )
             _warn_of_plain_experts(traced, context.dtype)
-        if context.parallel.size > 1 and (reasons := reasons_against_split(traced.base, traced.calls, layers, config.base_model_tp_plan)):
-            raise UnsupportedError(f"{type(traced.model).__name__} can't be split over ranks through transformers: {'; '.join(reasons)}")
+        if context.parallel.size > 1 and (
+            reasons := reasons_against_split(
+                traced.base, traced.calls, layers, config.base_model_tp_plan
+            )
+        ):
+            raise UnsupportedError(
+                f"{type(traced.model).__name__} can't be split over ranks through transformers: {'; '.join(reasons)}"
+            )
         return TransformersModel(config, traced, layers, context, max_len)
 
     def _trace(self, config: Any) -> Traced:
@@ -139,11 +202,17 @@ class Traced:
     @property
     def prefix(self) -> str:
         """Prefix of the names of the base's parameters in the model."""
-        return "".join(f"{name}." for name, module in self.model.named_children() if module is self.base)
+        return "".join(
+            f"{name}." for name, module in self.model.named_children() if module is self.base
+        )
 
     def keeps(self, name: str) -> bool:
         """Return True for modules of the base with parameters that stay in float32 for any model dtype."""
-        return any(pattern in name for attribute in _IN_FLOAT32 for pattern in getattr(self.model, attribute, None) or ())
+        return any(
+            pattern in name
+            for attribute in _IN_FLOAT32
+            for pattern in getattr(self.model, attribute, None) or ()
+        )
 
 
 def traced_model(config: Any) -> Traced:
@@ -152,8 +221,12 @@ def traced_model(config: Any) -> Traced:
             model = _of_config(config)
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
-            raise UnsupportedError(NOT_THROUGH.format(type(config).__name__.removesuffix("Config"))) from error
-        raise UnsupportedError(f"transformers can't build it as a causal language model: {one_line(error)}") from error
+            raise UnsupportedError(
+                NOT_THROUGH.format(type(config).__name__.removesuffix("Config"))
+            ) from error
+        raise UnsupportedError(
+            f"transformers can't build it as a causal language model: {one_line(error)}"
+        ) from error
     base = _base_of(model)
     with watching(base) as seen:
         calls = trace(base)
@@ -163,16 +236,29 @@ def traced_model(config: Any) -> Traced:
 class TransformersModel(nn.Module):
     """A `dovetail.api.model.CausalLM` around a model of transformers, created by `load_checkpoint`. Some of its modules are replaced by `layers`."""
 
-    def __init__(self, config: Any, traced: Traced, layers: Layers, context: BuildContext, max_len: int) -> None:
+    def __init__(
+        self, config: Any, traced: Traced, layers: Layers, context: BuildContext, max_len: int
+    ) -> None:
         super().__init__()
         self.config, self._layers, self._context, self._max_len = config, layers, context, max_len
         self._prefix, self._calls = traced.prefix, traced.calls
         self._shortened = _shortened(config, traced.base, traced.calls)
-        self._attention = [context.make_attention(spec_of_rank(spec, context.parallel)) for spec in specs_of(traced.calls)]
+        self._attention = [
+            context.make_attention(spec_of_rank(spec, context.parallel))
+            for spec in specs_of(traced.calls)
+        ]
         self._own = {found.name: found.make(context) for found in layers.found}
         self.own = nn.ModuleList(self._own.values())
         of_rank = (context.parallel.rank, context.parallel.size)
-        self._verdict = Verdict(config, {"in": context.environment, "dtype": str(context.dtype), "max_len": max_len, "rank": of_rank})
+        self._verdict = Verdict(
+            config,
+            {
+                "in": context.environment,
+                "dtype": str(context.dtype),
+                "max_len": max_len,
+                "rank": of_rank,
+            },
+        )
         self._to_verify = False
         self._expected: torch.Tensor | None = None  # log-probabilities of `trial_tokens`
 
@@ -185,7 +271,9 @@ class TransformersModel(nn.Module):
             self.model = _skeleton(self.config, dtype)
         else:
             if self._context.parallel.size > 1 and not self._is_plain():
-                raise UnsupportedError("a quantized model through transformers runs on one GPU: set tensor_parallel_size to 1")
+                raise UnsupportedError(
+                    "a quantized model through transformers runs on one GPU: set tensor_parallel_size to 1"
+                )
             stored = [rule for rule in self.weights() if _is_stored(rule)]
             if stored:
                 _refuse_others_stored(directory, stored)
@@ -200,9 +288,13 @@ class TransformersModel(nn.Module):
             if self._to_verify and self._is_plain():
                 self.model.set_attn_implementation("eager")
                 try:
-                    self._expected = whole_logprobs(self.model, trial_tokens(self.config.vocab_size, self._max_len), device)
+                    self._expected = whole_logprobs(
+                        self.model, trial_tokens(self.config.vocab_size, self._max_len), device
+                    )
                 except _FAILURES as error:
-                    raise UnsupportedError(f"{type(self.model).__name__}: its code fails in transformers: {one_line(error)}") from error
+                    raise UnsupportedError(
+                        f"{type(self.model).__name__}: its code fails in transformers: {one_line(error)}"
+                    ) from error
                 self.model.set_attn_implementation(NAME)
             for rule in self.weights():
                 if not _is_stored(rule):
@@ -228,11 +320,15 @@ class TransformersModel(nn.Module):
         difference = check_logprobs(run, tokens, None if run.rounds_kv else self._expected)
         self._expected = None
         if self._on_any_rank(difference is not None):
-            raise UnsupportedError(f"{type(self.model).__name__} can't be served through transformers: {difference or 'another rank refuses it'}")
+            raise UnsupportedError(
+                f"{type(self.model).__name__} can't be served through transformers: {difference or 'another rank refuses it'}"
+            )
         self._to_verify = False
         self._verdict.write(replaced=bool(self._layers.found))
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         hidden = _states(self._base, self._layers, token_ids, positions)
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
@@ -249,7 +345,9 @@ class TransformersModel(nn.Module):
         """Run the first layers, with at least one of each kind, in float32, by themselves and in ragged batches. `stored`: rules of weights that
         are already in their formats."""
         config, calls = self._shortened
-        alone = _loaded(config, directory, torch.float32, stored, whole=False).to(self._context.device)
+        alone = _loaded(config, directory, torch.float32, stored, whole=False).to(
+            self._context.device
+        )
         parameters = dict(alone.named_parameters())
         for rule in stored:
             if rule.source in parameters:
@@ -257,11 +355,21 @@ class TransformersModel(nn.Module):
                 parameters[rule.source].data.copy_(part.place(weight.format.dequantized(weight)))
         alone.set_attn_implementation("eager")
         specs = [spec_of_rank(spec, self._context.parallel) for spec in specs_of(calls)]
-        lengths = sorted({1, min(33, self._max_len), min(_longest_needed(self.config, calls), self._max_len)})
+        lengths = sorted(
+            {1, min(33, self._max_len), min(_longest_needed(self.config, calls), self._max_len)}
+        )
         difference = self._difference(alone, self._layers, calls, specs, lengths)
         may_leave = self._is_plain() and self._layers.found and self._context.parallel.size == 1
-        if difference is not None and may_leave and self._difference(alone, Layers(), calls, specs, lengths) is None:
-            log.warning("%s: none of its layers is replaced by a faster one, with which %s", type(alone).__name__, difference)
+        if (
+            difference is not None
+            and may_leave
+            and self._difference(alone, Layers(), calls, specs, lengths) is None
+        ):
+            log.warning(
+                "%s: none of its layers is replaced by a faster one, with which %s",
+                type(alone).__name__,
+                difference,
+            )
             self._leave_layers()
         elif self._on_any_rank(difference is not None):
             seen = difference or "another rank refuses it"
@@ -280,13 +388,22 @@ class TransformersModel(nn.Module):
         group = self._context.parallel
         if group.size == 1:
             return said
-        return bool(group.all_reduce(torch.tensor([float(said)], device=self._context.device)).item())
+        return bool(
+            group.all_reduce(torch.tensor([float(said)], device=self._context.device)).item()
+        )
 
     def _difference(
-        self, alone: PreTrainedModel, layers: Layers, calls: list[AttentionCall], specs: Sequence[LayerSpec], lengths: list[int]
+        self,
+        alone: PreTrainedModel,
+        layers: Layers,
+        calls: list[AttentionCall],
+        specs: Sequence[LayerSpec],
+        lengths: list[int],
     ) -> str | None:
         """Return how the states of `alone` differ from those of the same model in ragged batches, with `layers`; None if they agree."""
-        batched = copy.deepcopy(alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())})
+        batched = copy.deepcopy(
+            alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())}
+        )
         batched.set_attn_implementation(NAME)
         base, base_alone = _base_of(batched), _base_of(alone)
         context = replace(self._context, dtype=torch.float32, weights_later=False)
@@ -298,7 +415,13 @@ class TransformersModel(nn.Module):
         with torch.no_grad(), full_float32():
             try:
                 return check(
-                    base, calls, specs, partial(_states, base_alone, Layers()), partial(_states, base, layers), lengths, self.config.vocab_size
+                    base,
+                    calls,
+                    specs,
+                    partial(_states, base_alone, Layers()),
+                    partial(_states, base, layers),
+                    lengths,
+                    self.config.vocab_size,
                 )
             except _FAILURES as error:
                 return f"its code fails in ragged batches: {one_line(error)}"
@@ -308,16 +431,31 @@ def _hidden_by(config: Any) -> str:
     """Return what makes a model compute other numbers in ragged batches."""
     kinds = getattr(config, "layer_types", None) or ()
     told = [f"layer_types has {kind}, {why}" for kind, why in _HIDING.items() if kind in kinds]
-    return "; ".join(told) or ("its code keeps a state beside attention's K and V, or hides a mask from attention backends")
+    return "; ".join(told) or (
+        "its code keeps a state beside attention's K and V, or hides a mask from attention backends"
+    )
 
 
 def _warn_of_plain_experts(traced: Traced, dtype: torch.dtype) -> None:
     """Log the share of a quantized model's parameters that are stacked experts, which have no format but the model's dtype."""
-    stacked = {parameter: type(module).__name__ for module in traced.base.modules() for parameter in module.parameters(False) if parameter.ndim == 3}
+    stacked = {
+        parameter: type(module).__name__
+        for module in traced.base.modules()
+        for parameter in module.parameters(False)
+        if parameter.ndim == 3
+    }
     if stacked:
-        kept, total = (sum(parameter.numel() for parameter in some) for some in (stacked, traced.model.parameters()))
+        kept, total = (
+            sum(parameter.numel() for parameter in some)
+            for some in (stacked, traced.model.parameters())
+        )
         names, told = ", ".join(sorted(set(stacked.values()))), str(dtype).removeprefix("torch.")
-        log.warning("%s aren't quantized through transformers: %.0f %% of the model's parameters stay in %s", names, 100 * kept / total, told)
+        log.warning(
+            "%s aren't quantized through transformers: %.0f %% of the model's parameters stay in %s",
+            names,
+            100 * kept / total,
+            told,
+        )
 
 
 def _base_of(model: PreTrainedModel) -> nn.Module:
@@ -337,21 +475,31 @@ def _has(base: nn.Module, name: str) -> bool:
     return any(name == other for other, _ in base.named_modules())
 
 
-def _states(base: nn.Module, layers: Layers, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _states(
+    base: nn.Module, layers: Layers, token_ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     for rotary in layers.rotaries:
         rotary.begin(positions)
-    states: torch.Tensor = base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+    states: torch.Tensor = base(
+        input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+    ).last_hidden_state[0]
     return states
 
 
 def _of_config(text: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    return _ready(AutoModelForCausalLM.from_config(copy.deepcopy(text), dtype=dtype, attn_implementation=NAME, experts_implementation=NAME))
+    return _ready(
+        AutoModelForCausalLM.from_config(
+            copy.deepcopy(text), dtype=dtype, attn_implementation=NAME, experts_implementation=NAME
+        )
+    )
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with buffers and vectors created by transformers, and with matrices on the meta device."""
 
-    def without_memory(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def without_memory(
+        _: nn.Module, __: str, parameter: nn.Parameter | None
+    ) -> nn.Parameter | None:
         return (
             nn.Parameter(parameter.to("meta"), requires_grad=False)
             if parameter is not None and parameter.ndim > 1 and not parameter.is_meta
@@ -372,7 +520,9 @@ def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 if id(parameter) not in made:
-                    numbers = random_numbers(parameter.shape, f"{prefix}.{name}", seed, device).to(parameter.dtype)
+                    numbers = random_numbers(parameter.shape, f"{prefix}.{name}", seed, device).to(
+                        parameter.dtype
+                    )
                     made[id(parameter)] = nn.Parameter(numbers, requires_grad=False)
                 setattr(module, name, made[id(parameter)])
 
@@ -382,7 +532,9 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
-            module.rope_type = {layer: "default" if one in _SWITCHING_ROPES else one for layer, one in kind.items()}
+            module.rope_type = {
+                layer: "default" if one in _SWITCHING_ROPES else one for layer, one in kind.items()
+            }
         elif kind in _SWITCHING_ROPES:
             module.rope_type = "default"
     return model.eval()
@@ -400,7 +552,9 @@ class _Rules:
 
 def _is_stored(rule: WeightRule) -> bool:
     """Return True if the checkpoint doesn't store this weight as a plain tensor."""
-    return isinstance(rule.parameter, StoredWeight) and any(True for _ in rule.parameter.tensors(rule.shard_id))
+    return isinstance(rule.parameter, StoredWeight) and any(
+        True for _ in rule.parameter.tensors(rule.shard_id)
+    )
 
 
 def _refuse_others_stored(directory: Path, stored: Sequence[WeightRule]) -> None:
@@ -422,7 +576,14 @@ def _refuse_others_stored(directory: Path, stored: Sequence[WeightRule]) -> None
         )
 
 
-def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[WeightRule], *, whole: bool = True) -> PreTrainedModel:
+def _loaded(
+    config: Any,
+    directory: Path,
+    dtype: torch.dtype,
+    stored: Sequence[WeightRule],
+    *,
+    whole: bool = True,
+) -> PreTrainedModel:
     """Return the model with the weights from `directory`, on the CPU; those of `stored` are undefined. `whole`: reject tensors that the model
     doesn't know, except parts that a text model omits. Raises `ModelLoadError`."""
     config = copy.deepcopy(config)
@@ -441,19 +602,44 @@ def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[W
                 key_mapping={f"^{re.escape(old)}": new for old, new in TEXT_PARTS.items()},
             )
     except Exception as error:
-        raise ModelLoadError(f"{directory}: transformers can't load it: {one_line(error)}") from error
+        raise ModelLoadError(
+            f"{directory}: transformers can't load it: {one_line(error)}"
+        ) from error
     elsewhere = {rule.source for rule in stored}
     modules = {name.rpartition(".")[0] for name in elsewhere}
-    missing, misshapen = set(info["missing_keys"]) - elsewhere, {key for key, *_ in info["mismatched_keys"]} - elsewhere
+    missing, misshapen = (
+        set(info["missing_keys"]) - elsewhere,
+        {key for key, *_ in info["mismatched_keys"]} - elsewhere,
+    )
     problems = [f"lacks {some_of(missing)}"] if missing else []
-    problems += [f"holds tensors of other shapes than the config says: {some_of(misshapen)}"] if misshapen else []
-    unknown = [name for name in info["unexpected_keys"] if not _LEFT_OUT.match(name) and name.rpartition(".")[0] not in modules] if whole else []
+    problems += (
+        [f"holds tensors of other shapes than the config says: {some_of(misshapen)}"]
+        if misshapen
+        else []
+    )
+    unknown = (
+        [
+            name
+            for name in info["unexpected_keys"]
+            if not _LEFT_OUT.match(name) and name.rpartition(".")[0] not in modules
+        ]
+        if whole
+        else []
+    )
     problems += [f"holds {some_of(unknown)}, which the model doesn't know"] if unknown else []
     if problems:
         raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
-    left_out = [found[0] for found in map(_LEFT_OUT.match, sorted(info["unexpected_keys"])) if found] if whole else []
+    left_out = (
+        [found[0] for found in map(_LEFT_OUT.match, sorted(info["unexpected_keys"])) if found]
+        if whole
+        else []
+    )
     if left_out:
-        log.info("%d tensors of other parts than the text model are skipped: %s*", len(left_out), "*, ".join(dict.fromkeys(left_out)))
+        log.info(
+            "%d tensors of other parts than the text model are skipped: %s*",
+            len(left_out),
+            "*, ".join(dict.fromkeys(left_out)),
+        )
     return _ready(model)
 
 
@@ -486,14 +672,22 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return a module that computes logits from hidden states: the model's own code, including scaling and soft caps, without its base."""
     head = copy.copy(model)
     base = _base_of(model)
-    vars(head)["_modules"] = {name: _Given() if module is base else module for name, module in model.named_children()}
+    vars(head)["_modules"] = {
+        name: _Given() if module is base else module for name, module in model.named_children()
+    }
     return head
 
 
-def _shortened(config: Any, base: nn.Module, calls: list[AttentionCall]) -> tuple[Any, list[AttentionCall]]:
+def _shortened(
+    config: Any, base: nn.Module, calls: list[AttentionCall]
+) -> tuple[Any, list[AttentionCall]]:
     """Return the config of a model with the first layers of `base`, at least one of each kind, and their calls."""
     count = int(config.num_hidden_layers)
-    lists = [(name, module) for name, module in base.named_modules() if _holds(name, module, count, calls)]
+    lists = [
+        (name, module)
+        for name, module in base.named_modules()
+        if _holds(name, module, count, calls)
+    ]
     if not lists:
         return config, calls
     prefix, layers = lists[0]
@@ -501,7 +695,11 @@ def _shortened(config: Any, base: nn.Module, calls: list[AttentionCall]) -> tupl
     for index, layer in enumerate(layers):
         classes = [(name, type(module).__name__) for name, module in layer.named_modules()]
         shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-        own = [replace(call, module="") for call in calls if call.module.startswith(f"{prefix}.{index}.")]
+        own = [
+            replace(call, module="")
+            for call in calls
+            if call.module.startswith(f"{prefix}.{index}.")
+        ]
         kinds.setdefault(repr((classes, shapes, own)), index)
     kept = max(kinds.values()) + 1
     if kept == count:
@@ -513,21 +711,32 @@ def _shortened(config: Any, base: nn.Module, calls: list[AttentionCall]) -> tupl
     short.num_hidden_layers = kept
 
     def stays(name: str) -> bool:
-        return not name.startswith(f"{prefix}.") or int(name[len(prefix) + 1 :].split(".")[0]) < kept
+        return (
+            not name.startswith(f"{prefix}.") or int(name[len(prefix) + 1 :].split(".")[0]) < kept
+        )
 
     try:
         with torch.device("meta"):
-            parameters = {name: one.shape for name, one in _base_of(_of_config(short)).named_parameters()}
+            parameters = {
+                name: one.shape for name, one in _base_of(_of_config(short)).named_parameters()
+            }
     except _FAILURES:
         return config, calls
     if parameters != {name: one.shape for name, one in base.named_parameters() if stays(name)}:
-        return config, calls  # layers depend on their number: those that share K and V, or embeddings for each
+        return (
+            config,
+            calls,
+        )  # layers depend on their number: those that share K and V, or embeddings for each
     return short, [call for call in calls if stays(call.module)]
 
 
 def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall]) -> bool:
     """Return True for the list of a model's `count` layers, which contain the calls."""
-    return isinstance(module, nn.ModuleList) and len(module) == count and any(call.module.startswith(f"{name}.") for call in calls)
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and any(call.module.startswith(f"{name}.") for call in calls)
+    )
 
 
 def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
@@ -540,8 +749,14 @@ def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
 
 def _windows(config: Any, calls: list[AttentionCall]) -> dict[str, int]:
     """Return the windows of attention: those of the calls, and those that only the config names, which a mask may have."""
-    windows = {key: value for key, value in config.to_dict().items() if type(value) is int and "window" in key and not key.endswith("_layers")}
-    return windows | {f"sliding_window of {call.module}": call.window for call in calls if call.window is not None}
+    windows = {
+        key: value
+        for key, value in config.to_dict().items()
+        if type(value) is int and "window" in key and not key.endswith("_layers")
+    }
+    return windows | {
+        f"sliding_window of {call.module}": call.window for call in calls if call.window is not None
+    }
 
 
 def _hidden_lengths(config: Any) -> dict[str, int]:
@@ -551,27 +766,39 @@ def _hidden_lengths(config: Any) -> dict[str, int]:
     sparse = {key: value for key, value in sizes.items() if "index" in key or "sparse" in key}
     block = max((value for key, value in sparse.items() if "block_size" in key), default=1)
     chunks = {key: value for key, value in sizes.items() if "chunk" in key}
-    return chunks | {key: value * (block if "block" in key else 1) for key, value in sparse.items() if "topk" in key or "top_k" in key}
+    return chunks | {
+        key: value * (block if "block" in key else 1)
+        for key, value in sparse.items()
+        if "topk" in key or "top_k" in key
+    }
 
 
 def _check_lengths(config: Any, calls: list[AttentionCall], max_len: int) -> None:
     """Raise `UnsupportedError` if sequences may be so long that no check crosses a length at which the numbers may change."""
     for key, length in (_hidden_lengths(config) | _windows(config, calls)).items():
         if length + _BEYOND > _LONGEST and max_len > length:
-            raise UnsupportedError(f"{key}: what changes beyond {length} tokens can't be checked; set max_model_len to {length} or less")
+            raise UnsupportedError(
+                f"{key}: what changes beyond {length} tokens can't be checked; set max_model_len to {length} or less"
+            )
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Return the parameters of the rotary embeddings; there may be one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+    return (
+        list(rope.values())
+        if rope and all(isinstance(value, dict) for value in rope.values())
+        else [rope]
+    )
 
 
 def _check_rope(config: Any, max_len: int) -> None:
     """Raise `UnsupportedError` if the rotary frequencies of one request would depend on another's length."""
     for rope in _ropes(config):
         kind = rope.get("rope_type")
-        original = int(rope.get(_ORIGINAL) or getattr(config, _ORIGINAL, 0) or config.max_position_embeddings)
+        original = int(
+            rope.get(_ORIGINAL) or getattr(config, _ORIGINAL, 0) or config.max_position_embeddings
+        )
         if kind in _SWITCHING_ROPES and max_len > original:
             raise UnsupportedError(
                 f"rope_parameters.rope_type: with {kind!r} a sequence of more than {original} tokens changes the frequencies of all others in its "
@@ -582,7 +809,10 @@ def _check_rope(config: Any, max_len: int) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Context without transformers' report of missing or unknown tensors, which Dovetail reports, and without its progress bar."""
-    level, had_bar = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    level, had_bar = (
+        transformers.logging.get_verbosity(),
+        transformers.logging.is_progress_bar_enabled(),
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

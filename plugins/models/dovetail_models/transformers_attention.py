@@ -84,16 +84,28 @@ def attention(
     V's head_size]."""
     if (recorder := _recorder.get()) is not None:
         given = {**kwargs, "dropout": dropout or None}
-        recorder.calls.append(_call(recorder.names[module], module, query, key, value, attention_mask, scaling, given))
+        recorder.calls.append(
+            _call(recorder.names[module], module, query, key, value, attention_mask, scaling, given)
+        )
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
     if unhandled := _unhandled(kwargs):  # arguments may depend on the length
-        raise UnsupportedError(f"its attention has {', '.join(unhandled)}, which attention backends don't compute")
+        raise UnsupportedError(
+            f"its attention has {', '.join(unhandled)}, which attention backends don't compute"
+        )
     layer: AttentionLayer | None = getattr(module, LAYER, None)
     if layer is None:
-        raise UnsupportedError(f"{type(module).__name__} is called, and wasn't when the model was traced")
-    if changed := _changed(layer.spec, module, key, attention_mask, scaling, kwargs):  # and so may their values
-        raise UnsupportedError(f"{type(module).__name__}: {changed} of its attention isn't what it was when the model was traced")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_size], views
+        raise UnsupportedError(
+            f"{type(module).__name__} is called, and wasn't when the model was traced"
+        )
+    if changed := _changed(
+        layer.spec, module, key, attention_mask, scaling, kwargs
+    ):  # and so may their values
+        raise UnsupportedError(
+            f"{type(module).__name__}: {changed} of its attention isn't what it was when the model was traced"
+        )
+    q, k, v = (
+        x[0].transpose(0, 1) for x in (query, key, value)
+    )  # [tokens, heads, head_size], views
     if (missing := k.shape[2] - v.shape[2]) > 0:
         v = nn.functional.pad(v, (0, missing))
     layer.write(k, v)
@@ -103,10 +115,21 @@ def attention(
 
 def _unhandled(kwargs: Mapping[str, Any]) -> list[str]:
     """Return the arguments that change the numbers, and that nobody here reads."""
-    return [key for key, given in kwargs.items() if key not in _HANDLED and given is not None and given is not False]
+    return [
+        key
+        for key, given in kwargs.items()
+        if key not in _HANDLED and given is not None and given is not False
+    ]
 
 
-def _changed(spec: LayerSpec, module: nn.Module, key: torch.Tensor, mask: torch.Tensor | None, scaling: Any, kwargs: Mapping[str, Any]) -> str | None:
+def _changed(
+    spec: LayerSpec,
+    module: nn.Module,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: Any,
+    kwargs: Mapping[str, Any],
+) -> str | None:
     """Return the name of an argument with another value than `spec`, which the trace made, says; None if there is none."""
     same = {
         "attention_mask": mask is None,
@@ -129,7 +152,10 @@ def _call(
     scaling: float | None,
     kwargs: Mapping[str, Any],
 ) -> AttentionCall:
-    problems = [f"its attention has {key}, which attention backends don't compute" for key in _unhandled(kwargs)]
+    problems = [
+        f"its attention has {key}, which attention backends don't compute"
+        for key in _unhandled(kwargs)
+    ]
     if mask is not None:
         problems.append("it creates its own attention mask")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -140,10 +166,17 @@ def _call(
         problems.append(f"V's head size {value.shape[3]} is larger than K's, {key.shape[3]}")
     if value.shape[1] != key.shape[1]:
         problems.append(f"K has {key.shape[1]} heads and V {value.shape[1]}")
-    window, softcap, given = kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
+    window, softcap, given = (
+        kwargs.get("sliding_window"),
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+    )
     if window is not None and int(window) < 1:
         problems.append(f"sliding_window = {window} must be at least 1")
-    sinks = next((own for own, parameter in module.named_parameters(recurse=False) if parameter is given), None)
+    sinks = next(
+        (own for own, parameter in module.named_parameters(recurse=False) if parameter is given),
+        None,
+    )
     if given is not None and (sinks is None or given.shape != (query.shape[1],)):
         problems.append("its attention has sinks that aren't a parameter with one number per head")
     return AttentionCall(
@@ -159,7 +192,9 @@ def _call(
     )
 
 
-def experts(module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+def experts(
+    module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     """Experts function for transformers: grouped products without synchronization, and no products while a model is traced."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
@@ -194,7 +229,9 @@ def trace(base: nn.Module) -> list[AttentionCall]:
         try:
             base(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:
-            raise UnsupportedError(f"{type(base).__name__}: its code can't be traced: {one_line(error)}") from error
+            raise UnsupportedError(
+                f"{type(base).__name__}: its code can't be traced: {one_line(error)}"
+            ) from error
     if not calls:
         raise UnsupportedError(NOT_THROUGH.format(type(base).__name__))
     return calls
@@ -202,7 +239,16 @@ def trace(base: nn.Module) -> list[AttentionCall]:
 
 def specs_of(calls: Sequence[AttentionCall]) -> list[LayerSpec]:
     return [
-        LayerSpec(index, call.heads, call.kv_heads, call.head_size, call.scale, call.window, call.sinks is not None, call.softcap)
+        LayerSpec(
+            index,
+            call.heads,
+            call.kv_heads,
+            call.head_size,
+            call.scale,
+            call.window,
+            call.sinks is not None,
+            call.softcap,
+        )
         for index, call in enumerate(calls)
     ]
 

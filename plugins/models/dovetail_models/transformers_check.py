@@ -18,9 +18,15 @@ from dovetail_models.transformers_attention import AttentionCall, bind
 
 TOLERANCE = 1e-4  # largest difference, in root mean squares of the reference's states
 MEAN_DIFFERENCE = 0.05  # largest mean difference of log-probabilities in the model's own dtype
-TRIAL_ROWS, TRIAL_TOKENS, TRIAL_FIRST = 4, 24, 16  # sequences of the whole model's check, their tokens, those of them in the first step
+TRIAL_ROWS, TRIAL_TOKENS, TRIAL_FIRST = (
+    4,
+    24,
+    16,
+)  # sequences of the whole model's check, their tokens, those of them in the first step
 
-States = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (token ids [n], positions [n]) -> hidden states [n, hidden]
+States = Callable[
+    [torch.Tensor, torch.Tensor], torch.Tensor
+]  # (token ids [n], positions [n]) -> hidden states [n, hidden]
 
 
 class PlainBatch:
@@ -47,7 +53,9 @@ class PlainAttention(AttentionLayer):
         for row, count in self._batch.rows:
             new = k[start : start + count], v[start : start + count]
             old = self._cache.get(row)
-            self._cache[row] = new if old is None else (torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]]))
+            self._cache[row] = (
+                new if old is None else (torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]]))
+            )
             start += count
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
@@ -60,19 +68,33 @@ class PlainAttention(AttentionLayer):
 
     def _attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         repeats = self.spec.heads // self.spec.kv_heads
-        q, k, v = q.transpose(0, 1), k.repeat_interleave(repeats, 1).transpose(0, 1), v.repeat_interleave(repeats, 1).transpose(0, 1)
+        q, k, v = (
+            q.transpose(0, 1),
+            k.repeat_interleave(repeats, 1).transpose(0, 1),
+            v.repeat_interleave(repeats, 1).transpose(0, 1),
+        )
         places = torch.arange(k.shape[1], device=q.device)
-        ages = places[-q.shape[1] :, None] - places  # [queries, keys]: distance from query back to key
+        ages = (
+            places[-q.shape[1] :, None] - places
+        )  # [queries, keys]: distance from query back to key
         seen = ages >= 0 if self.spec.window is None else (ages >= 0) & (ages < self.spec.window)
         if self.spec.softcap is not None or self.sinks is not None:
             return self._attend_by_definition(q, k, v, seen).transpose(0, 1)
-        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.spec.scale).transpose(0, 1)
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=self.spec.scale
+        ).transpose(0, 1)
 
-    def _attend_by_definition(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def _attend_by_definition(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
         scores, cap = q @ k.transpose(1, 2) * self.spec.scale, self.spec.softcap
-        scores = (scores if cap is None else torch.tanh(scores / cap) * cap).masked_fill(~seen, -torch.inf)
+        scores = (scores if cap is None else torch.tanh(scores / cap) * cap).masked_fill(
+            ~seen, -torch.inf
+        )
         if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks.to(scores)[:, None, None].expand(*scores.shape[:2], 1)], -1)
+            scores = torch.cat(
+                [scores, self.sinks.to(scores)[:, None, None].expand(*scores.shape[:2], 1)], -1
+            )
         return scores.softmax(-1)[..., : k.shape[1]] @ v
 
 
@@ -92,22 +114,29 @@ def check(
     bind(base, calls, [PlainAttention(spec, batch) for spec in specs])
     device = next(base.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(vocab_size, (length,), generator=generator).to(device) for length in lengths]
+    rows = [
+        torch.randint(vocab_size, (length,), generator=generator).to(device) for length in lengths
+    ]
     places = [torch.arange(len(ids), device=device) for ids in rows]
     wanted = [reference(ids, positions) for ids, positions in zip(rows, places, strict=True)]
     got: list[list[torch.Tensor]] = [[] for _ in rows]
     for step in _schedule(lengths):
         batch.rows = [(row, end - begin) for row, begin, end in step]
-        states = flat(torch.cat([rows[row][begin:end] for row, begin, end in step]), torch.cat([places[row][begin:end] for row, begin, end in step]))
-        for (row, _, _), part in zip(step, torch.split(states, [count for _, count in batch.rows]), strict=True):
+        states = flat(
+            torch.cat([rows[row][begin:end] for row, begin, end in step]),
+            torch.cat([places[row][begin:end] for row, begin, end in step]),
+        )
+        for (row, _, _), part in zip(
+            step, torch.split(states, [count for _, count in batch.rows]), strict=True
+        ):
             got[row].append(part)
     for length, one, other in zip(lengths, wanted, got, strict=True):
-        off = (torch.cat(other) - one).abs().max(dim=-1).values / one.square().mean().sqrt()  # [tokens]
+        off = (torch.cat(other) - one).abs().max(
+            dim=-1
+        ).values / one.square().mean().sqrt()  # [tokens]
         if not bool((off <= TOLERANCE).all()):
             token = int((~(off <= TOLERANCE)).nonzero()[0])
-            return (
-                f"in a sequence of {length} tokens the states differ from the reference from token {token} on ({float(off[token]):.1e} of their size)"
-            )
+            return f"in a sequence of {length} tokens the states differ from the reference from token {token} on ({float(off[token]):.1e} of their size)"
     return None
 
 
@@ -115,21 +144,34 @@ def _schedule(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
     """Yield steps of (row, begin, end): chunks of 1, 7 and the rest but four, then four decodes; rows in an order that changes with each step."""
     ends = [sorted({min(1, n), min(8, n), *range(max(n - 4, 1), n + 1)}) for n in lengths]
     for step in range(max(len(row) for row in ends)):
-        parts = [(row, 0 if step == 0 else e[step - 1], e[step]) for row, e in enumerate(ends) if step < len(e)]
+        parts = [
+            (row, 0 if step == 0 else e[step - 1], e[step])
+            for row, e in enumerate(ends)
+            if step < len(e)
+        ]
         yield parts[step % len(parts) :] + parts[: step % len(parts)]
 
 
 def trial_tokens(vocab_size: int, max_len: int) -> torch.Tensor:
     """Return the token ids [rows, tokens] for the check of the whole model."""
-    return torch.randint(vocab_size, (TRIAL_ROWS, min(TRIAL_TOKENS, max_len)), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        vocab_size,
+        (TRIAL_ROWS, min(TRIAL_TOKENS, max_len)),
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 @torch.no_grad()
 def whole_logprobs(model: nn.Module, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the log-probabilities [rows, tokens, vocab] float32 that a model of transformers, which is on the CPU, computes by itself on `device`.
     Its layers are moved there one at a time."""
-    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
-    handles, stay = [], {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+    layers = [
+        layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module
+    ]
+    handles, stay = (
+        [],
+        {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())},
+    )
     moved: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
     def fetch(tensors: Sequence[torch.Tensor]) -> None:
@@ -142,9 +184,19 @@ def whole_logprobs(model: nn.Module, token_ids: torch.Tensor, device: torch.devi
             tensor.data = data
 
     for layer in layers if device.type != "cpu" else ():
-        handles.append(layer.register_forward_pre_hook(lambda layer, _: fetch([*layer.parameters(), *layer.buffers()])))
+        handles.append(
+            layer.register_forward_pre_hook(
+                lambda layer, _: fetch([*layer.parameters(), *layer.buffers()])
+            )
+        )
         handles.append(layer.register_forward_hook(lambda *_: put_back()))
-    fetch([tensor for tensor in (*model.parameters(), *model.buffers()) if device.type != "cpu" and id(tensor) not in stay])
+    fetch(
+        [
+            tensor
+            for tensor in (*model.parameters(), *model.buffers())
+            if device.type != "cpu" and id(tensor) not in stay
+        ]
+    )
     try:
         logits: torch.Tensor = model(input_ids=token_ids.to(device), use_cache=False).logits
         return logits.float().log_softmax(-1).cpu()
@@ -155,7 +207,9 @@ def whole_logprobs(model: nn.Module, token_ids: torch.Tensor, device: torch.devi
             put_back()
 
 
-def check_logprobs(run: TrialRun, token_ids: torch.Tensor, expected: torch.Tensor | None) -> str | None:
+def check_logprobs(
+    run: TrialRun, token_ids: torch.Tensor, expected: torch.Tensor | None
+) -> str | None:
     """Compare the log-probabilities [rows, tokens, vocab] that are `expected` for `token_ids` with what `run` computes. None: those that it computes
     without recorded graphs. Returns None if they agree, and otherwise what differs."""
     first, sequences = min(TRIAL_FIRST, token_ids.shape[1]), token_ids.tolist()
@@ -163,8 +217,15 @@ def check_logprobs(run: TrialRun, token_ids: torch.Tensor, expected: torch.Tenso
     if expected is None:
         wanted = [[logprob for _, logprob in row] for row in run(sequences, first, recorded=False)]
     else:
-        wanted = [[float(row[first - 1 + place, token]) for place, (token, _) in enumerate(one)] for row, one in zip(expected, found, strict=True)]
-    mean = float((torch.tensor([[logprob for _, logprob in row] for row in found]) - torch.tensor(wanted)).abs().mean())
+        wanted = [
+            [float(row[first - 1 + place, token]) for place, (token, _) in enumerate(one)]
+            for row, one in zip(expected, found, strict=True)
+        ]
+    mean = float(
+        (torch.tensor([[logprob for _, logprob in row] for row in found]) - torch.tensor(wanted))
+        .abs()
+        .mean()
+    )
     if mean <= MEAN_DIFFERENCE:  # not for NaN
         return None
     by = "without recorded graphs" if expected is None else "by transformers"

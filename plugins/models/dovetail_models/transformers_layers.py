@@ -25,7 +25,14 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import ACTIVATIONS, Activation, ClampedSwiGLU
 from dovetail.nn.format import DENSE
 from dovetail.nn.layer import Layer
-from dovetail.nn.linear import Columns, GateUpParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, linear
+from dovetail.nn.linear import (
+    Columns,
+    GateUpParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    linear,
+)
 from dovetail.nn.moe import Experts, Stacked
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
@@ -50,7 +57,9 @@ class Seen:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
-    operations: tuple[Any, ...]  # of torch, with shapes and scalars: modules of one class with equal operations compute the same
+    operations: tuple[
+        Any, ...
+    ]  # of torch, with shapes and scalars: modules of one class with equal operations compute the same
 
     @property
     def input(self) -> Any:
@@ -90,12 +99,17 @@ def watching(model: nn.Module) -> Iterator[dict[str, list[Seen]]]:
 
     def end(name: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            seen.setdefault(name, []).append(Seen(args, kwargs, output, tuple(operations.all[begun.pop() :])))
+            seen.setdefault(name, []).append(
+                Seen(args, kwargs, output, tuple(operations.all[begun.pop() :]))
+            )
 
         return note
 
     hooks = [module.register_forward_pre_hook(begin) for module in model.modules()]
-    hooks += [module.register_forward_hook(end(name), with_kwargs=True) for name, module in model.named_modules()]
+    hooks += [
+        module.register_forward_hook(end(name), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
     try:
         with operations:
             yield seen
@@ -135,7 +149,9 @@ class OwnLinear(OwnLayer):
 
     def __init__(self, inputs: int, outputs: int, context: BuildContext, *, bias: bool) -> None:
         super().__init__()
-        self.layer = MergedColumnParallelLinear(inputs, {None: Columns(outputs, 0, outputs)}, context, bias=bias)
+        self.layer = MergedColumnParallelLinear(
+            inputs, {None: Columns(outputs, 0, outputs)}, context, bias=bias
+        )
         self.sources = {"": (self.layer, None)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,11 +194,24 @@ class Projection:
 class OwnFeedForward(OwnLayer):
     """down(activation(gate(x)) * up(x)) of x [1, tokens, hidden]."""
 
-    def __init__(self, gate: Projection, up: Projection, down: Projection, activation: str, context: BuildContext) -> None:
+    def __init__(
+        self,
+        gate: Projection,
+        up: Projection,
+        down: Projection,
+        activation: str,
+        context: BuildContext,
+    ) -> None:
         super().__init__()
-        self.gate_up = GateUpParallelLinear(gate.inputs, gate.outputs, context, bias=gate.bias, activation=activation)
+        self.gate_up = GateUpParallelLinear(
+            gate.inputs, gate.outputs, context, bias=gate.bias, activation=activation
+        )
         self.down = RowParallelLinear(down.inputs, down.outputs, context, bias=down.bias)
-        self.sources = {gate.name: (self.gate_up, "gate"), up.name: (self.gate_up, "up"), down.name: (self.down, None)}
+        self.sources = {
+            gate.name: (self.gate_up, "gate"),
+            up.name: (self.gate_up, "up"),
+            down.name: (self.down, None),
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x.flatten(0, -2))).view(x.shape)
@@ -209,15 +238,24 @@ class OwnExperts(OwnLayer):
     def __init__(self, shape: ExpertsShape, activation: Activation, context: BuildContext) -> None:
         super().__init__()
         settings = (activation, shape.bias, shape.stacked)
-        self.experts = Experts(shape.hidden, shape.inner, shape.count, context, *settings, per_token=shape.per_token)
+        self.experts = Experts(
+            shape.hidden, shape.inner, shape.count, context, *settings, per_token=shape.per_token
+        )
 
     def rules(self, prefix: str) -> Iterator[WeightRule]:
         yield from self.experts.weights(f"{prefix}." if prefix else "")
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         x = hidden_states.contiguous()
         residual = Residual(torch.zeros_like(x))
-        self.experts.add_to(residual, x, top_k_index.to(torch.int32).contiguous(), top_k_weights.float().contiguous())
+        self.experts.add_to(
+            residual,
+            x,
+            top_k_index.to(torch.int32).contiguous(),
+            top_k_weights.float().contiguous(),
+        )
         return residual.summed()
 
 
@@ -241,8 +279,12 @@ class OwnAttention(OwnLayer):
     def __init__(self, shape: AttentionShape, rotary: RotaryTable, context: BuildContext) -> None:
         super().__init__()
         spec = shape.spec
-        self.qkv = QKVParallelLinear(shape.q.inputs, spec.heads, spec.kv_heads, spec.head_size, context, bias=shape.q.bias)
-        self.output = RowParallelLinear(shape.output.inputs, shape.output.outputs, context, bias=shape.output.bias)
+        self.qkv = QKVParallelLinear(
+            shape.q.inputs, spec.heads, spec.kv_heads, spec.head_size, context, bias=shape.q.bias
+        )
+        self.output = RowParallelLinear(
+            shape.output.inputs, shape.output.outputs, context, bias=shape.output.bias
+        )
         self.head_size, self._rotary = spec.head_size, rotary
         self.sources = {
             shape.q.name: (self.qkv, "q"),
@@ -254,7 +296,10 @@ class OwnAttention(OwnLayer):
         if shape.norms:
             own = spec_of_rank(spec, context.parallel)
             self.qk_norm = QKNorm(own.heads, own.kv_heads, spec.head_size, shape.eps, context)
-            self.sources |= {shape.norms[0]: (self.qk_norm, "q"), shape.norms[1]: (self.qk_norm, "k")}
+            self.sources |= {
+                shape.norms[0]: (self.qk_norm, "q"),
+                shape.norms[1]: (self.qk_norm, "k"),
+            }
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         return self.output(self._attended(hidden_states[0], None))[None], None
@@ -264,8 +309,12 @@ class OwnAttention(OwnLayer):
 
     def _attended(self, x: torch.Tensor | Residual, norm: RMSNorm | None) -> torch.Tensor:
         layer: AttentionLayer = getattr(self, LAYER)
-        qkv = self.qkv(x, norm).view(len(x), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
-        return layer.attend(rope_and_store_kv(qkv, self.qk_norm, self._rotary.rotation, layer)).flatten(1)
+        qkv = self.qkv(x, norm).view(
+            len(x), -1, self.head_size
+        )  # [tokens, heads + 2 * kv_heads, head_size]
+        return layer.attend(
+            rope_and_store_kv(qkv, self.qk_norm, self._rotary.rotation, layer)
+        ).flatten(1)
 
 
 class OwnBlock(OwnLayer):
@@ -277,7 +326,11 @@ class OwnBlock(OwnLayer):
         for name, part in parts.items():
             self.add_module(name, part)
         self._names, self._in_place = tuple(parts), in_place
-        self.sources = {".".join(filter(None, (name, inner))): shard for name, part in parts.items() for inner, shard in part.sources.items()}
+        self.sources = {
+            ".".join(filter(None, (name, inner))): shard
+            for name, part in parts.items()
+            for inner, shard in part.sources.items()
+        }
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         norm, attention, second_norm, feed_forward = (getattr(self, name) for name in self._names)
@@ -302,7 +355,11 @@ def spec_of_rank(spec: LayerSpec, group: ParallelGroup) -> LayerSpec:
     """Return the share of a layer of the whole model that a rank computes. Raises `UnsupportedError` if its heads can't be split."""
     if group.size == 1:
         return spec
-    return replace(spec, heads=share(spec.heads, group, "num_attention_heads"), kv_heads=kv_share(spec.kv_heads, group)[1])
+    return replace(
+        spec,
+        heads=share(spec.heads, group, "num_attention_heads"),
+        kv_heads=kv_share(spec.kv_heads, group)[1],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,22 +395,34 @@ def find_layers(
     return Layers(tuple(finder.found.values()), tuple(finder.rotaries))
 
 
-def reasons_against_split(base: nn.Module, calls: Sequence[AttentionCall], layers: Layers, plan: Mapping[str, str] | None) -> list[str]:
+def reasons_against_split(
+    base: nn.Module, calls: Sequence[AttentionCall], layers: Layers, plan: Mapping[str, str] | None
+) -> list[str]:
     """Return why a base model can't be split over ranks. `plan`: how transformers would split it, by patterns of names. Only replaced attention and
     feed-forwards are split here: whatever else is to be split is named, the first of each pattern."""
     if not plan:
         return ["its config has no base_model_tp_plan"]
-    split = {found.name for found in layers.found if found.kind in (OwnAttention, OwnExperts, OwnFeedForward, OwnBlock)}
+    split = {
+        found.name
+        for found in layers.found
+        if found.kind in (OwnAttention, OwnExperts, OwnFeedForward, OwnBlock)
+    }
 
     def is_split(name: str) -> bool:
         words = name.split(".")
         return any(".".join(words[:count]) in split for count in range(1, len(words) + 1))
 
-    whole = [f"{call.module} isn't attention of ours" for call in calls if not is_split(call.module)][:1]
-    names = [name for name, _ in (*base.named_modules(), *base.named_parameters()) if not is_split(name)]
+    whole = [
+        f"{call.module} isn't attention of ours" for call in calls if not is_split(call.module)
+    ][:1]
+    names = [
+        name for name, _ in (*base.named_modules(), *base.named_parameters()) if not is_split(name)
+    ]
     for pattern, way in plan.items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        named = None if way.startswith("replicated") else next(filter(wanted.fullmatch, names), None)
+        named = (
+            None if way.startswith("replicated") else next(filter(wanted.fullmatch, names), None)
+        )
         if named is not None and not any(call.module in named for call in calls if whole):
             whole.append(f"its plan splits {named} ({way}), which isn't a layer of ours")
     return whole
@@ -377,11 +446,17 @@ class _Finder:
         self._modules = dict(base.named_modules())
         self._specs = {call.module: spec for call, spec in zip(calls, specs_of(calls), strict=True)}
         self._position_ids = seen[""][0].kwargs["position_ids"]
-        self._positions = _spread(max_len).repeat(len(MAGNITUDES)).to(device)  # for rows of several magnitudes
-        self._rotaries: dict[int, tuple[torch.Tensor, RotaryTable | None]] = {}  # by the id of a traced cos or sin: its numbers; the table of both
+        self._positions = (
+            _spread(max_len).repeat(len(MAGNITUDES)).to(device)
+        )  # for rows of several magnitudes
+        self._rotaries: dict[
+            int, tuple[torch.Tensor, RotaryTable | None]
+        ] = {}  # by the id of a traced cos or sin: its numbers; the table of both
         self._random: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._tried: dict[Any, bool] = {}
-        self._context = BuildContext(SINGLE, torch.float32, device, lambda spec: PlainAttention(spec, PlainBatch()))
+        self._context = BuildContext(
+            SINGLE, torch.float32, device, lambda spec: PlainAttention(spec, PlainBatch())
+        )
         self.found: dict[str, Found] = {}
 
     @property
@@ -391,13 +466,29 @@ class _Finder:
 
     def find(self) -> None:
         """Fill `found`: large modules after their parts, which they then replace."""
-        for kind in (self._attention, self._feed_forward, self._experts, self._norm, self._linear, self._block):
+        for kind in (
+            self._attention,
+            self._feed_forward,
+            self._experts,
+            self._norm,
+            self._linear,
+            self._block,
+        ):
             for name, module in self._modules.items():
-                if not name or self._is_replaced(name) or self._keep(name) or len(self._seen.get(name, ())) == 0:
+                if (
+                    not name
+                    or self._is_replaced(name)
+                    or self._keep(name)
+                    or len(self._seen.get(name, ())) == 0
+                ):
                     continue
                 with suppress(_Unproven):
                     for candidate in kind(name, module):
-                        self.found = {old: one for old, one in self.found.items() if not old.startswith(f"{name}.")}
+                        self.found = {
+                            old: one
+                            for old, one in self.found.items()
+                            if not old.startswith(f"{name}.")
+                        }
                         self.found[name] = candidate
                         break
 
@@ -419,18 +510,35 @@ class _Finder:
     def _eps(self, name: str, module: nn.Module) -> float | None:
         """Return the epsilon of a module verified as an RMS norm, otherwise None."""
         calls = self._seen.get(name, ())
-        if not _has_only(module, {"weight"}) or module.get_parameter("weight").ndim != 1 or any(len(call.args) != 1 or call.kwargs for call in calls):
+        if (
+            not _has_only(module, {"weight"})
+            or module.get_parameter("weight").ndim != 1
+            or any(len(call.args) != 1 or call.kwargs for call in calls)
+        ):
             return None
         size = len(module.get_parameter("weight"))
-        candidates = sorted({value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1})
-        return next((eps for eps in candidates if self._is_same(name, module, partial(OwnNorm, size, eps), size, eps)), None)
+        candidates = sorted(
+            {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1}
+        )
+        return next(
+            (
+                eps
+                for eps in candidates
+                if self._is_same(name, module, partial(OwnNorm, size, eps), size, eps)
+            ),
+            None,
+        )
 
     def _linear(self, name: str, module: nn.Module) -> Iterator[Found]:
         if type(module) is nn.Linear:
             inputs, outputs, bias = module.in_features, module.out_features, module.bias is not None
-            yield Found(name, OwnLinear, lambda context: OwnLinear(inputs, outputs, context, bias=bias))
+            yield Found(
+                name, OwnLinear, lambda context: OwnLinear(inputs, outputs, context, bias=bias)
+            )
 
-    def _projections(self, name: str, module: nn.Module) -> tuple[list[Projection], list[Projection]] | None:
+    def _projections(
+        self, name: str, module: nn.Module
+    ) -> tuple[list[Projection], list[Projection]] | None:
         """Return the linear layers among the children of a module: those of its own input, and the others. None if one isn't called once."""
         call = self._call(name)
         mine: tuple[list[Projection], list[Projection]] = [], []
@@ -440,7 +548,9 @@ class _Finder:
             inner = self._call(f"{name}.{child}")
             if inner is None or call is None or self._keep(f"{name}.{child}"):
                 return None
-            mine[inner.input is not call.input].append(Projection(child, layer.in_features, layer.out_features, layer.bias is not None))
+            mine[inner.input is not call.input].append(
+                Projection(child, layer.in_features, layer.out_features, layer.bias is not None)
+            )
         return mine
 
     def _feed_forward(self, name: str, module: nn.Module) -> Iterator[Found]:
@@ -448,8 +558,17 @@ class _Finder:
         if projections is None or [len(some) for some in projections] != [2, 1]:
             return
         (first, second), (down,) = projections
-        names = {f"{one.name}.{kind}" for one in (first, second, down) for kind in ("weight", "bias") if kind == "weight" or one.bias}
-        alike = (first.inputs, first.outputs, first.bias) == (second.inputs, second.outputs, second.bias) and down.inputs == first.outputs
+        names = {
+            f"{one.name}.{kind}"
+            for one in (first, second, down)
+            for kind in ("weight", "bias")
+            if kind == "weight" or one.bias
+        }
+        alike = (first.inputs, first.outputs, first.bias) == (
+            second.inputs,
+            second.outputs,
+            second.bias,
+        ) and down.inputs == first.outputs
         if not alike or not _has_only(module, names):
             return
         for gate, up in ((first, second), (second, first)):
@@ -462,18 +581,42 @@ class _Finder:
         call, weights = self._call(name), dict(module.named_parameters())
         given = () if call is None or call.kwargs else call.args[1:]
         bias = "gate_up_proj_bias" in weights
-        names = {f"{one}_proj{kind}" for one in ("gate_up", "down") for kind in (("", "_bias") if bias else ("",))}
-        if [one.ndim for one in given if isinstance(one, torch.Tensor)] != [2, 2] or len(given) != 2 or not _has_only(module, names):
+        names = {
+            f"{one}_proj{kind}"
+            for one in ("gate_up", "down")
+            for kind in (("", "_bias") if bias else ("",))
+        }
+        if (
+            [one.ndim for one in given if isinstance(one, torch.Tensor)] != [2, 2]
+            or len(given) != 2
+            or not _has_only(module, names)
+        ):
             return
         (ids, shares), down = given, weights["down_proj"]
-        if down.ndim != 3 or ids.is_floating_point() or not shares.is_floating_point() or getattr(module, "num_experts", None) != len(down):
+        if (
+            down.ndim != 3
+            or ids.is_floating_point()
+            or not shares.is_floating_point()
+            or getattr(module, "num_experts", None) != len(down)
+        ):
             return
-        stacked = Stacked(not getattr(module, "is_concatenated", True), bool(getattr(module, "is_transposed", False)))
+        stacked = Stacked(
+            not getattr(module, "is_concatenated", True),
+            bool(getattr(module, "is_transposed", False)),
+        )
         inner, hidden = down.shape[1:] if stacked.transposed else (down.shape[2], down.shape[1])
         shape = ExpertsShape(hidden, inner, len(down), ids.shape[1], bias, stacked)
         alpha, limit = vars(module).get("alpha"), vars(module).get("limit")
-        clamped = [ClampedSwiGLU(alpha, limit)] if isinstance(alpha, float) and isinstance(limit, float) else []
-        settings = sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str))
+        clamped = (
+            [ClampedSwiGLU(alpha, limit)]
+            if isinstance(alpha, float) and isinstance(limit, float)
+            else []
+        )
+        settings = sorted(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str)
+        )
         key = repr((type(module), settings, shape, getattr(module, "act_fn", None)))
         candidates: list[Activation] = [*ACTIVATIONS, *clamped]
         for activation in candidates:
@@ -482,7 +625,9 @@ class _Finder:
             if self._tried[key, activation]:
                 yield Found(name, OwnExperts, partial(OwnExperts, shape, activation))
 
-    def _are_same_experts(self, module: nn.Module, shape: ExpertsShape, activation: Activation) -> bool:
+    def _are_same_experts(
+        self, module: nn.Module, shape: ExpertsShape, activation: Activation
+    ) -> bool:
         """Return True if our experts compute what a few of a module's do: all would need as much memory as the model."""
         few = replace(shape, count=min(shape.count, max(4, shape.per_token)))
         config = getattr(module, "config", None)
@@ -491,7 +636,12 @@ class _Finder:
         for name, parameter in list(small.named_parameters()):
             setattr(small, name, nn.Parameter(parameter[: few.count], requires_grad=False))
         tokens = len(self._positions) // len(MAGNITUDES)
-        hidden = torch.cat([self._numbers("hidden", (tokens, shape.hidden)) * magnitude for magnitude in MAGNITUDES])
+        hidden = torch.cat(
+            [
+                self._numbers("hidden", (tokens, shape.hidden)) * magnitude
+                for magnitude in MAGNITUDES
+            ]
+        )
         ids = self._numbers("ids", (len(hidden), few.count)).argsort(dim=1)[:, : shape.per_token]
         shares = self._numbers("shares", tuple(ids.shape)).abs()
         try:
@@ -499,27 +649,69 @@ class _Finder:
             for rule in own.rules(""):
                 rule.parameter.load(theirs.get_parameter(rule.source).data, rule.shard_id)
             return _agree(theirs(hidden, ids, shares), own(hidden, ids, shares))
-        except (_Unproven, UnsupportedError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        except (
+            _Unproven,
+            UnsupportedError,
+            AttributeError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):
             return False
 
     def _attention(self, name: str, module: nn.Module) -> Iterator[Found]:
-        call, spec, projections = self._call(name), self._specs.get(name), self._projections(name, module)
-        if call is None or spec is None or projections is None or [len(some) for some in projections] != [3, 1]:
+        call, spec, projections = (
+            self._call(name),
+            self._specs.get(name),
+            self._projections(name, module),
+        )
+        if (
+            call is None
+            or spec is None
+            or projections is None
+            or [len(some) for some in projections] != [3, 1]
+        ):
             return
         (q, k, v), (output,) = projections
-        outputs = (spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.kv_heads * spec.head_size)
-        if (q.outputs, k.outputs, v.outputs) != outputs or output.inputs != outputs[0] or len({one.bias for one in (q, k, v)}) > 1:
+        outputs = (
+            spec.heads * spec.head_size,
+            spec.kv_heads * spec.head_size,
+            spec.kv_heads * spec.head_size,
+        )
+        if (
+            (q.outputs, k.outputs, v.outputs) != outputs
+            or output.inputs != outputs[0]
+            or len({one.bias for one in (q, k, v)}) > 1
+        ):
             return
-        norms = {child: one for child, one in module.named_children() if type(one) is not nn.Linear and any(True for _ in one.parameters())}
+        norms = {
+            child: one
+            for child, one in module.named_children()
+            if type(one) is not nn.Linear and any(True for _ in one.parameters())
+        }
         eps = {self._eps(f"{name}.{child}", one) for child, one in norms.items()} or {0.0}
-        names = {f"{one.name}.{kind}" for one in (q, k, v, output) for kind in ("weight", "bias") if kind == "weight" or one.bias}
-        if len(norms) not in (0, 2) or len(eps) > 1 or not _has_only(module, names | {f"{norm}.weight" for norm in norms}):
+        names = {
+            f"{one.name}.{kind}"
+            for one in (q, k, v, output)
+            for kind in ("weight", "bias")
+            if kind == "weight" or one.bias
+        }
+        if (
+            len(norms) not in (0, 2)
+            or len(eps) > 1
+            or not _has_only(module, names | {f"{norm}.weight" for norm in norms})
+        ):
             return
         (own_eps,), sizes = eps, {len(norm.get_parameter("weight")) for norm in norms.values()}
         if own_eps is None or sizes - {spec.head_size}:
             return
         embeddings = call.kwargs.get("position_embeddings")
-        rotary = self._rotary(embeddings[0])[1] if isinstance(embeddings, tuple) and len(embeddings) == 2 else None
+        rotary = (
+            self._rotary(embeddings[0])[1]
+            if isinstance(embeddings, tuple) and len(embeddings) == 2
+            else None
+        )
         if rotary is None or rotary.table.shape[1] != spec.head_size:
             return
         shape = AttentionShape(spec, q, k, v, output, tuple(norms), own_eps)
@@ -529,15 +721,25 @@ class _Finder:
 
     def _block(self, name: str, module: nn.Module) -> Iterator[Found]:
         call = self._call(name)
-        parts = {child: self.found.get(f"{name}.{child}") for child, one in module.named_children() if any(True for _ in one.parameters())}
+        parts = {
+            child: self.found.get(f"{name}.{child}")
+            for child, one in module.named_children()
+            if any(True for _ in one.parameters())
+        }
         by_kind = {
-            kind: [child for child, one in parts.items() if one is not None and one.kind is kind] for kind in (OwnNorm, OwnAttention, OwnFeedForward)
+            kind: [child for child, one in parts.items() if one is not None and one.kind is kind]
+            for kind in (OwnNorm, OwnAttention, OwnFeedForward)
         }
         if call is None or len(parts) != 4 or [len(some) for some in by_kind.values()] != [2, 1, 1]:
             return
         (attention,), (feed_forward,) = by_kind[OwnAttention], by_kind[OwnFeedForward]
-        norms = {id(self._seen[f"{name}.{child}"][0].output): child for child in by_kind[OwnNorm]}  # by output
-        order = [norms.get(id(self._seen[f"{name}.{child}"][0].input)) for child in (attention, feed_forward)]
+        norms = {
+            id(self._seen[f"{name}.{child}"][0].output): child for child in by_kind[OwnNorm]
+        }  # by output
+        order = [
+            norms.get(id(self._seen[f"{name}.{child}"][0].input))
+            for child in (attention, feed_forward)
+        ]
         if None in order or order[0] == order[1] or not isinstance(call.output, torch.Tensor):
             return
         names = [str(order[0]), attention, str(order[1]), feed_forward]
@@ -545,18 +747,29 @@ class _Finder:
         in_place = self._is_of_previous(name, call.input)
 
         def make(context: BuildContext) -> OwnLayer:
-            return OwnBlock({child: one.make(context) for child, one in chosen if one is not None}, in_place=in_place)
+            return OwnBlock(
+                {child: one.make(context) for child, one in chosen if one is not None},
+                in_place=in_place,
+            )
 
         if self._is_same(name, module, make, call.input.shape[-1], names, in_place):
             yield Found(name, OwnBlock, make)
 
     def _is_of_previous(self, name: str, hidden: torch.Tensor) -> bool:
         """Return True if `hidden` is another block's output, and only used by `name` and modules within it."""
-        from_block = any(one.kind is OwnBlock and self._seen[one.name][0].output is hidden for one in self.found.values())
+        from_block = any(
+            one.kind is OwnBlock and self._seen[one.name][0].output is hidden
+            for one in self.found.values()
+        )
         readers = [
-            other for other, calls in self._seen.items() for call in calls if any(one is hidden for one in (*call.args, *call.kwargs.values()))
+            other
+            for other, calls in self._seen.items()
+            for call in calls
+            if any(one is hidden for one in (*call.args, *call.kwargs.values()))
         ]
-        return from_block and all(other == name or other.startswith(f"{name}.") for other in readers)
+        return from_block and all(
+            other == name or other.startswith(f"{name}.") for other in readers
+        )
 
     def _rotary(self, traced: Any) -> tuple[torch.Tensor, RotaryTable | None]:
         """Return the numbers of `traced`, the cos or sin that a rotary embedding returned, at the positions of the proof, and that embedding's table:
@@ -566,20 +779,37 @@ class _Finder:
         for name, calls in self._seen.items():
             for call in calls:
                 output = call.output
-                if isinstance(output, tuple) and len(output) == 2 and any(one is traced for one in output):
+                if (
+                    isinstance(output, tuple)
+                    and len(output) == 2
+                    and any(one is traced for one in output)
+                ):
                     numbers, table = self._make_rotary(self._modules[name], call)
-                    self._rotaries |= {id(one): (number, table) for one, number in zip(output, numbers, strict=True)}
+                    self._rotaries |= {
+                        id(one): (number, table)
+                        for one, number in zip(output, numbers, strict=True)
+                    }
                     return self._rotaries[id(traced)]
         raise _Unproven
 
-    def _make_rotary(self, module: nn.Module, call: Seen) -> tuple[tuple[torch.Tensor, torch.Tensor], RotaryTable | None]:
+    def _make_rotary(
+        self, module: nn.Module, call: Seen
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], RotaryTable | None]:
         """Return cos and sin at the positions of the proof, and the table."""
 
         def at(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             def real(value: Any) -> Any:
-                return positions[None] if value is self._position_ids else torch.zeros(1, 1, 1) if isinstance(value, torch.Tensor) else value
+                return (
+                    positions[None]
+                    if value is self._position_ids
+                    else torch.zeros(1, 1, 1)
+                    if isinstance(value, torch.Tensor)
+                    else value
+                )
 
-            cos, sin = rotary(*map(real, call.args), **{key: real(value) for key, value in call.kwargs.items()})
+            cos, sin = rotary(
+                *map(real, call.args), **{key: real(value) for key, value in call.kwargs.items()}
+            )
             return cos, sin
 
         if not any(value is self._position_ids for value in (*call.args, *call.kwargs.values())):
@@ -592,27 +822,52 @@ class _Finder:
         except Exception as error:  # another constructor or signature
             raise _Unproven from error
         half = cos.shape[-1] // 2
-        whole = cos.ndim == 2 and all(torch.equal(one[:, :half], one[:, half:]) for one in (cos, sin))
-        table = RotaryTable(torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float().to(self._device)) if whole else None
+        whole = cos.ndim == 2 and all(
+            torch.equal(one[:, :half], one[:, half:]) for one in (cos, sin)
+        )
+        table = (
+            RotaryTable(torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float().to(self._device))
+            if whole
+            else None
+        )
         return (few[0].to(self._device), few[1].to(self._device)), table
 
-    def _is_same(self, name: str, module: nn.Module, make: Callable[[BuildContext], OwnLayer], size: int, *of: Any) -> bool:
+    def _is_same(
+        self,
+        name: str,
+        module: nn.Module,
+        make: Callable[[BuildContext], OwnLayer],
+        size: int,
+        *of: Any,
+    ) -> bool:
         """Return True if what `make` returns computes what `module` does, for hidden states of `size`. `of`: what distinguishes `make` from others
         that are tried on modules like this one."""
-        inner = [(key[len(name) :], replace(spec, index=0)) for key, spec in self._specs.items() if key == name or key.startswith(f"{name}.")]
+        inner = [
+            (key[len(name) :], replace(spec, index=0))
+            for key, spec in self._specs.items()
+            if key == name or key.startswith(f"{name}.")
+        ]
         parameters = [(key, tuple(one.shape)) for key, one in module.named_parameters()]
         key = repr((type(module), parameters, inner, of)), self._seen[name][0].operations
         if key not in self._tried:
             self._tried[key] = self._computes_same(name, module, make, size)
         return self._tried[key]
 
-    def _computes_same(self, name: str, module: nn.Module, make: Callable[[BuildContext], OwnLayer], size: int) -> bool:
+    def _computes_same(
+        self, name: str, module: nn.Module, make: Callable[[BuildContext], OwnLayer], size: int
+    ) -> bool:
         try:
             theirs, own = self._filled(module), make(self._context)
             for rule in own.rules(""):
                 rule.parameter.load(theirs.get_parameter(rule.source).data, rule.shard_id)
             tokens = len(self._positions) // len(MAGNITUDES)
-            hidden = torch.cat([self._numbers("hidden", (1, tokens, size)) * magnitude for magnitude in MAGNITUDES], dim=1)
+            hidden = torch.cat(
+                [
+                    self._numbers("hidden", (1, tokens, size)) * magnitude
+                    for magnitude in MAGNITUDES
+                ],
+                dim=1,
+            )
             return _agree(*(self._run(name, one, hidden.clone()) for one in (theirs, own)))
         except (_Unproven, UnsupportedError):
             return False
@@ -620,10 +875,14 @@ class _Finder:
     def _run(self, name: str, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that `module` computes from `hidden` when called like the module `name`."""
         batch = PlainBatch()
-        batch.rows = [(row, len(self._positions) // len(MAGNITUDES)) for row in range(len(MAGNITUDES))]
+        batch.rows = [
+            (row, len(self._positions) // len(MAGNITUDES)) for row in range(len(MAGNITUDES))
+        ]
         for inner, spec in self._specs.items():
             if inner == name or inner.startswith(f"{name}."):
-                setattr(module.get_submodule(inner[len(name) + 1 :]), LAYER, PlainAttention(spec, batch))
+                setattr(
+                    module.get_submodule(inner[len(name) + 1 :]), LAYER, PlainAttention(spec, batch)
+                )
         for rotary in self.rotaries:
             rotary.begin(self._positions)
         call = self._seen[name][0]
@@ -641,9 +900,13 @@ class _Finder:
                 return value
             raise _Unproven
 
-        out = module(*map(real, call.args), **{key: real(value) for key, value in call.kwargs.items()})
+        out = module(
+            *map(real, call.args), **{key: real(value) for key, value in call.kwargs.items()}
+        )
         states: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        if isinstance(out, tuple) != isinstance(call.output, tuple) or (isinstance(out, tuple) and (len(out) != 2 or out[1] is not None)):
+        if isinstance(out, tuple) != isinstance(call.output, tuple) or (
+            isinstance(out, tuple) and (len(out) != 2 or out[1] is not None)
+        ):
             raise _Unproven
         return states
 
@@ -655,14 +918,18 @@ class _Finder:
         made = copy.deepcopy(module, {id(config): config}).to_empty(device=self._device).float()
         for name, parameter in made.named_parameters():
             numbers = self._numbers(name, tuple(parameter.shape))
-            parameter.copy_(numbers * (3 / numbers.shape[1]) ** 0.5 if numbers.ndim > 1 else 1 + numbers / 2)
+            parameter.copy_(
+                numbers * (3 / numbers.shape[1]) ** 0.5 if numbers.ndim > 1 else 1 + numbers / 2
+            )
         return made
 
     def _numbers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return random numbers between -1 and 1, different by name, but the same for identical modules."""
         if (name, shape) not in self._random:
             generator = torch.Generator(self._device).manual_seed(len(self._random))
-            self._random[name, shape] = torch.rand(shape, generator=generator, device=self._device) * 2 - 1
+            self._random[name, shape] = (
+                torch.rand(shape, generator=generator, device=self._device) * 2 - 1
+            )
         return self._random[name, shape]
 
 
@@ -670,15 +937,27 @@ def _agree(wanted: torch.Tensor, got: torch.Tensor) -> bool:
     """Return True if outputs for inputs of all magnitudes agree."""
     wanted, got = (one.reshape(len(MAGNITUDES), -1) for one in (wanted, got))
     off = (wanted - got).abs().amax(1) / wanted.square().mean(1).sqrt()  # of each magnitude
-    return all(one <= (EXACT if magnitude <= 1 else ABOUT) for one, magnitude in zip(off.tolist(), MAGNITUDES, strict=True))
+    return all(
+        one <= (EXACT if magnitude <= 1 else ABOUT)
+        for one, magnitude in zip(off.tolist(), MAGNITUDES, strict=True)
+    )
 
 
 def _has_only(module: nn.Module, names: set[str]) -> bool:
     """Return True if the parameters of a module have these names, and it has no buffers."""
-    return {name for name, _ in module.named_parameters()} == names and not any(True for _ in module.buffers())
+    return {name for name, _ in module.named_parameters()} == names and not any(
+        True for _ in module.buffers()
+    )
 
 
 def _spread(max_len: int) -> torch.Tensor:
     """Return some two dozen positions below `max_len`: the first ones, powers of two and their neighbours, the last."""
-    positions = {0, 1, 2, 3, max_len - 1, *(2**power + by for power in range(2, max_len.bit_length()) for by in (-1, 0))}
+    positions = {
+        0,
+        1,
+        2,
+        3,
+        max_len - 1,
+        *(2**power + by for power in range(2, max_len.bit_length()) for by in (-1, 0)),
+    }
     return torch.tensor(sorted(one for one in positions if 0 <= one < max_len))

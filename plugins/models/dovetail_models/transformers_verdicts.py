@@ -26,7 +26,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def folder() -> Path:
     """Return the folder of verdicts: `dovetail/transformers` in XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dovetail" / "transformers"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "dovetail"
+        / "transformers"
+    )
 
 
 class Verdict:
@@ -35,11 +39,21 @@ class Verdict:
     def __init__(self, config: Any, environment: Mapping[str, Any]) -> None:
         """`config`: transformers' config. `environment`: other dependencies of the numbers; the versions of packages, including all plugins, are
         added."""
-        versions = {package.__name__: str(package.__version__) for package in (dovetail, transformers, torch)} | {"triton": _version("triton")}
-        versions |= {point.dist.name: point.dist.version for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.dist is not None}
+        versions = {
+            package.__name__: str(package.__version__)
+            for package in (dovetail, transformers, torch)
+        } | {"triton": _version("triton")}
+        versions |= {
+            point.dist.name: point.dist.version
+            for point in metadata.entry_points(group=ENTRY_POINT_GROUP)
+            if point.dist is not None
+        }
         key = {"config": config.to_dict(), "versions": versions, "environment": environment}
         self._key = json.loads(_ADDRESS.sub("", json.dumps(key, sort_keys=True, default=str)))
-        self.path = folder() / f"{hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]}.json"
+        self.path = (
+            folder()
+            / f"{hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]}.json"
+        )
 
     def read(self) -> bool | None:
         """Return whether a passed model may use Dovetail's layers; None: not checked yet. A file that is unreadable or belongs to another model is
@@ -63,13 +77,17 @@ class Verdict:
     def write(self, *, replaced: bool) -> None:
         """Store that the model passed. If the file can't be written, this is logged, and the next start checks again."""
         stored = json.dumps({"key": self._key, "replaced": replaced}, indent=1)
-        own = self.path.with_name(f"{self.path.name}.{os.getpid()}")  # per process: another one may be writing, too
+        own = self.path.with_name(
+            f"{self.path.name}.{os.getpid()}"
+        )  # per process: another one may be writing, too
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(own, lambda path: path.write_text(stored, encoding="utf-8"))
             os.replace(own, self.path)
         except OSError as error:
-            log.info("%s: %s: the next start checks the model again", self.path, error.strerror or error)
+            log.info(
+                "%s: %s: the next start checks the model again", self.path, error.strerror or error
+            )
 
 
 def _version(distribution: str) -> str:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dovetail.api.observer import EngineStarted, EngineStopped, Observer, ObserverContext, RequestPreempted, StepFinished
+from dovetail.api.observer import (
+    EngineStarted,
+    EngineStopped,
+    Observer,
+    ObserverContext,
+    RequestPreempted,
+    StepFinished,
+)
 
 logger = logging.getLogger("dovetail")
 
@@ -52,7 +59,11 @@ class Tally:
         self.accepted_drafts += sum(step.accepted_drafts)
 
     def per_second(self, tokens: int) -> float:
-        return tokens / (self.ended - self.began) if self.began is not None and self.ended > self.began else 0.0
+        return (
+            tokens / (self.ended - self.began)
+            if self.began is not None and self.ended > self.began
+            else 0.0
+        )
 
     @property
     def hit_share(self) -> float:
@@ -63,7 +74,11 @@ class Tally:
     @property
     def drafts(self) -> str:
         """Mean number of tokens that rows with drafts yielded, as a part of a line; empty if there were none."""
-        return f", acceptance length {1 + self.accepted_drafts / self.draft_rows:.2f}" if self.draft_rows else ""
+        return (
+            f", acceptance length {1 + self.accepted_drafts / self.draft_rows:.2f}"
+            if self.draft_rows
+            else ""
+        )
 
 
 class LogObserver(Observer):
@@ -71,18 +86,28 @@ class LogObserver(Observer):
 
     options: LogOptions
 
-    def __init__(self, options: LogOptions, context: ObserverContext, wall: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        options: LogOptions,
+        context: ObserverContext,
+        wall: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(options, context)
         self._wall = wall
         self._due = wall() + options.every_s
-        self._recent, self._total = Tally(), Tally()  # counts since the last line, and since the start
+        self._recent, self._total = (
+            Tally(),
+            Tally(),
+        )  # counts since the last line, and since the start
         self._last_step: StepFinished | None = None
         self._groups: tuple[str, ...] = ()  # names of the cache groups
 
     def on_started(self, event: EngineStarted) -> None:
         self._due = self._wall() + self.options.every_s
         self._groups = tuple(group.name for group in event.cache_groups)
-        details = ", ".join(f"{name} {value}" for name, value in event.details.items() if name != "kv_groups")
+        details = ", ".join(
+            f"{name} {value}" for name, value in event.details.items() if name != "kv_groups"
+        )
         logger.info(
             "started: scheduler %s, kv_cache %s (%d blocks of %d), executor %s%s",
             event.scheduler,
@@ -126,7 +151,9 @@ class LogObserver(Observer):
         recent, self._recent = self._recent, Tally()
         blocks = step.blocks
         share = 100 / max(1, blocks.free + blocks.held + blocks.cached)
-        by_group = zip(self._groups, blocks.held_by_group, strict=False) if len(self._groups) > 1 else ()
+        by_group = (
+            zip(self._groups, blocks.held_by_group, strict=False) if len(self._groups) > 1 else ()
+        )
         groups = ", ".join(f"{name} {share * held:.1f}%" for name, held in by_group)
         logger.info(
             "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s%s | KV %.1f%% used%s, prefix hits %.0f%% | %d preemptions",

@@ -40,7 +40,9 @@ class TraceContext(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    trace_headers: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=4096)]] = Field(default_factory=dict, max_length=64)
+    trace_headers: dict[
+        Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=4096)]
+    ] = Field(default_factory=dict, max_length=64)
     """Headers of the request; `traceparent` and `tracestate` are used."""
 
 
@@ -92,12 +94,16 @@ class OtlpObserver(Observer):
                 "gen_ai.usage.cached_tokens": request.cached_tokens,
                 "gen_ai.usage.completion_tokens": request.generated,
                 "gen_ai.latency.e2e": took_s,
-                "gen_ai.latency.time_to_first_token": between(request.arrival_time, request.first_token_time),
+                "gen_ai.latency.time_to_first_token": between(
+                    request.arrival_time, request.first_token_time
+                ),
                 **latencies(times),
             }
         )
         failed = event.finish_reason in ("error", "rejected")
-        carried = [one.trace_headers for one in request.extra.values() if isinstance(one, TraceContext)]
+        carried = [
+            one.trace_headers for one in request.extra.values() if isinstance(one, TraceContext)
+        ]
         if self._spans is not None:
             self._spans.add(
                 carried[0] if carried else {},

@@ -46,7 +46,10 @@ logger = logging.getLogger("dovetail")
 ENGINE, REQUESTS = 1, 2  # "processes" of the trace
 DEVICE = 1  # the engine's only "thread"
 LATEST_US = float(2**53)  # integers up to here are exact in any JSON: 285 years
-BUFFER_BYTES, BUFFER_S = 1 << 16, 1.0  # events are written once this many bytes are buffered, or this long after the last write
+BUFFER_BYTES, BUFFER_S = (
+    1 << 16,
+    1.0,
+)  # events are written once this many bytes are buffered, or this long after the last write
 END_BYTES = 1024  # more than the last events and the closing bracket take
 END_BYTES_PER_REQUEST = 160  # more than the ends of its two slices take
 LONGEST_TEXT = 200  # characters; ids and reasons of any length come from users
@@ -60,8 +63,15 @@ class PerfettoOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(default="trace.json", min_length=1, description="File to write; overwritten by each run.")
-    max_mb: int = Field(default=256, ge=1, le=1 << 20, description="Maximum size of the file in MiB; the trace ends there.")
+    path: str = Field(
+        default="trace.json", min_length=1, description="File to write; overwritten by each run."
+    )
+    max_mb: int = Field(
+        default=256,
+        ge=1,
+        le=1 << 20,
+        description="Maximum size of the file in MiB; the trace ends there.",
+    )
 
 
 class TraceFile:
@@ -138,7 +148,12 @@ class PerfettoObserver(Observer):
 
     options: PerfettoOptions
 
-    def __init__(self, options: PerfettoOptions, context: ObserverContext, wall: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        options: PerfettoOptions,
+        context: ObserverContext,
+        wall: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(options, context)
         self._wall = wall
         self._max_bytes = options.max_mb << 20
@@ -148,7 +163,9 @@ class PerfettoObserver(Observer):
         self._device_us = 0  # end of the last step
         self._lives: dict[Request, Life] = {}
         self._prefilling: dict[Request, Life] = {}
-        self._free: list[tuple[int, int]] = []  # a heap of free lanes, each after the time of its last end
+        self._free: list[
+            tuple[int, int]
+        ] = []  # a heap of free lanes, each after the time of its last end
         self._lanes = 0
         self._copied = False  # the last step had copies
 
@@ -161,7 +178,9 @@ class PerfettoObserver(Observer):
         except BlockingIOError:
             raise self._no_file("is being written by another engine or observer") from None
         except (OSError, ValueError) as error:
-            raise self._no_file(f"can't be written: {getattr(error, 'strerror', None) or error}") from None
+            raise self._no_file(
+                f"can't be written: {getattr(error, 'strerror', None) or error}"
+            ) from None
         label = f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} blocks of {event.block_size}, executor {event.executor}"
         self._write(
             _meta("process_labels", ENGINE, 0, labels=label),
@@ -174,10 +193,16 @@ class PerfettoObserver(Observer):
             return
         request, begin = event.request, self._us(event.request.arrival_time)
         lane = self._take_lane(begin)
-        args: Event = {"prompt_tokens": request.prompt_tokens, "max_tokens": request.max_tokens, "priority": request.priority}
+        args: Event = {
+            "prompt_tokens": request.prompt_tokens,
+            "max_tokens": request.max_tokens,
+            "priority": request.priority,
+        }
         if request.client is not None:
             args["client"] = _cut(request.client)
-        self._write(_begin(f"request {_cut(request.id)}", lane, begin, args), _begin("queued", lane, begin))
+        self._write(
+            _begin(f"request {_cut(request.id)}", lane, begin, args), _begin("queued", lane, begin)
+        )
         if self._file is not None:
             self._lives[request] = Life(lane, begin)
 
@@ -195,11 +220,15 @@ class PerfettoObserver(Observer):
     def on_step(self, event: StepFinished) -> None:
         if self._file is None:
             return
-        for request, life in [(r, life) for r, life in self._prefilling.items() if r.generated > life.generated]:
+        for request, life in [
+            (r, life) for r, life in self._prefilling.items() if r.generated > life.generated
+        ]:
             self._prefilling.pop(request, None)
             self._turn(life, "decode", event.ended)
         self._write(*self._step(event))
-        if self._file is not None and not event.running + event.waiting:  # the next event may be far away
+        if (
+            self._file is not None and not event.running + event.waiting
+        ):  # the next event may be far away
             self._attempt(self._file.flush)
 
     def on_finished(self, event: RequestFinished) -> None:
@@ -207,20 +236,37 @@ class PerfettoObserver(Observer):
             return
         request, at = event.request, max(life.at_us, self._us(event.time))
         why = {} if event.stop_reason is None else {"why": _cut(str(event.stop_reason))}
-        args = {"finish": event.finish_reason, "generated": request.generated, "preemptions": request.preemptions, **why}
-        self._write(_instant(event.finish_reason, REQUESTS, life.lane, at, why), _end(life.lane, at), _end(life.lane, at, args))
+        args = {
+            "finish": event.finish_reason,
+            "generated": request.generated,
+            "preemptions": request.preemptions,
+            **why,
+        }
+        self._write(
+            _instant(event.finish_reason, REQUESTS, life.lane, at, why),
+            _end(life.lane, at),
+            _end(life.lane, at, args),
+        )
         self._lives.pop(request, None)
         self._prefilling.pop(request, None)
         heapq.heappush(self._free, (at, life.lane))
 
     def on_stopped(self, event: EngineStopped) -> None:
-        why = "stopped" if event.error is None else _cut(f"stopped by {type(event.error).__name__}: {event.error}")
+        why = (
+            "stopped"
+            if event.error is None
+            else _cut(f"stopped by {type(event.error).__name__}: {event.error}")
+        )
         self._close(max(self._device_us, self._us(event.time)), why)
 
     def _step(self, event: StepFinished) -> list[Event]:
         begin = max(self._device_us, self._us(event.started))  # slices that overlap can't be drawn
         end = self._device_us = max(begin, self._us(event.ended))
-        kinds = [kind for kind, tokens in (("prefill", event.prefill_tokens), ("decode", event.decode_tokens)) if tokens]
+        kinds = [
+            kind
+            for kind, tokens in (("prefill", event.prefill_tokens), ("decode", event.decode_tokens))
+            if tokens
+        ]
         args = {
             "step": event.index,
             "planned_us": self._us(event.planned),
@@ -234,11 +280,27 @@ class PerfettoObserver(Observer):
             "graphs": _counted(event.graphs) or "none",
         }
         if event.draft_rows:
-            args |= {"draft_rows": event.draft_rows, "draft_tokens": event.draft_tokens, "accepted_drafts": sum(event.accepted_drafts)}
+            args |= {
+                "draft_rows": event.draft_rows,
+                "draft_tokens": event.draft_tokens,
+                "accepted_drafts": sum(event.accepted_drafts),
+            }
         name, blocks = "+".join(kinds) or "nothing", event.blocks
-        by_group = dict(zip(self._groups, blocks.held_by_group, strict=False)) if len(self._groups) > 1 else {}
+        by_group = (
+            dict(zip(self._groups, blocks.held_by_group, strict=False))
+            if len(self._groups) > 1
+            else {}
+        )
         return [
-            {"name": name, "ph": "X", "pid": ENGINE, "tid": DEVICE, "ts": begin, "dur": end - begin, "args": args},
+            {
+                "name": name,
+                "ph": "X",
+                "pid": ENGINE,
+                "tid": DEVICE,
+                "ts": begin,
+                "dur": end - begin,
+                "args": args,
+            },
             _counter("tokens", begin, prefill=event.prefill_tokens, decode=event.decode_tokens),
             _counter("requests", end, running=event.running, waiting=event.waiting),
             _counter("KV blocks", end, held=blocks.held, cached=blocks.cached, free=blocks.free),
@@ -248,11 +310,23 @@ class PerfettoObserver(Observer):
 
     def _copies(self, event: StepFinished, at_us: int) -> list[Event]:
         """Return the counter of what a step copies; none while it stays at zero."""
-        copies = {"pages": event.page_copies, "checkpoints": event.checkpoints, "adapters": event.adapter_loads}
+        copies = {
+            "pages": event.page_copies,
+            "checkpoints": event.checkpoints,
+            "adapters": event.adapter_loads,
+        }
         before, self._copied = self._copied, any(copies.values())
         return [_counter("copies", at_us, **copies)] if before or self._copied else []
 
-    def _turn(self, life: Life, phase: str, time: float, args: Event | None = None, *, instant: bool = False) -> None:
+    def _turn(
+        self,
+        life: Life,
+        phase: str,
+        time: float,
+        args: Event | None = None,
+        *,
+        instant: bool = False,
+    ) -> None:
         """End the phase of a request, and begin the next; with a mark on its lane if `instant`."""
         at = life.at_us = max(life.at_us, self._us(time))
         marks = [_instant(phase, REQUESTS, life.lane, at)] if instant else []
@@ -272,8 +346,15 @@ class PerfettoObserver(Observer):
         if (file := self._file) is None:
             return
         line = _line(events)
-        if file.size + len(line) + END_BYTES + END_BYTES_PER_REQUEST * (len(self._lives) + 1) > self._max_bytes:
-            logger.warning("observer perfetto: %s has reached max_mb: %d; the trace ends here", self.options.path, self.options.max_mb)
+        if (
+            file.size + len(line) + END_BYTES + END_BYTES_PER_REQUEST * (len(self._lives) + 1)
+            > self._max_bytes
+        ):
+            logger.warning(
+                "observer perfetto: %s has reached max_mb: %d; the trace ends here",
+                self.options.path,
+                self.options.max_mb,
+            )
             self._close(self._device_us, "the trace ends here: max_mb is reached")
         else:
             self._attempt(lambda: file.write(line))
@@ -282,7 +363,11 @@ class PerfettoObserver(Observer):
         """End the slices of all requests and close the file. No-op once the trace has ended."""
         if (file := self._file) is None:
             return
-        ends = [_end(life.lane, max(at_us, life.at_us)) for life in self._lives.values() for _ in ("its phase", "the request")]
+        ends = [
+            _end(life.lane, max(at_us, life.at_us))
+            for life in self._lives.values()
+            for _ in ("its phase", "the request")
+        ]
         self._attempt(lambda: file.close(_line([_instant(why, ENGINE, DEVICE, at_us), *ends])))
         self._forget()
 
@@ -291,7 +376,11 @@ class PerfettoObserver(Observer):
         try:
             write()
         except OSError as error:
-            logger.warning("observer perfetto: the trace ends here, since %s can't be written any more: %s", self.options.path, error)
+            logger.warning(
+                "observer perfetto: the trace ends here, since %s can't be written any more: %s",
+                self.options.path,
+                error,
+            )
             if self._file is not None:
                 self._file.abandon()
             self._forget()
@@ -333,7 +422,15 @@ def _end(lane: int, at_us: int, args: Event | None = None) -> Event:
 
 
 def _instant(name: str, pid: int, tid: int, at_us: int, args: Event | None = None) -> Event:
-    return {"name": name, "ph": "i", "s": "t", "pid": pid, "tid": tid, "ts": at_us, "args": args or {}}
+    return {
+        "name": name,
+        "ph": "i",
+        "s": "t",
+        "pid": pid,
+        "tid": tid,
+        "ts": at_us,
+        "args": args or {},
+    }
 
 
 def _counter(name: str, at_us: int, /, **values: int) -> Event:

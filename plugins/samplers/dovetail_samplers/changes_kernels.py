@@ -27,7 +27,9 @@ from dovetail_samplers import rules
 
 WORDS = tl.constexpr(12)  # of 4 bytes in a row's record: see `device_changes.RECORD`
 ADDRESS = tl.constexpr(0)  # the first of 8 bytes
-NUM_BIASES, NUM_ALLOWED, NUM_STOPS, NUM_BAD_WORDS, NUM_PREFIX_TOKENS, MIN_TOKENS = (tl.constexpr(word) for word in range(2, 8))
+NUM_BIASES, NUM_ALLOWED, NUM_STOPS, NUM_BAD_WORDS, NUM_PREFIX_TOKENS, MIN_TOKENS = (
+    tl.constexpr(word) for word in range(2, 8)
+)
 REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(word) for word in range(8, 11))
 NEVER, LEAST = tl.constexpr(rules.NEVER), tl.constexpr(rules.LEAST)
 MARK = tl.constexpr(0x7FA5A5A5)  # a NaN that no arithmetic produces, even with some millions added
@@ -92,12 +94,21 @@ def _change(
     wait(PDL)
     place, n = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row = tl.load(rows + place)
-    others = tl.load(rows + place - 1, mask=place > 0, other=-1) == row  # another program takes all lines of the row
+    others = (
+        tl.load(rows + place - 1, mask=place > 0, other=-1) == row
+    )  # another program takes all lines of the row
     if (row >= max_rows) | others:
         return
-    record, seen, prompt_len = ints + row * WORDS, token_ids + row * width, tl.load(prompt_lens + row)
+    record, seen, prompt_len = (
+        ints + row * WORDS,
+        token_ids + row * width,
+        tl.load(prompt_lens + row),
+    )
     packed = tl.load(longs + row * (WORDS // 2) + ADDRESS)
-    repetition, presence = tl.load(floats + row * WORDS + REPETITION), tl.load(floats + row * WORDS + PRESENCE)
+    repetition, presence = (
+        tl.load(floats + row * WORDS + REPETITION),
+        tl.load(floats + row * WORDS + PRESENCE),
+    )
     frequency = tl.load(floats + row * WORDS + FREQUENCY)
     next_row = row
     while next_row == row:
@@ -105,19 +116,44 @@ def _change(
         own = changed + place * vocab
         if packed != 0:
             tile = tl.arange(0, WIDTH)
-            num_finite = tl.sum(tl.load(finite + place * WIDTH + tile, mask=tile < tiles, other=0), 0)
+            num_finite = tl.sum(
+                tl.load(finite + place * WIDTH + tile, mask=tile < tiles, other=0), 0
+            )
             rules = packed.to(tl.pointer_type(tl.int32))
-            _apply_rules(logits + place * stride, own, record, rules, seen, known, known - prompt_len, num_finite, CHUNK)
+            _apply_rules(
+                logits + place * stride,
+                own,
+                record,
+                rules,
+                seen,
+                known,
+                known - prompt_len,
+                num_finite,
+                CHUNK,
+            )
         if (repetition != 1) | (presence != 0) | (frequency != 0):
             tl.debug_barrier()
-            _penalise(own, seen, known, prompt_len, kept + row * width, vocab, repetition, presence, frequency, CHUNK)
+            _penalise(
+                own,
+                seen,
+                known,
+                prompt_len,
+                kept + row * width,
+                vocab,
+                repetition,
+                presence,
+                frequency,
+                CHUNK,
+            )
         tl.debug_barrier()  # the next line reuses the scratch memory
         place += 1
         next_row = tl.load(rows + place, mask=place < n, other=-1)
 
 
 @triton.jit
-def _apply_rules(logits, changed, record, packed, seen, known, generated, num_finite, CHUNK: tl.constexpr):
+def _apply_rules(
+    logits, changed, record, packed, seen, known, generated, num_finite, CHUNK: tl.constexpr
+):
     """`packed`: see `rules.RowRules`."""
     num_biases, num_allowed = tl.load(record + NUM_BIASES), tl.load(record + NUM_ALLOWED)
     num_stops, num_words = tl.load(record + NUM_STOPS), tl.load(record + NUM_BAD_WORDS)
@@ -139,7 +175,9 @@ def _apply_rules(logits, changed, record, packed, seen, known, generated, num_fi
         token = tl.load(packed + i, mask=i < num_biases, other=0)
         old = tl.load(changed + token, mask=i < num_biases, other=NEVER)
         new = tl.load(logits + token, mask=i < num_biases, other=NEVER).to(tl.float32)
-        new += tl.load(packed + num_biases + i, mask=i < num_biases, other=0).to(tl.float32, bitcast=True)
+        new += tl.load(packed + num_biases + i, mask=i < num_biases, other=0).to(
+            tl.float32, bitcast=True
+        )
         if num_allowed >= 0:
             new = tl.where(old == NEVER, NEVER, tl.where(new < LEAST, LEAST, new))
         num_finite += tl.sum((new != NEVER).to(tl.int32) - (old != NEVER).to(tl.int32), 0)
@@ -147,7 +185,18 @@ def _apply_rules(logits, changed, record, packed, seen, known, generated, num_fi
     if num_stops + num_words > 0:
         tl.debug_barrier()
         _note_misses(record, missed, missed + num_words, seen, known, num_words, CHUNK)
-        _ban(record, changed, banned, before, missed, num_stops, num_stops + num_words, generated, num_finite, CHUNK)
+        _ban(
+            record,
+            changed,
+            banned,
+            before,
+            missed,
+            num_stops,
+            num_stops + num_words,
+            generated,
+            num_finite,
+            CHUNK,
+        )
 
 
 @triton.jit
@@ -162,29 +211,56 @@ def _note_misses(record, missed, tokens, seen, known, num_words, CHUNK: tl.const
         i = start + tl.arange(0, CHUNK)
         inside = i < count
         position = known - tl.load(tokens + 2 * count + i, mask=inside, other=0)
-        differs = tl.load(seen + position, mask=inside & (position >= 0), other=-1) != tl.load(tokens + i, mask=inside, other=-1)
-        tl.store(missed + tl.load(tokens + count + i, mask=inside, other=0), 1, mask=inside & differs)
+        differs = tl.load(seen + position, mask=inside & (position >= 0), other=-1) != tl.load(
+            tokens + i, mask=inside, other=-1
+        )
+        tl.store(
+            missed + tl.load(tokens + count + i, mask=inside, other=0), 1, mask=inside & differs
+        )
     tl.debug_barrier()
 
 
 @triton.jit
-def _ban(record, changed, banned, before, missed, num_stops, count, generated, num_finite, CHUNK: tl.constexpr):
+def _ban(
+    record,
+    changed,
+    banned,
+    before,
+    missed,
+    num_stops,
+    count,
+    generated,
+    num_finite,
+    CHUNK: tl.constexpr,
+):
     """Apply the bans, and lift them all if they leave none of the `num_finite` tokens."""
     too_few = generated < tl.load(record + MIN_TOKENS)
     for start in range(0, count, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        old = tl.load(changed + tl.load(banned + i, mask=i < count, other=0), mask=i < count, other=0.0)
+        old = tl.load(
+            changed + tl.load(banned + i, mask=i < count, other=0), mask=i < count, other=0.0
+        )
         tl.store(before + i, old.to(tl.int32, bitcast=True), mask=i < count)
     tl.debug_barrier()
     for start in range(0, count, CHUNK):
         i = start + tl.arange(0, CHUNK)
         inside = i < count
         is_word = inside & (i >= num_stops)
-        holds = tl.where(is_word, tl.load(missed + i - num_stops, mask=is_word, other=1) == 0, inside & too_few)
-        new = tl.load(before + i, mask=inside, other=0).to(tl.float32, bitcast=True) + NEVER  # NaN stays
-        place = changed.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(banned + i, mask=inside, other=0)
-        old = tl.atomic_xchg(place, new.to(tl.int32, bitcast=True), mask=holds).to(tl.float32, bitcast=True)
-        num_finite -= tl.sum((holds & (new == NEVER) & (old != NEVER)).to(tl.int32), 0)  # a token may be banned twice
+        holds = tl.where(
+            is_word, tl.load(missed + i - num_stops, mask=is_word, other=1) == 0, inside & too_few
+        )
+        new = (
+            tl.load(before + i, mask=inside, other=0).to(tl.float32, bitcast=True) + NEVER
+        )  # NaN stays
+        place = changed.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(
+            banned + i, mask=inside, other=0
+        )
+        old = tl.atomic_xchg(place, new.to(tl.int32, bitcast=True), mask=holds).to(
+            tl.float32, bitcast=True
+        )
+        num_finite -= tl.sum(
+            (holds & (new == NEVER) & (old != NEVER)).to(tl.int32), 0
+        )  # a token may be banned twice
     tl.debug_barrier()
     if num_finite == 0:
         for start in range(0, count, CHUNK):
@@ -194,12 +270,27 @@ def _ban(record, changed, banned, before, missed, num_stops, count, generated, n
 
 
 @triton.jit
-def _penalise(changed, seen, known, prompt_len, kept, vocab, repetition, presence, frequency, CHUNK: tl.constexpr):
+def _penalise(
+    changed,
+    seen,
+    known,
+    prompt_len,
+    kept,
+    vocab,
+    repetition,
+    presence,
+    frequency,
+    CHUNK: tl.constexpr,
+):
     counters = changed.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in range(0, known, CHUNK):
         i = start + tl.arange(0, CHUNK)
         token = tl.load(seen + i, mask=i < known, other=0)
-        tl.store(kept + i, tl.atomic_xchg(counters + token, MARK, mask=(i < known) & (token < vocab)), mask=i < known)
+        tl.store(
+            kept + i,
+            tl.atomic_xchg(counters + token, MARK, mask=(i < known) & (token < vocab)),
+            mask=i < known,
+        )
     tl.debug_barrier()
     for start in range(prompt_len, known, CHUNK):
         i = start + tl.arange(0, CHUNK)
@@ -211,14 +302,23 @@ def _penalise(changed, seen, known, prompt_len, kept, vocab, repetition, presenc
         token = tl.load(seen + i, mask=i < known, other=0)
         old = tl.load(kept + i, mask=i < known, other=MARK)
         keeps = (i < known) & (token < vocab) & (old != MARK)
-        count = (tl.load(counters + token, mask=keeps, other=MARK, cache_modifier=".cg") - MARK).to(tl.float32)
+        count = (tl.load(counters + token, mask=keeps, other=MARK, cache_modifier=".cg") - MARK).to(
+            tl.float32
+        )
         x = old.to(tl.float32, bitcast=True)
         x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
         x -= count * frequency + tl.minimum(count, 1.0) * presence
         tl.store(changed + token, x, mask=keeps)
 
 
-def change(logits: torch.Tensor, lines: Lines, records: torch.Tensor, history: RowHistory, changed: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def change(
+    logits: torch.Tensor,
+    lines: Lines,
+    records: torch.Tensor,
+    history: RowHistory,
+    changed: torch.Tensor,
+    kept: torch.Tensor,
+) -> torch.Tensor:
     """logits [n, vocab] of any float dtype, and lines [n], of rows of `records` [max_rows + 1, 12] int32 (`device_changes`) and of the history -> the
     same with rules and penalties, the first n rows of `changed` [n or more, vocab] float32. `kept` [max_rows + 1, width] int32, as wide as the
     history, is overwritten. The last record's row is padding: what it gets is undefined. Only enqueues work."""
@@ -232,7 +332,17 @@ def change(logits: torch.Tensor, lines: Lines, records: torch.Tensor, history: R
     finite = torch.empty((n, width), dtype=torch.int32, device=logits.device)
     shape = len(records) - 1, vocab, logits.stride(0)
     cut = {"WIDTH": width, **pdl_options(logits.device)}
-    launch(_widen, (n, tiles))(logits, changed, lines.rows, records, finite, *shape, TILE=TILE, num_warps=WIDEN_WARPS, **cut)
+    launch(_widen, (n, tiles))(
+        logits,
+        changed,
+        lines.rows,
+        records,
+        finite,
+        *shape,
+        TILE=TILE,
+        num_warps=WIDEN_WARPS,
+        **cut,
+    )
     launch(_change, (n,))(
         logits,
         changed,

@@ -17,7 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, Lines, Process, RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    Process,
+    RowSampling,
+    SampledTokens,
+    Sampler,
+    SamplerCapabilities,
+)
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
@@ -29,7 +37,9 @@ from dovetail_samplers.noise import exponentials, stream_keys
 from dovetail_samplers.table import DeviceRows, Needs, RowTable
 
 Rows = NDArray[np.int64]  # row indices, or indices in the batch, on the host
-AT_ONCE = 2**24  # logits, or history tokens, that rules and penalties process at once: each needs some 30 bytes of temporary memory
+AT_ONCE = (
+    2**24
+)  # logits, or history tokens, that rules and penalties process at once: each needs some 30 bytes of temporary memory
 UNCAPTURABLE = ~int(Needs.RANDOM | Needs.FILTERS)
 CAPTURED_LOGPROBS = 20  # most likely tokens; with more, a step is sampled outside of graphs
 CPU_CHUNK = 2**17  # logits processed at once on the CPU, to fit its cache
@@ -38,7 +48,13 @@ CPU_CHUNK = 2**17  # logits processed at once on the CPU, to fit its cache
 class DefaultSampler(Sampler):
     """Sampler with all parameters of `RowSampling`, for any mix of rows."""
 
-    capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True, drafts=True, processors=True)
+    capabilities = SamplerCapabilities(
+        cuda_graph=has_triton(),
+        cuda_graph_full=has_triton(),
+        logprobs=True,
+        drafts=True,
+        processors=True,
+    )
 
     def prepare(self, max_rows: int) -> None:
         self._device = torch.device(self.context.device)
@@ -67,7 +83,9 @@ class DefaultSampler(Sampler):
         return Capture.FULL if few and self._changes is not None else None
 
     @torch.inference_mode()
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         if capture is Capture.TOKENS:
             return SampledTokens(self._device_rows.draw(logits, lines, self.context.history))
         if self._changes is None:
@@ -75,23 +93,38 @@ class DefaultSampler(Sampler):
         return self._sample_fully(self._changes, logits, lines)
 
     @torch.inference_mode()
-    def sample_processed_captured(self, logits: torch.Tensor, lines: Lines, process: Process) -> SampledTokens:
+    def sample_processed_captured(
+        self, logits: torch.Tensor, lines: Lines, process: Process
+    ) -> SampledTokens:
         if self._changes is None:
             return super().sample_processed_captured(logits, lines, process)
         return self._sample_fully(self._changes, logits, lines, process)
 
-    def _sample_fully(self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines, process: Process | None = None) -> SampledTokens:
+    def _sample_fully(
+        self,
+        changes: DeviceChanges,
+        logits: torch.Tensor,
+        lines: Lines,
+        process: Process | None = None,
+    ) -> SampledTokens:
         token_ids = self._draw_changed(changes, logits, lines, process)
-        return SampledTokens(token_ids, top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, lines.rows, changes.asked_logprobs))
+        return SampledTokens(
+            token_ids,
+            top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, lines.rows, changes.asked_logprobs),
+        )
 
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> SampledTokens:
         return self._sample(logits, lines, host_rows, None)
 
-    def sample_processed(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process) -> SampledTokens:
+    def sample_processed(
+        self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process
+    ) -> SampledTokens:
         return self._sample(logits, lines, host_rows, process)
 
     @torch.inference_mode()
-    def _sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process | None) -> SampledTokens:
+    def _sample(
+        self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process | None
+    ) -> SampledTokens:
         host_rows = np.asarray(host_rows, dtype=np.int64)
         needs = self._table.needs[host_rows]
         union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
@@ -108,7 +141,9 @@ class DefaultSampler(Sampler):
         k = min(int(self._table.logprobs[host_rows].max()), logits.shape[1])
         return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
 
-    def _drawn_by_kernels(self, logits: torch.Tensor, lines: Lines, union: Needs, process: Process | None) -> torch.Tensor | None:
+    def _drawn_by_kernels(
+        self, logits: torch.Tensor, lines: Lines, union: Needs, process: Process | None
+    ) -> torch.Tensor | None:
         """Return token ids [n] int64, or None without kernels, or if logits must be changed and those kernels are unavailable."""
         if self._changes is None:
             return None
@@ -118,7 +153,9 @@ class DefaultSampler(Sampler):
             return self._draw_changed(self._changes, logits, lines, process)
         return None
 
-    def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines, process: Process | None) -> torch.Tensor:
+    def _draw_changed(
+        self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines, process: Process | None
+    ) -> torch.Tensor:
         """logits [n, vocab], unchanged, and lines [n] -> token ids [n] int64. May raise `KernelUnavailable`."""
         drawn = []
         for start in range(0, max(1, len(logits)), changes.most):
@@ -131,10 +168,16 @@ class DefaultSampler(Sampler):
 
     # ---- changes to logits, before temperature
 
-    def _change_logits(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, needs: NDArray[np.uint8]) -> None:
+    def _change_logits(
+        self, logits: torch.Tensor, lines: Lines, host_rows: Rows, needs: NDArray[np.uint8]
+    ) -> None:
         """Apply rules and penalties in place to the lines of rows that have them. logits [n, vocab] float32."""
         most = max(1, AT_ONCE // max(self.context.history.token_ids.shape[1], logits.shape[1]))
-        changes = {Needs.RULES: self._apply_rules, Needs.REPETITION: self._penalise_repetition, Needs.FREQUENCY: self._penalise_output}
+        changes = {
+            Needs.RULES: self._apply_rules,
+            Needs.REPETITION: self._penalise_repetition,
+            Needs.FREQUENCY: self._penalise_output,
+        }
         for need, change in changes.items():
             for indices in _cut(np.flatnonzero(needs & need), most):
                 at = self._index(indices)
@@ -147,22 +190,40 @@ class DefaultSampler(Sampler):
         rules.apply(logits, self._table.rules_of(host_rows.tolist()), self.context.history, lines)
 
     def _penalise_repetition(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> None:
-        penalties.repetition(logits, penalties.seen(self.context.history, lines), self._table.send(self._table.repetition, host_rows))
+        penalties.repetition(
+            logits,
+            penalties.seen(self.context.history, lines),
+            self._table.send(self._table.repetition, host_rows),
+        )
 
     def _penalise_output(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> None:
         table = self._table
-        presence, frequency = table.send(table.presence, host_rows), table.send(table.frequency, host_rows)
-        penalties.presence_and_frequency(logits, penalties.seen(self.context.history, lines), presence, frequency)
+        presence, frequency = (
+            table.send(table.presence, host_rows),
+            table.send(table.frequency, host_rows),
+        )
+        penalties.presence_and_frequency(
+            logits, penalties.seen(self.context.history, lines), presence, frequency
+        )
 
     # ---- drawing
 
-    def _draw(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, needs: NDArray[np.uint8], union: Needs) -> torch.Tensor:
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: Rows,
+        needs: NDArray[np.uint8],
+        union: Needs,
+    ) -> torch.Tensor:
         """logits [n, vocab] -> token ids [n] int64."""
         if not union & Needs.RANDOM:
             return first_argmax(logits)
         history = self.context.history
         positions = (history.lengths(lines) - history.prompt_lens[lines.rows]).to(torch.int64)
-        keys = stream_keys(self._table.send(self._table.seed_states, host_rows), positions)  # [n, 2]
+        keys = stream_keys(
+            self._table.send(self._table.seed_states, host_rows), positions
+        )  # [n, 2]
         token_ids = torch.empty(len(needs), dtype=torch.int64, device=self._device)
         most = max(1, CPU_CHUNK // logits.shape[1]) if on_cpu(logits) else len(needs)
         for way, indices in _alike(needs, most):
@@ -179,7 +240,9 @@ class DefaultSampler(Sampler):
             return slice(first, last + 1)
         return to_device(indices, self._device)
 
-    def _draw_alike(self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows) -> torch.Tensor:
+    def _draw_alike(
+        self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows
+    ) -> torch.Tensor:
         """Draw rows with the same way of drawing: logits [n, vocab], keys [n, 2] -> token ids [n]."""
         if not way & Needs.RANDOM:
             return first_argmax(logits)
@@ -193,18 +256,36 @@ class DefaultSampler(Sampler):
     def _scores(self, logits: torch.Tensor, host_rows: Rows) -> torch.Tensor:
         """Return [n, vocab] float32: (logits - the row's largest) / temperature. The largest is finite at any temperature, and none is NaN."""
         logits = logits.to(torch.float32)
-        largest = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # for rows of -inf: a finite value to subtract
-        return (logits - largest).div_(self._table.send(self._table.temperature, host_rows)[:, None])
+        largest = logits.amax(-1, keepdim=True).clamp_(
+            min=torch.finfo(torch.float32).min
+        )  # for rows of -inf: a finite value to subtract
+        return (logits - largest).div_(
+            self._table.send(self._table.temperature, host_rows)[:, None]
+        )
 
-    def _kept(self, way: Needs, scores: torch.Tensor, weights: torch.Tensor, host_rows: Rows) -> torch.Tensor:
+    def _kept(
+        self, way: Needs, scores: torch.Tensor, weights: torch.Tensor, host_rows: Rows
+    ) -> torch.Tensor:
         """[n, vocab] float32: 1 for the tokens that pass the rows' filters, otherwise 0."""
         table = self._table
         parts = []
         if way & Needs.TOP_K:
             max_k = int(table.top_k[host_rows].max())
-            parts.append(keep(scores, cut_top_k(scores, table.send(table.top_k, host_rows), table.send(table.top_p, host_rows), max_k)))
+            parts.append(
+                keep(
+                    scores,
+                    cut_top_k(
+                        scores,
+                        table.send(table.top_k, host_rows),
+                        table.send(table.top_p, host_rows),
+                        max_k,
+                    ),
+                )
+            )
         elif way & Needs.TOP_P:
-            parts.append(keep(scores, cut_top_p(scores, weights, table.send(table.top_p, host_rows))))
+            parts.append(
+                keep(scores, cut_top_p(scores, weights, table.send(table.top_p, host_rows)))
+            )
         if way & Needs.MIN_P:
             parts.append(keep_min_p(weights, table.send(table.min_p, host_rows)))
         return parts[0] if len(parts) == 1 else parts[0].mul_(parts[1])
@@ -213,7 +294,9 @@ class DefaultSampler(Sampler):
         """weights [n, vocab], overwritten -> the winners [n]."""
         return first_argmax(weights.div_(exponentials(keys, self._device_rows.hashes)))
 
-    def _race_of_few(self, weights: torch.Tensor, kept: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _race_of_few(
+        self, weights: torch.Tensor, kept: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
         """The same, for weights that are 0 where `kept` is: on the CPU, noise is computed only for kept tokens."""
         if not on_cpu(weights):
             return self._race(weights, keys)
@@ -222,7 +305,9 @@ class DefaultSampler(Sampler):
             return self._race(weights, keys)
         row = np.repeat(np.arange(len(kept)), kept.sum(-1).numpy().astype(np.int64))
         token = torch.from_numpy(indices - row * kept.shape[1])
-        noise = exponentials(keys[torch.from_numpy(row)], self._device_rows.hashes[token][:, None]).squeeze(1)
+        noise = exponentials(
+            keys[torch.from_numpy(row)], self._device_rows.hashes[token][:, None]
+        ).squeeze(1)
         weights.view(-1)[torch.from_numpy(indices)] /= noise
         return first_argmax(weights)
 

@@ -28,17 +28,27 @@ RECORD = np.dtype(
     ]
 )
 NONE = np.array([(0, 0, -1, 0, 0, 0, 0, 1, 0, 0, -1)], RECORD)
-AT_ONCE = 1 << 26  # changed logits of 4 bytes; further lines are processed afterwards, in the same memory
+AT_ONCE = (
+    1 << 26
+)  # changed logits of 4 bytes; further lines are processed afterwards, in the same memory
 
 
 class DeviceChanges:
     """Records of `max_rows` rows plus one for padding, and memory for changed logits. Tensors keep their addresses."""
 
     def __init__(self, max_rows: int, context: SamplerContext) -> None:
-        self._history, device, vocab_size = context.history, torch.device(context.device), context.vocab_size
-        self._records = torch.from_numpy(_words(NONE.repeat(max_rows + 1))).to(device)  # [max_rows + 1, 12] int32
+        self._history, device, vocab_size = (
+            context.history,
+            torch.device(context.device),
+            context.vocab_size,
+        )
+        self._records = torch.from_numpy(_words(NONE.repeat(max_rows + 1))).to(
+            device
+        )  # [max_rows + 1, 12] int32
         self.asked_logprobs = self._records[:, RECORD.itemsize // 4 - 1]  # [max_rows + 1]
-        self.most = max(1, min(max_rows * (1 + context.max_drafts), AT_ONCE // vocab_size))  # lines at once
+        self.most = max(
+            1, min(max_rows * (1 + context.max_drafts), AT_ONCE // vocab_size)
+        )  # lines at once
         self._changed = torch.empty((self.most, vocab_size), dtype=torch.float32, device=device)
         self._kept = torch.empty_like(self._history.token_ids)
 
@@ -48,7 +58,14 @@ class DeviceChanges:
         for record, row in zip(records, rows.tolist(), strict=True):
             if (rules := table.rules.get(row)) is not None:
                 record["address"] = rules.packed.data_ptr()
-                for name in ("num_biases", "num_allowed", "num_stops", "num_bad_words", "num_prefix_tokens", "min_tokens"):
+                for name in (
+                    "num_biases",
+                    "num_allowed",
+                    "num_stops",
+                    "num_bad_words",
+                    "num_prefix_tokens",
+                    "min_tokens",
+                ):
                     record[name] = getattr(rules, name)
         for name in ("repetition", "presence", "frequency"):
             records[name] = getattr(table, name)[rows]
@@ -59,7 +76,9 @@ class DeviceChanges:
         """logits [n, vocab], n <= `most`, and lines [n] -> [n, vocab] float32, which the next call overwrites."""
         from dovetail_samplers import changes_kernels
 
-        return changes_kernels.change(logits, lines, self._records, self._history, self._changed, self._kept)
+        return changes_kernels.change(
+            logits, lines, self._records, self._history, self._changed, self._kept
+        )
 
 
 def _words(records: NDArray[Any]) -> NDArray[np.int32]:

@@ -29,7 +29,11 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """values [n, m] float32 -> the k largest of each row, descending: [n, k]."""
     size = values.shape[1]
     if not on_cpu(values):
-        return values.topk(k, dim=-1).values if k < size else values.sort(dim=-1, descending=True).values
+        return (
+            values.topk(k, dim=-1).values
+            if k < size
+            else values.sort(dim=-1, descending=True).values
+        )
     array = values.numpy()
     if k < size:
         array = np.partition(array, size - k, axis=-1)[:, size - k :]
@@ -85,7 +89,9 @@ def _reaching(weights: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor) -
 
 def keep(scores: torch.Tensor, cut: Cut) -> torch.Tensor:
     """[n, vocab] float32: 1 for tokens within the cut, else 0."""
-    kept = torch.ge(scores, cut.value, out=torch.empty_like(scores))  # a float result is faster than bool
+    kept = torch.ge(
+        scores, cut.value, out=torch.empty_like(scores)
+    )  # a float result is faster than bool
     too_many = kept.sum(-1, keepdim=True) > cut.count  # float32 counts exactly to 2**24
     if on_cpu(scores) and not bool(too_many.any()):
         return kept

@@ -43,7 +43,10 @@ WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `table.RECORD`
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(word) for word in range(4))
 SEED_STATE = tl.constexpr(2)  # the third of 8 bytes
 NONE = tl.constexpr(1e30)  # from here on: no top-p
-LEAST, MOST = tl.constexpr(torch.finfo(torch.float32).min), tl.constexpr(torch.finfo(torch.float32).max)
+LEAST, MOST = (
+    tl.constexpr(torch.finfo(torch.float32).min),
+    tl.constexpr(torch.finfo(torch.float32).max),
+)
 MANY = tl.constexpr(1 << 30)  # tokens
 HOTTEST = tl.constexpr(1e37)  # a temperature with a normal inverse
 
@@ -55,7 +58,9 @@ HALF_STEP, STEP = tl.constexpr(2.0**-32), tl.constexpr(noise.BELOW_ONE * 2.0**-3
 LOG2_E = tl.constexpr(math.log2(math.e))
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 SMALL = tl.constexpr(1 / 8)  # below it, -log2(1 - u) / u is this polynomial, within 5e-7 of it
-SERIES_0, SERIES_1, SERIES_2, SERIES_3 = (tl.constexpr(c) for c in (1.4426944, 0.72152215, 0.47403677, 0.44462561))
+SERIES_0, SERIES_1, SERIES_2, SERIES_3 = (
+    tl.constexpr(c) for c in (1.4426944, 0.72152215, 0.47403677, 0.44462561)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,11 @@ class Sizes:
 
 
 SIZES = Sizes()
-SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # of a float32 converted from this dtype: always 0
+SPARE_BITS = {
+    torch.float32: 0,
+    torch.float16: 13,
+    torch.bfloat16: 16,
+}  # of a float32 converted from this dtype: always 0
 
 
 # ---- noise
@@ -158,7 +167,9 @@ def _survey(
         place = start + i
         row = tl.load(rows + place, mask=place < n, other=max_rows)
         if row < max_rows:
-            x = tl.load(logits + place.to(tl.int64) * stride + token, mask=exists, other=float("-inf")).to(tl.float32)
+            x = tl.load(
+                logits + place.to(tl.int64) * stride + token, mask=exists, other=float("-inf")
+            ).to(tl.float32)
             temperature = tl.load(floats + row * WORDS + TEMPERATURE)
             top = tl.max(x, 0)
             at = place * WIDTH + tile
@@ -170,10 +181,23 @@ def _survey(
                     groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
                     count = (vocab + GROUP - 1) // GROUP
                     in_group = tl.reshape(x, (TILE // GROUP, GROUP))
-                    tl.store(group_tops + place * count + groups, tl.max(in_group, 1), mask=groups < count)
+                    tl.store(
+                        group_tops + place * count + groups,
+                        tl.max(in_group, 1),
+                        mask=groups < count,
+                    )
                 else:
-                    key_1, key_2 = _keys_of(row, tl.load(ahead + place), longs, num_tokens, prompt_lens)
-                    times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=exists, other=0))
+                    key_1, key_2 = _keys_of(
+                        row, tl.load(ahead + place), longs, num_tokens, prompt_lens
+                    )
+                    times = _times(
+                        x,
+                        top,
+                        sharpness,
+                        key_1,
+                        key_2,
+                        tl.load(hashes + token, mask=exists, other=0),
+                    )
                     tl.store(found + at, tl.min(times, 0))
 
 
@@ -204,7 +228,11 @@ def _sharpness(temperature):
 @triton.jit
 def _is_filtered(row, floats, ints, vocab):
     record = floats + row * WORDS
-    return (tl.load(ints + row * WORDS + TOP_K) < vocab) | (tl.load(record + TOP_P) < NONE) | (tl.load(record + MIN_P) > 0)
+    return (
+        (tl.load(ints + row * WORDS + TOP_K) < vocab)
+        | (tl.load(record + TOP_P) < NONE)
+        | (tl.load(record + MIN_P) > 0)
+    )
 
 
 # ---- each row: drawing
@@ -263,15 +291,26 @@ def _choose(
         )  # fmt: skip
     else:
         if temperature > 0:
-            chosen = tl.argmin(tl.where(exists, found_in * tl.exp2((top - top_of) * sharpness), float("inf")), 0)
+            chosen = tl.argmin(
+                tl.where(exists, found_in * tl.exp2((top - top_of) * sharpness), float("inf")), 0
+            )
         token = chosen * TILE + tl.arange(0, TILE)
         x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         times = -x
         if temperature > 0:
             key_1, key_2 = _keys_of(row, tl.load(ahead + place), longs, num_tokens, prompt_lens)
-            times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=token < vocab, other=0))
+            times = _times(
+                x,
+                top,
+                sharpness,
+                key_1,
+                key_2,
+                tl.load(hashes + token, mask=token < vocab, other=0),
+            )
         token = chosen * TILE + tl.argmin(times, 0)
-    tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))  # NaN may win at an invalid index
+    tl.store(
+        token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64)
+    )  # NaN may win at an invalid index
 
 
 @triton.jit
@@ -307,9 +346,39 @@ def _choose_filtered(
     # Groups that may hold a kept token
     bound = lowest.to(tl.int64)
     if has_k:
-        bound = _reaching(group_tops, hits, groups, groups, k, bound, highest, top, sharpness, False, 0, CHUNK, PIVOTS, SPARE)
+        bound = _reaching(
+            group_tops,
+            hits,
+            groups,
+            groups,
+            k,
+            bound,
+            highest,
+            top,
+            sharpness,
+            False,
+            0,
+            CHUNK,
+            PIVOTS,
+            SPARE,
+        )
     elif has_p:
-        bound = _reaching(group_tops, hits, groups, groups, top_p * total, bound, highest, top, sharpness, True, 0, CHUNK, PIVOTS, SPARE)
+        bound = _reaching(
+            group_tops,
+            hits,
+            groups,
+            groups,
+            top_p * total,
+            bound,
+            highest,
+            top,
+            sharpness,
+            True,
+            0,
+            CHUNK,
+            PIVOTS,
+            SPARE,
+        )
     least = tl.where(has_k | has_p, 0.0, min_p)
     count = _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK, SPARE)
     tl.debug_barrier()  # the list is read by other threads than those that wrote it
@@ -317,27 +386,69 @@ def _choose_filtered(
     # The cut: all above `end` are kept, and `room` of its ties
     end, room = bound, tl.full((), MANY, tl.int32)
     if has_k:
-        end = _reaching(logits, hits, count, vocab, k, bound, highest, top, sharpness, False, GROUP, CHUNK, PIVOTS, SPARE)
-        above, mass, weight = _above(logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE)
+        end = _reaching(
+            logits,
+            hits,
+            count,
+            vocab,
+            k,
+            bound,
+            highest,
+            top,
+            sharpness,
+            False,
+            GROUP,
+            CHUNK,
+            PIVOTS,
+            SPARE,
+        )
+        above, mass, weight = _above(
+            logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE
+        )
         room = top_k - above
         total = mass + room.to(tl.float32) * weight
     if has_p:
         target, before = top_p * total, end
-        end = _reaching(logits, hits, count, vocab, target, end, highest, top, sharpness, True, GROUP, CHUNK, PIVOTS, SPARE)
-        above, mass, weight = _above(logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE)
+        end = _reaching(
+            logits,
+            hits,
+            count,
+            vocab,
+            target,
+            end,
+            highest,
+            top,
+            sharpness,
+            True,
+            GROUP,
+            CHUNK,
+            PIVOTS,
+            SPARE,
+        )
+        above, mass, weight = _above(
+            logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE
+        )
         needed = tl.where(weight > 0, tl.ceil((target - mass) / weight), MANY)
         needed = tl.minimum(tl.maximum(needed, 1.0), MANY).to(tl.int32)
         room = tl.where(end == before, tl.minimum(room, needed), needed)
 
     end_key = end.to(tl.int32)
     key_1, key_2 = _keys_of(row, ahead, longs, num_tokens, prompt_lens)
-    best, winner, tied_before = tl.full((), float("inf"), tl.float32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    best, winner, tied_before = (
+        tl.full((), float("inf"), tl.float32),
+        tl.full((), 0, tl.int32),
+        tl.full((), 0, tl.int32),
+    )
     for start in range(0, count * GROUP, CHUNK):
         token, x, key, inside = _read(logits, hits, start, count, vocab, GROUP, CHUNK, SPARE)
         tied = (inside & (key == end_key)).to(tl.int32)
         rank = tied_before + tl.cumsum(tied, 0) - tied  # chunks, and the ids within, ascend
         tied_before += tl.sum(tied, 0)
-        kept = inside & ((key > end_key) | ((key == end_key) & (rank < room))) & (_weights(x, top, sharpness) >= min_p)
+        kept = (
+            inside
+            & ((key > end_key) | ((key == end_key) & (rank < room)))
+            & (_weights(x, top, sharpness) >= min_p)
+        )
         times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=kept, other=0))
         least, first = tl.min(tl.where(kept, times, float("inf")), 0, return_indices=True)
         here = tl.sum(tl.where(tl.arange(0, CHUNK) == first, token, 0), 0)
@@ -354,7 +465,9 @@ def _order(x, SPARE: tl.constexpr):
 
 
 @triton.jit
-def _read(values, hits, start, count, limit, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr):
+def _read(
+    values, hits, start, count, limit, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr
+):
     """Places start, … of what lies in the first `count` groups of the list `hits` (GROUP 0: of `values` themselves): index, value, the value's
     place in the order, and whether it exists. An index is below `limit`."""
     place = start + tl.arange(0, CHUNK)
@@ -397,40 +510,70 @@ def _reaching(
             _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
             amount = _weights(x, top, sharpness) if WEIGHED else inside.to(tl.float32)
             sums += tl.sum(tl.where(key[:, None] >= clipped[None, :], amount[:, None], 0.0), 0)
-        passed = tl.sum(((sums >= target) & (pivots <= highest)).to(tl.int64), 0)  # the lowest so many
+        passed = tl.sum(
+            ((sums >= target) & (pivots <= highest)).to(tl.int64), 0
+        )  # the lowest so many
         low += passed * step
         width = tl.minimum(step, width - passed * step)
     return low
 
 
 @triton.jit
-def _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl.constexpr, SPARE: tl.constexpr):
+def _list_hits(
+    group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl.constexpr, SPARE: tl.constexpr
+):
     """Write the groups whose largest is at least at `bound`, with a weight of at least `least`, to `hits`, in ascending order; return their
     number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, groups, CHUNK):
         group, x, key, inside = _read(group_tops, hits, start, groups, groups, 0, CHUNK, SPARE)
-        hit = (inside & (key >= bound.to(tl.int32)) & (_weights(x, top, sharpness) >= least)).to(tl.int32)
+        hit = (inside & (key >= bound.to(tl.int32)) & (_weights(x, top, sharpness) >= least)).to(
+            tl.int32
+        )
         tl.store(hits + count + tl.cumsum(hit, 0) - hit, group, mask=hit > 0)
         count += tl.sum(hit, 0)
     return count
 
 
 @triton.jit
-def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr):
+def _above(
+    values,
+    hits,
+    count,
+    limit,
+    end,
+    top,
+    sharpness,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPARE: tl.constexpr,
+):
     """Return how many tokens are above `end` in the order, their total weight, and the weight of one token at `end`."""
-    number, mass, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    number, mass, weight = (
+        tl.full((), 0, tl.int32),
+        tl.full((), 0.0, tl.float32),
+        tl.full((), 0.0, tl.float32),
+    )
     for start in range(0, count * GROUP, CHUNK):
         _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
         weights = _weights(x, top, sharpness)
         above = inside & (key > end.to(tl.int32))
         number += tl.sum(above.to(tl.int32), 0)
         mass += tl.sum(tl.where(above, weights, 0.0), 0)
-        weight = tl.maximum(weight, tl.max(tl.where(inside & (key == end.to(tl.int32)), weights, 0.0), 0))
+        weight = tl.maximum(
+            weight, tl.max(tl.where(inside & (key == end.to(tl.int32)), weights, 0.0), 0)
+        )
     return number, mass, weight
 
 
-def draw(logits: torch.Tensor, lines: Lines, records: torch.Tensor, history: RowHistory, hashes: torch.Tensor, sizes: Sizes = SIZES) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor,
+    lines: Lines,
+    records: torch.Tensor,
+    history: RowHistory,
+    hashes: torch.Tensor,
+    sizes: Sizes = SIZES,
+) -> torch.Tensor:
     """logits [n, vocab] float32, float16 or bfloat16; lines [n], with rows of `records` [max_rows + 1, 6] int32 (`table`) and of the history ->
     token ids [n] int64. The last record's row is padding: its token is 0. Only enqueues work; the scratch memory is torch's."""
     n, vocab = logits.shape
@@ -461,7 +604,9 @@ def draw(logits: torch.Tensor, lines: Lines, records: torch.Tensor, history: Row
     shape = (len(records) - 1, vocab, logits.stride(0))
     each = max(1, min(sizes.rows, n * tiles // sizes.programs))
     cut = {"TILE": sizes.tile, "WIDTH": width, "GROUP": sizes.group, **pdl_options(logits.device)}
-    launch(_survey, (triton.cdiv(n, each), tiles))(*known, each, n, *shape, num_warps=sizes.survey_warps, **cut)
+    launch(_survey, (triton.cdiv(n, each), tiles))(
+        *known, each, n, *shape, num_warps=sizes.survey_warps, **cut
+    )
     launch(_choose, (n,))(
         *known,
         hits,

@@ -26,7 +26,11 @@ def seen(history: RowHistory, lines: Lines) -> Seen:
     token_ids = history.token_ids[lines.rows, :longest].to(torch.int64)
     position = torch.arange(longest, device=token_ids.device)
     known = position < num_tokens
-    return Seen(torch.where(known, token_ids, token_ids[:, :1]), known, known & (position >= history.prompt_lens[lines.rows][:, None]))
+    return Seen(
+        torch.where(known, token_ids, token_ids[:, :1]),
+        known,
+        known & (position >= history.prompt_lens[lines.rows][:, None]),
+    )
 
 
 def repetition(logits: torch.Tensor, seen: Seen, penalty: torch.Tensor) -> None:
@@ -35,10 +39,16 @@ def repetition(logits: torch.Tensor, seen: Seen, penalty: torch.Tensor) -> None:
     Changes logits [n, vocab]. A token seen twice is written twice, with the same value.
     """
     old = logits.gather(1, seen.token_ids)  # [n, len]
-    logits.scatter_(1, seen.token_ids, torch.where(old > 0, old / penalty[:, None], old * penalty[:, None]))
+    logits.scatter_(
+        1, seen.token_ids, torch.where(old > 0, old / penalty[:, None], old * penalty[:, None])
+    )
 
 
-def presence_and_frequency(logits: torch.Tensor, seen: Seen, presence: torch.Tensor, frequency: torch.Tensor) -> None:
+def presence_and_frequency(
+    logits: torch.Tensor, seen: Seen, presence: torch.Tensor, frequency: torch.Tensor
+) -> None:
     """Subtract presence [n] from the logit of each generated token, and frequency [n] times its count. Changes logits [n, vocab]."""
-    counts = torch.zeros_like(logits).scatter_add_(1, seen.token_ids, seen.generated.to(logits.dtype))  # integers: exact in any order
+    counts = torch.zeros_like(logits).scatter_add_(
+        1, seen.token_ids, seen.generated.to(logits.dtype)
+    )  # integers: exact in any order
     logits -= counts * frequency[:, None] + counts.clamp(max=1) * presence[:, None]

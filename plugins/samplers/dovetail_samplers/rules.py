@@ -57,11 +57,29 @@ class RowRules:
             return None
         lens = np.array([len(word) - 1 for word in words], np.int64)
         scratch = np.zeros(len(stops) + 2 * len(words), np.int32)
-        prefixes = [token for word in words for token in word[:-1]], np.repeat(np.arange(len(words)), lens), _distances(lens)
+        prefixes = (
+            [token for word in words for token in word[:-1]],
+            np.repeat(np.arange(len(words)), lens),
+            _distances(lens),
+        )
         values = np.array(list(biases.values()), np.float32).view(np.int32)
-        parts = list(biases), values, allowed or [], stops, [word[-1] for word in words], scratch, *prefixes
+        parts = (
+            list(biases),
+            values,
+            allowed or [],
+            stops,
+            [word[-1] for word in words],
+            scratch,
+            *prefixes,
+        )
         packed = np.concatenate([np.array(part).astype(np.int32, copy=False) for part in parts])
-        sizes = len(biases), -1 if allowed is None else len(allowed), len(stops), len(words), int(lens.sum())
+        sizes = (
+            len(biases),
+            -1 if allowed is None else len(allowed),
+            len(stops),
+            len(words),
+            int(lens.sum()),
+        )
         return cls(to_device(packed, device), *sizes, sampling.min_tokens)
 
     @property
@@ -78,7 +96,9 @@ class RowRules:
     @property
     def banned(self) -> torch.Tensor:
         """[s + w] int64: stop ids, and the last tokens of bad words."""
-        return self._part(2 * self.num_biases + max(0, self.num_allowed), self.num_stops + self.num_bad_words)
+        return self._part(
+            2 * self.num_biases + max(0, self.num_allowed), self.num_stops + self.num_bad_words
+        )
 
     @property
     def prefixes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,14 +153,20 @@ def _ban(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, lines
         return
     index, ids = _joined([(i, r.banned) for i, r in bans])
     lengths = history.lengths(lines)
-    active = torch.cat([_active(r, history, lines.rows[i : i + 1], lengths[i : i + 1]) for i, r in bans])  # integers would synchronize
+    active = torch.cat(
+        [_active(r, history, lines.rows[i : i + 1], lengths[i : i + 1]) for i, r in bans]
+    )  # integers would synchronize
     before = logits[index, ids]
-    logits.index_put_((index, ids), torch.where(active, NEVER, 0.0), accumulate=True)  # a token may be banned twice
+    logits.index_put_(
+        (index, ids), torch.where(active, NEVER, 0.0), accumulate=True
+    )  # a token may be banned twice
     nothing_left = logits.amax(-1) == NEVER  # [n]
     logits[index, ids] = torch.where(nothing_left[index], before, logits[index, ids])
 
 
-def _active(rules: RowRules, history: RowHistory, row: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+def _active(
+    rules: RowRules, history: RowHistory, row: torch.Tensor, known: torch.Tensor
+) -> torch.Tensor:
     """Return [s + w] bool: the active bans of row [1] after its first `known` [1] tokens."""
     too_few = (known - history.prompt_lens[row] < rules.min_tokens).expand(rules.num_stops)
     if not rules.num_bad_words:
@@ -148,5 +174,7 @@ def _active(rules: RowRules, history: RowHistory, row: torch.Tensor, known: torc
     tokens, words, distances = rules.prefixes
     position = known - distances
     seen = history.token_ids[row, position.clamp(min=0)].masked_fill(position < 0, NO_TOKEN)
-    missed = torch.zeros(rules.num_bad_words, dtype=torch.int64, device=row.device).index_add_(0, words, (seen != tokens).long())
+    missed = torch.zeros(rules.num_bad_words, dtype=torch.int64, device=row.device).index_add_(
+        0, words, (seen != tokens).long()
+    )
     return torch.cat((too_few, missed == 0))

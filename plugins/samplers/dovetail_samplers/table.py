@@ -27,7 +27,10 @@ from dovetail_samplers.filters import LEAST, cut_top_k, first_argmax, keep, keep
 from dovetail_samplers.noise import exponentials, id_hashes, seed_state, stream_keys
 from dovetail_samplers.rules import RowRules
 
-TEMPERATURES = (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max))  # outside, float32 would be 0 or infinite
+TEMPERATURES = (
+    float(np.finfo(np.float32).tiny),
+    float(np.finfo(np.float32).max),
+)  # outside, float32 would be 0 or infinite
 NO_TOP_P = np.inf  # 1 would drop the last tokens due to rounding
 RECORD = np.dtype(
     [
@@ -144,8 +147,15 @@ class DeviceRows:
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
         """Set these rows' parameters, without synchronizing."""
         records = np.empty(len(rows), RECORD)
-        records["temperature"] = np.where(table.needs[rows] & Needs.RANDOM, table.temperature[rows], 0)
-        for name, column in (("top_k", table.top_k), ("top_p", table.top_p), ("min_p", table.min_p), ("seed_state", table.seed_states)):
+        records["temperature"] = np.where(
+            table.needs[rows] & Needs.RANDOM, table.temperature[rows], 0
+        )
+        for name, column in (
+            ("top_k", table.top_k),
+            ("top_p", table.top_p),
+            ("min_p", table.min_p),
+            ("seed_state", table.seed_states),
+        ):
             records[name] = column[rows]
         self.records.index_copy_(0, *all_to_device([rows, _words(records)], self.records.device))
 
@@ -161,7 +171,13 @@ class DeviceRows:
     def parameters(self, rows: torch.Tensor) -> Parameters:
         words = self.records[rows]  # [n, 6]
         floats: Any = words.view(torch.float32)
-        return Parameters(floats[:, 0], words[:, 1].to(torch.int64), floats[:, 2], floats[:, 3], words.view(torch.int64)[:, 2])
+        return Parameters(
+            floats[:, 0],
+            words[:, 1].to(torch.int64),
+            floats[:, 2],
+            floats[:, 3],
+            words.view(torch.int64)[:, 2],
+        )
 
 
 def _words(records: NDArray[Any]) -> NDArray[np.int32]:
@@ -169,11 +185,15 @@ def _words(records: NDArray[Any]) -> NDArray[np.int32]:
     return records.view(np.int32).reshape(len(records), -1)
 
 
-def draw_plain(logits: torch.Tensor, lines: Lines, of: Parameters, history: RowHistory, hashes: torch.Tensor) -> torch.Tensor:
+def draw_plain(
+    logits: torch.Tensor, lines: Lines, of: Parameters, history: RowHistory, hashes: torch.Tensor
+) -> torch.Tensor:
     """Every row takes every step; unneeded ones are no-ops: without a filter all tokens are kept, and a greedy row's race is ignored."""
     positions = (history.lengths(lines) - history.prompt_lens[lines.rows]).to(torch.int64)
     wide, random = logits.to(torch.float32), of.temperature > 0
-    scores = (wide - wide.amax(-1, keepdim=True).clamp_(min=LEAST)).div_(of.temperature.where(random, 1.0)[:, None])
+    scores = (wide - wide.amax(-1, keepdim=True).clamp_(min=LEAST)).div_(
+        of.temperature.where(random, 1.0)[:, None]
+    )
     weights = scores.exp()
     weights *= keep(scores, cut_top_k(scores, of.top_k, of.top_p, scores.shape[1]))
     weights *= keep_min_p(weights, of.min_p)

@@ -13,12 +13,23 @@ from dovetail_schedulers.in_order import run_on
 class AndesOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `andes`. The first two define the paper's quality of experience."""
 
-    ttft_s: float = Field(1.0, ge=0, allow_inf_nan=False, description="Seconds after arrival by which a reader expects the first token.")
-    tokens_per_s: PositiveFloat = Field(4.8, description="Reading speed: faster tokens don't improve the quality of experience.")
-    ahead_s: float = Field(
-        2.0, ge=0, description="A request this far ahead of its reader pauses while others wait; one due sooner than this is urgent."
+    ttft_s: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after arrival by which a reader expects the first token.",
     )
-    max_preemptions: int = Field(1, ge=0, description="Number of preemptions after which a request is never paused again.")
+    tokens_per_s: PositiveFloat = Field(
+        4.8, description="Reading speed: faster tokens don't improve the quality of experience."
+    )
+    ahead_s: float = Field(
+        2.0,
+        ge=0,
+        description="A request this far ahead of its reader pauses while others wait; one due sooner than this is urgent.",
+    )
+    max_preemptions: int = Field(
+        1, ge=0, description="Number of preemptions after which a request is never paused again."
+    )
 
 
 class Andes(Scheduler):
@@ -38,13 +49,21 @@ class Andes(Scheduler):
 
     def schedule(self, step: Step) -> None:
         budget, soon = step.tokens_left, step.now + self.options.ahead_s
-        ahead = [request for request in step.decoding if self._due(request) >= soon and request.preemptions < self.options.max_preemptions]
+        ahead = [
+            request
+            for request in step.decoding
+            if self._due(request) >= soon and request.preemptions < self.options.max_preemptions
+        ]
         ahead = sorted(ahead, key=self._due, reverse=True) if step.waiting else []
         paused = set(ahead)
-        for request in step.grant_each([request for request in step.running if request not in paused]):
+        for request in step.grant_each(
+            [request for request in step.running if request not in paused]
+        ):
             step.grant(request, evict=(*ahead, *reversed(step.running)))
         for request in sorted(step.waiting, key=self._due):
-            if step.grant(request, evict=ahead if self._due(request) < soon else ()).refused not in (None, Refusal.NOT_NOW):
+            if step.grant(
+                request, evict=ahead if self._due(request) < soon else ()
+            ).refused not in (None, Refusal.NOT_NOW):
                 break
         if not step.waiting or step.tokens_left == budget:  # no request gains from a pause
             run_on(step, [request for request in step.running if request in paused])

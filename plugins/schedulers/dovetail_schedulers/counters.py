@@ -20,9 +20,16 @@ LOOK_AFTER = 64  # least number of requests that end between two cleanups
 class CounterOptions(BaseModel, extra="forbid", frozen=True):
     """Costs of tokens. Requests without a client count as one more client."""
 
-    input_weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cost of a prompt token.")
-    output_weight: float = Field(2.0, gt=0, allow_inf_nan=False, description="Cost of a generated token.")
-    weights: dict[str, PositiveFloat] = Field({}, description="Shares by client: twice the weight, twice the service. Default per client: 1.")
+    input_weight: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="Cost of a prompt token."
+    )
+    output_weight: float = Field(
+        2.0, gt=0, allow_inf_nan=False, description="Cost of a generated token."
+    )
+    weights: dict[str, PositiveFloat] = Field(
+        {},
+        description="Shares by client: twice the weight, twice the service. Default per client: 1.",
+    )
 
 
 class Turns:
@@ -57,7 +64,9 @@ class Counters(Turns):
     def __init__(self, options: CounterOptions, *, lift: bool) -> None:
         self._options = options
         self._lift = lift
-        self.served: defaultdict[str | None, float] = defaultdict(float)  # client -> weighted tokens
+        self.served: defaultdict[str | None, float] = defaultdict(
+            float
+        )  # client -> weighted tokens
         self._unfinished: Counter[str | None] = Counter()  # client -> number of its requests
         self._queued: set[str | None] = set()  # clients with requests waiting
         self._last_admitted: str | None = None  # client
@@ -68,7 +77,9 @@ class Counters(Turns):
         if request.client not in self._queued:
             if self._lift:
                 others = self._queued or {self._last_admitted}
-                self.served[request.client] = max(self.served[request.client], min(self.served[other] for other in others))
+                self.served[request.client] = max(
+                    self.served[request.client], min(self.served[other] for other in others)
+                )
             self._queued.add(request.client)
 
     def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
@@ -90,7 +101,9 @@ class Counters(Turns):
         """Charge the prompt once: recomputation after preemption is free, and so is the part that a sample of n > 1 shares with its siblings."""
         self._last_admitted = request.client
         fresh = request.prompt_tokens - (request.cached_tokens if request.parent is not None else 0)
-        self._charge(request.client, 0 if request.preemptions else self._options.input_weight * fresh)
+        self._charge(
+            request.client, 0 if request.preemptions else self._options.input_weight * fresh
+        )
 
     def still_wait(self, waiting: Iterable[Request]) -> None:
         self._queued = {request.client for request in waiting}
@@ -106,13 +119,21 @@ class Counters(Turns):
         self._look_after -= 1
         if self._look_after <= 0:
             self._forget()
-            self._look_after = max(LOOK_AFTER, len(self.served))  # so that the cost per request doesn't grow with the number of clients
+            self._look_after = max(
+                LOOK_AFTER, len(self.served)
+            )  # so that the cost per request doesn't grow with the number of clients
 
     def _forget(self) -> None:
         present = {*self._unfinished, *self._queued, self._last_admitted}
         floor = min(self.served[client] for client in present) if self._lift else 0.0
-        kept = {client: served for client, served in self.served.items() if served > floor or client in present}
+        kept = {
+            client: served
+            for client, served in self.served.items()
+            if served > floor or client in present
+        }
         self.served = defaultdict(float, kept)  # a new dict, since dicts don't shrink on deletion
 
     def _charge(self, client: str | None, cost: float) -> None:
-        self.served[client] += cost / (self._options.weights.get(client, 1.0) if client is not None else 1.0)
+        self.served[client] += cost / (
+            self._options.weights.get(client, 1.0) if client is not None else 1.0
+        )

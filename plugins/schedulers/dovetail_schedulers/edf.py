@@ -20,7 +20,11 @@ class EDFOptions(BaseModel, extra="forbid", frozen=True):
         "shortest",
         description="Output length if there is no prediction: one more token, so that only requests certain to be late are rejected; or max_tokens.",
     )
-    warmup_steps: int = Field(20, ge=0, description="Number of steps before estimates are trusted; until then only late requests are rejected.")
+    warmup_steps: int = Field(
+        20,
+        ge=0,
+        description="Number of steps before estimates are trusted; until then only late requests are rejected.",
+    )
 
 
 class EDF(Scheduler):
@@ -35,7 +39,10 @@ class EDF(Scheduler):
         order.sort(key=lambda request: math.inf if request.deadline is None else request.deadline)
         hopeless = dict.fromkeys(self._hopeless(step, order))
         for request in hopeless:
-            step.reject(request, f"its deadline at {request.deadline:.3f} s can no longer be met at {step.now:.3f} s")
+            step.reject(
+                request,
+                f"its deadline at {request.deadline:.3f} s can no longer be met at {step.now:.3f} s",
+            )
         order = [request for request in order if request not in hopeless]
         grant_in_order(step, order, lambda request: reversed(order))
 
@@ -43,14 +50,31 @@ class EDF(Scheduler):
         """Return the requests that would be late even on an otherwise idle device."""
         trusted = step.index >= self.options.warmup_steps
         decode_s = step.estimate_s(decodes=1) if trusted else 0.0
-        prefill_s = step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens if trusted else 0.0  # per token
+        prefill_s = (
+            step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens
+            if trusted
+            else 0.0
+        )  # per token
 
         def late(request: Request, deadline: float) -> bool:
-            if deadline > step.now + (request.prompt_tokens + request.max_tokens) * prefill_s + request.max_tokens * decode_s:
+            if (
+                deadline
+                > step.now
+                + (request.prompt_tokens + request.max_tokens) * prefill_s
+                + request.max_tokens * decode_s
+            ):
                 return False  # fast path: most are far from late
-            length = request.predicted_tokens or (request.max_tokens if self.options.assume == "longest" else 0)
-            left = min(request.output_left, max(1, length - (request.max_tokens - request.output_left)))
+            length = request.predicted_tokens or (
+                request.max_tokens if self.options.assume == "longest" else 0
+            )
+            left = min(
+                request.output_left, max(1, length - (request.max_tokens - request.output_left))
+            )
             prefill = step.cost(request).tokens if request.prefill_left else 0
             return step.now + prefill * prefill_s + (left - bool(prefill)) * decode_s > deadline
 
-        return [request for request in order if request.deadline is not None and late(request, request.deadline)]
+        return [
+            request
+            for request in order
+            if request.deadline is not None and late(request, request.deadline)
+        ]

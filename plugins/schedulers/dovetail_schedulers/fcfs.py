@@ -17,8 +17,12 @@ class FCFS(Scheduler):
         running, decoding = step.running, step.decoding
         needy = set(step.grant_each(decoding))  # decodes that lack memory
         if needy or len(running) > len(decoding):
-            for request in running:  # by arrival: an older prefill may need the memory of a younger decode
-                if (request in needy or request.prefill_left) and not step.grant(request, evict=reversed(step.running)):
+            for (
+                request
+            ) in running:  # by arrival: an older prefill may need the memory of a younger decode
+                if (request in needy or request.prefill_left) and not step.grant(
+                    request, evict=reversed(step.running)
+                ):
                     return
         for request in step.waiting:
             if not step.grant(request):

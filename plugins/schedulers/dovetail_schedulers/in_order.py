@@ -12,11 +12,16 @@ from dovetail.request import Request
 def run_on(step: Step, requests: Iterable[Request]) -> bool:
     """Grant to each of `requests`, which are running; if one lacks memory, the youngest of all running requests are preempted. Returns False if one
     was refused."""
-    refused = [step.grant(request, evict=reversed(step.running)).refused for request in step.grant_each(requests)]
+    refused = [
+        step.grant(request, evict=reversed(step.running)).refused
+        for request in step.grant_each(requests)
+    ]
     return set(refused) <= {None, Refusal.NOT_NOW}
 
 
-def grant_in_order(step: Step, order: Sequence[Request], evict: Callable[[Request], Iterable[Request]]) -> None:
+def grant_in_order(
+    step: Step, order: Sequence[Request], evict: Callable[[Request], Iterable[Request]]
+) -> None:
     """Grant to all requests in `order` (running and waiting), most important first; requests in `evict(request)` may be preempted for `request`.
 
     Each decode gets its token, however long the prefills before it are. Once a prefill lacks memory or a seat, no later request is admitted, or small

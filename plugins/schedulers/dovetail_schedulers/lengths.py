@@ -7,7 +7,11 @@ from dovetail.request import Request
 
 def expected_tokens(request: Request) -> int:
     """Return the expected number of tokens of the whole answer: at most the allowed number, more than generated so far."""
-    guess = request.max_tokens if request.predicted_tokens is None else min(request.predicted_tokens, request.max_tokens)
+    guess = (
+        request.max_tokens
+        if request.predicted_tokens is None
+        else min(request.predicted_tokens, request.max_tokens)
+    )
     return max(guess, generated_tokens(request) + 1)
 
 

@@ -20,10 +20,20 @@ class LightLLMOptions(CounterOptions, frozen=True):
     """Options of the scheduler `lightllm`; weights apply to the orders `vtc` and `lcf`."""
 
     every: int = Field(10, ge=1, description="Number of decode steps between two admissions.")
-    batch_max_tokens: int | None = Field(None, ge=1, description="Prompt tokens admitted at once; null: a step's budget.")
-    reserve: Literal["max_tokens", "predicted"] = Field("max_tokens", description="Output length for which memory must be available.")
-    order: Literal["arrival", "vtc", "lcf"] = Field("arrival", description="Order of admission: that of `fcfs`, `vtc` or `lcf`.")
-    client_tokens: int = Field(0, ge=0, description="Pool tokens reserved per client of the batch, as S-LoRA does for adapters.")
+    batch_max_tokens: int | None = Field(
+        None, ge=1, description="Prompt tokens admitted at once; null: a step's budget."
+    )
+    reserve: Literal["max_tokens", "predicted"] = Field(
+        "max_tokens", description="Output length for which memory must be available."
+    )
+    order: Literal["arrival", "vtc", "lcf"] = Field(
+        "arrival", description="Order of admission: that of `fcfs`, `vtc` or `lcf`."
+    )
+    client_tokens: int = Field(
+        0,
+        ge=0,
+        description="Pool tokens reserved per client of the batch, as S-LoRA does for adapters.",
+    )
 
 
 class LightLLM(Scheduler):
@@ -37,13 +47,21 @@ class LightLLM(Scheduler):
     def __init__(self, options: LightLLMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         order: Literal["arrival"] | None = "arrival" if options.order == "arrival" else None
-        self.claims = Claims(order=order, idles=True, starves=options.order == "lcf", stalls=True, paced=False)
-        self.turns = Turns() if options.order == "arrival" else Counters(options, lift=options.order == "vtc")
+        self.claims = Claims(
+            order=order, idles=True, starves=options.order == "lcf", stalls=True, paced=False
+        )
+        self.turns = (
+            Turns()
+            if options.order == "arrival"
+            else Counters(options, lift=options.order == "vtc")
+        )
         self._decoded = 0  # steps since the last admission
 
     def schedule(self, step: Step) -> None:
         budget = step.tokens_left
-        run_on(step, [request for request in step.running if request.prefill_left])  # a prompt longer than a step's budget
+        run_on(
+            step, [request for request in step.running if request.prefill_left]
+        )  # a prompt longer than a step's budget
         if step.tokens_left == budget and (self._decoded >= self.options.every or not step.running):
             self._admit(step, step.waiting)
         self._decoded = 0 if step.tokens_left < budget else self._decoded + 1
@@ -51,24 +69,44 @@ class LightLLM(Scheduler):
             run_on(step, step.decoding)
 
     def _admit(self, step: Step, waiting: Sequence[Request]) -> None:
-        pool, cap = self.context.total_blocks * self.context.block_size, self.options.batch_max_tokens or self.context.max_tokens
-        sizes, clients, prompt_tokens = [self._size(step, request) for request in step.running], {request.client for request in step.running}, 0
+        pool, cap = (
+            self.context.total_blocks * self.context.block_size,
+            self.options.batch_max_tokens or self.context.max_tokens,
+        )
+        sizes, clients, prompt_tokens = (
+            [self._size(step, request) for request in step.running],
+            {request.client for request in step.running},
+            0,
+        )
         for request in self.turns.in_turn(waiting):
             too_many = 0 < prompt_tokens > cap - request.num_tokens  # a single one may exceed it
             prompt_tokens += request.num_tokens
             sizes.append(self._size(step, request))
             clients.add(request.client)
-            fits = peak_tokens(sizes) < pool - self.options.client_tokens * len(clients) and len(sizes) <= self.context.max_seqs
-            if (len(sizes) > 1 and (too_many or not fits)) or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
+            fits = (
+                peak_tokens(sizes) < pool - self.options.client_tokens * len(clients)
+                and len(sizes) <= self.context.max_seqs
+            )
+            if (len(sizes) > 1 and (too_many or not fits)) or not step.grant(
+                request, min_tokens=self.context.max_tokens, reserve=True
+            ):
                 break
             self.turns.admitted(request)
         self.turns.still_wait((*step.waiting, *step.held_back))
 
     def _size(self, step: Step, request: Request) -> Size:
         """Return the size of a request. One that hasn't started includes its first token."""
-        length = request.max_tokens if self.options.reserve == "max_tokens" else expected_tokens(request)
+        length = (
+            request.max_tokens if self.options.reserve == "max_tokens" else expected_tokens(request)
+        )
         generated = generated_tokens(request)
-        return size_of(step, request, request.prompt_tokens + max(1, generated), length - generated - 1, self.context.block_size)
+        return size_of(
+            step,
+            request,
+            request.prompt_tokens + max(1, generated),
+            length - generated - 1,
+            self.context.block_size,
+        )
 
     def on_arrival(self, request: Request) -> None:
         self.turns.arrived(request)

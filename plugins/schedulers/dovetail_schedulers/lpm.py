@@ -14,8 +14,14 @@ from dovetail_schedulers.in_order import run_on
 class LPMOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `lpm`."""
 
-    window: int = Field(128, ge=1, description="Number of waiting requests, by arrival, to look up in each step.")
-    patience_s: float = Field(10.0, ge=0, description="Seconds after which waiting requests go first, by arrival, regardless of the cache.")
+    window: int = Field(
+        128, ge=1, description="Number of waiting requests, by arrival, to look up in each step."
+    )
+    patience_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds after which waiting requests go first, by arrival, regardless of the cache.",
+    )
 
 
 class LPM(Scheduler):

@@ -13,9 +13,17 @@ class MLFQOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `mlfq`."""
 
     levels: int = Field(5, ge=1, le=64, description="Number of queues.")
-    quantum: int = Field(64, ge=1, description="Tokens that a request may generate in the first level before it drops to the next.")
+    quantum: int = Field(
+        64,
+        ge=1,
+        description="Tokens that a request may generate in the first level before it drops to the next.",
+    )
     growth: int = Field(4, ge=2, description="Factor between the quanta of successive levels.")
-    starve_s: float = Field(10.0, gt=0, description="Seconds without computation after which a request returns to the first level.")
+    starve_s: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds without computation after which a request returns to the first level.",
+    )
 
 
 class MLFQ(Scheduler):
@@ -39,10 +47,18 @@ class MLFQ(Scheduler):
         for request in [r for r in order if level[r] and self._last_ran[r] <= hungry_since]:
             level[request], self._used[request], self._last_ran[request] = 0, 0, step.now
         order.sort(key=level.__getitem__)
-        grant_in_order(step, order, lambda request: (r for r in reversed(order) if request not in waiting or level[r] > level[request]))
+        grant_in_order(
+            step,
+            order,
+            lambda request: (
+                r for r in reversed(order) if request not in waiting or level[r] > level[request]
+            ),
+        )
 
     def on_arrival(self, request: Request) -> None:
-        fitting = (level for level, quantum in enumerate(self._quanta) if quantum >= request.prompt_tokens)
+        fitting = (
+            level for level, quantum in enumerate(self._quanta) if quantum >= request.prompt_tokens
+        )
         self._level[request] = next(fitting, len(self._quanta) - 1)
         self._used[request], self._last_ran[request] = 0, request.arrival_time
 
@@ -50,7 +66,10 @@ class MLFQ(Scheduler):
         for request, _, generated in done.ran:
             self._last_ran[request] = done.ended
             self._used[request] += generated
-            if self._used[request] >= self._quanta[self._level[request]] and self._level[request] < len(self._quanta) - 1:
+            if (
+                self._used[request] >= self._quanta[self._level[request]]
+                and self._level[request] < len(self._quanta) - 1
+            ):
                 self._level[request], self._used[request] = self._level[request] + 1, 0
 
     def on_finished(self, request: Request) -> None:

@@ -17,7 +17,9 @@ class Size(NamedTuple):
 
     held: float  # now
     left: int  # still to be generated
-    growth: float = 1  # of `held` with each of them; less than 1 if some layers' blocks leave a sliding window
+    growth: float = (
+        1  # of `held` with each of them; less than 1 if some layers' blocks leave a sliding window
+    )
 
 
 def size_of(step: Step, request: Request, tokens: int, left: int, block_size: int) -> Size:
@@ -40,5 +42,11 @@ def peak_tokens(sizes: Iterable[Size]) -> float:
     present tokens, plus their growth times the number of tokens that the i-th has left.
     """
     ordered = sorted(sizes, key=lambda size: -size.left)
-    held, growth = accumulate(size.held for size in ordered), accumulate(size.growth for size in ordered)
-    return max((now + rate * size.left for size, now, rate in zip(ordered, held, growth, strict=True)), default=0)
+    held, growth = (
+        accumulate(size.held for size in ordered),
+        accumulate(size.growth for size in ordered),
+    )
+    return max(
+        (now + rate * size.left for size, now, rate in zip(ordered, held, growth, strict=True)),
+        default=0,
+    )

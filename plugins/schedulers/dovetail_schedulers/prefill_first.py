@@ -12,7 +12,12 @@ from dovetail_schedulers.in_order import run_on
 class PrefillFirstOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `prefill_first`."""
 
-    watermark: float = Field(0.01, ge=0, lt=1, description="Share of all blocks that admissions leave free for the answers of running requests.")
+    watermark: float = Field(
+        0.01,
+        ge=0,
+        lt=1,
+        description="Share of all blocks that admissions leave free for the answers of running requests.",
+    )
 
 
 class PrefillFirst(Scheduler):
@@ -30,9 +35,13 @@ class PrefillFirst(Scheduler):
         """Grant prompts; return True if there were any."""
         budget = step.tokens_left
         spare = self.options.watermark * self.context.total_blocks if step.running else 0
-        seats = self.context.max_seqs - len(step.running)  # decoding requests count, too, although they run in other steps
+        seats = self.context.max_seqs - len(
+            step.running
+        )  # decoding requests count, too, although they run in other steps
         run_on(step, [request for request in step.running if request.prefill_left])
         for request in step.waiting[: max(0, seats)]:
-            if step.free_blocks - step.cost(request).blocks < spare or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
+            if step.free_blocks - step.cost(request).blocks < spare or not step.grant(
+                request, min_tokens=self.context.max_tokens, reserve=True
+            ):
                 break
         return step.tokens_left < budget

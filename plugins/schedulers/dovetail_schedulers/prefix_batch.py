@@ -16,9 +16,15 @@ from dovetail_schedulers.in_order import run_on
 class PrefixBatchOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `prefix_batch`."""
 
-    least_tokens: int = Field(256, ge=1, description="Number of shared prompt tokens from which requests form a group.")
+    least_tokens: int = Field(
+        256, ge=1, description="Number of shared prompt tokens from which requests form a group."
+    )
     window: int = Field(256, ge=1, description="Number of waiting requests, by arrival, to group.")
-    patience_s: float = Field(10.0, ge=0, description="Seconds after which waiting requests go first, by arrival, regardless of their group.")
+    patience_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds after which waiting requests go first, by arrival, regardless of their group.",
+    )
 
 
 class PrefixBatch(Scheduler):
@@ -37,7 +43,9 @@ class PrefixBatch(Scheduler):
         if not (step.tokens_left and step.seqs_left and step.free_blocks):
             return
         groups = self._groups(step, step.waiting[: self.options.window])
-        for request in chain(*sorted(groups, key=lambda group: self._rank(step, group))):  # ties by arrival
+        for request in chain(
+            *sorted(groups, key=lambda group: self._rank(step, group))
+        ):  # ties by arrival
             if step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break
 
@@ -46,8 +54,16 @@ class PrefixBatch(Scheduler):
         groups: dict[int, list[Request]] = {}
         for request in requests:
             if request not in self._group:
-                shared, number = max(((step.shared_tokens(members[0], request), number) for number, members in groups.items()), default=(0, 0))
-                self._group[request] = number if shared >= self.options.least_tokens else next(self._numbers)
+                shared, number = max(
+                    (
+                        (step.shared_tokens(members[0], request), number)
+                        for number, members in groups.items()
+                    ),
+                    default=(0, 0),
+                )
+                self._group[request] = (
+                    number if shared >= self.options.least_tokens else next(self._numbers)
+                )
             groups.setdefault(self._group[request], []).append(request)
         return list(groups.values())
 

@@ -36,6 +36,8 @@ class Priority(Scheduler):
 
     def schedule(self, step: Step) -> None:
         order = sorted((*step.running, *step.waiting), key=attrgetter("arrival_time"))
-        aging_s = self.options.aging_s or math.inf  # all age at the same rate, so only arrival matters
+        aging_s = (
+            self.options.aging_s or math.inf
+        )  # all age at the same rate, so only arrival matters
         order.sort(key=lambda request: request.priority + request.arrival_time / aging_s)
         grant_in_order(step, order, lambda request: reversed(order))

@@ -12,7 +12,9 @@ class SarathiOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `sarathi`."""
 
     chunk_tokens: int = Field(
-        512, ge=1, description="Tokens per step, including decodes: fewer keep inter-token latency low, more finish prompts sooner."
+        512,
+        ge=1,
+        description="Tokens per step, including decodes: fewer keep inter-token latency low, more finish prompts sooner.",
     )
 
 
@@ -24,10 +26,17 @@ class Sarathi(Scheduler):
     options: SarathiOptions
 
     def schedule(self, step: Step) -> None:
-        unused = max(0, step.tokens_left - self.options.chunk_tokens)  # the part of the engine's budget above ours
+        unused = max(
+            0, step.tokens_left - self.options.chunk_tokens
+        )  # the part of the engine's budget above ours
         run_on(step, step.decoding)
         begun = [request for request in step.running if request.prefill_left]
         for request in (*begun, *step.waiting):
             left = step.tokens_left - unused  # negative if the decodes exceed it
-            if left <= 0 or not step.grant(request, left, reserve=True, evict=reversed(step.running) if request in begun else ()):
+            if left <= 0 or not step.grant(
+                request,
+                left,
+                reserve=True,
+                evict=reversed(step.running) if request in begun else (),
+            ):
                 break

@@ -15,7 +15,10 @@ class SRPTOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `srpt`."""
 
     preempt_until: float = Field(
-        0.8, ge=0, le=1, description="Share of the expected answer after which a request precedes all others, since it holds many blocks by then."
+        0.8,
+        ge=0,
+        le=1,
+        description="Share of the expected answer after which a request precedes all others, since it holds many blocks by then.",
     )
 
 
@@ -34,7 +37,9 @@ class SRPT(Scheduler):
 
         def rank(request: Request) -> int:
             expected, generated = expected_tokens(request), generated_tokens(request)
-            finishing = request in running and generated >= max(1, self.options.preempt_until * expected)
+            finishing = request in running and generated >= max(
+                1, self.options.preempt_until * expected
+            )
             return 0 if finishing else expected - generated
 
         order = sorted((*step.running, *step.waiting), key=lambda request: request.arrival_time)

@@ -18,21 +18,27 @@ WORD = "wherefore"  # what the served model has the agent say
 ASK = "Say it"
 TURN_S = 150
 NO_NETWORK = {
-    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+    **dict.fromkeys(
+        ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
+    ),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
 }
 
 
 def block(title: str, url: str) -> str:
     """Return the page's code block of a file, for the server at `url`."""
-    found = re.search(rf'```\w+ title="{re.escape(title)}"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(
+        rf'```\w+ title="{re.escape(title)}"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found is not None, f"the page has no {title}"
     return found[1].replace(DOCUMENTED_URL, url)
 
 
 def command_line(program: str, url: str) -> tuple[dict[str, str], list[str]]:
     """Return the page's variables and arguments for a program, for the server at `url`."""
-    found = re.search(rf"^((?:\w+=\S+ )+){program}( .*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        rf"^((?:\w+=\S+ )+){program}( .*)?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert found is not None, f"the page has no command {program}"
     variables = dict(one.split("=", 1) for one in found[1].replace(DOCUMENTED_URL, url).split())
     return variables, (found[2] or "").split()
@@ -51,9 +57,17 @@ def home(files: Mapping[str, str]) -> Iterator[Path]:
 
 def run(command: list[str], folder: Path, variables: Mapping[str, str]) -> str:
     """Run an agent in a folder, which is its home, too, without a network but loopback. Returns its output."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8", **NO_NETWORK, **variables}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "LANG": "C.UTF-8",
+        **NO_NETWORK,
+        **variables,
+    }
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=environment, cwd=folder, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        command, text=True, env=environment, cwd=folder, start_new_session=True, **pipes
+    ) as process:
         try:
             said, complained = process.communicate(timeout=TURN_S)
         finally:

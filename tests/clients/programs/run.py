@@ -33,14 +33,20 @@ WEATHER_TOOL = {
 
 def plain(url: str, path: str, **body: Any) -> Any:
     """Return what the server answers to a request without any client."""
-    request = Request(url + path, json.dumps({"model": MODEL, **body}).encode(), {"Content-Type": "application/json"})
+    request = Request(
+        url + path,
+        json.dumps({"model": MODEL, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
     with urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
 def spoken(url: str, max_tokens: int = 8) -> str:
     """Return the greedy answer to `ASK`."""
-    text: str = plain(url, "/v1/chat/completions", messages=ASK, max_tokens=max_tokens, temperature=0)["choices"][0]["message"]["content"]
+    text: str = plain(
+        url, "/v1/chat/completions", messages=ASK, max_tokens=max_tokens, temperature=0
+    )["choices"][0]["message"]["content"]
     return text
 
 
@@ -52,13 +58,19 @@ def embedded(url: str) -> list[list[float]]:
 def alike(vectors: Any, others: Any) -> bool:
     """Return whether two lists of vectors are the same up to rounding."""
     pairs = zip(vectors, others, strict=True)
-    return all(abs(a - b) < 1e-6 for vector, other in pairs for a, b in zip(vector, other, strict=True))
+    return all(
+        abs(a - b) < 1e-6 for vector, other in pairs for a, b in zip(vector, other, strict=True)
+    )
 
 
 def main(name: str, url: str) -> None:
     """Call the checks of the client `name` and print their results."""
     module = importlib.import_module(name)
-    checks = {key: value for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == name and key[0] != "_"}
+    checks = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == name and key[0] != "_"
+    }
     results: dict[str, str | None] = {}
     for key, check in checks.items():
         try:

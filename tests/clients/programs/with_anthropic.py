@@ -19,31 +19,46 @@ def _client(url: str) -> Anthropic:
 
 
 def chat(url: str) -> None:
-    answer = _client(url).messages.create(model=MODEL, messages=ASK, max_tokens=8, extra_body=_GREEDY)
+    answer = _client(url).messages.create(
+        model=MODEL, messages=ASK, max_tokens=8, extra_body=_GREEDY
+    )
     assert answer.content[0].text == spoken(url)
     assert answer.stop_reason == "max_tokens"
 
 
 def stream(url: str) -> None:
-    with _client(url).messages.stream(model=MODEL, messages=ASK, max_tokens=8, extra_body=_GREEDY) as events:
+    with _client(url).messages.stream(
+        model=MODEL, messages=ASK, max_tokens=8, extra_body=_GREEDY
+    ) as events:
         assert "".join(events.text_stream) == spoken(url)
         assert events.get_final_message().usage.output_tokens == 8
 
 
 def tools(url: str) -> None:
     client, messages = _client(url), list(ASK)
-    asked = client.messages.create(model=MODEL, messages=messages, tools=[_TOOL], tool_choice=_ONE, max_tokens=200)
+    asked = client.messages.create(
+        model=MODEL, messages=messages, tools=[_TOOL], tool_choice=_ONE, max_tokens=200
+    )
     call = next(block for block in asked.content if block.type == "tool_use")
     assert call.input["city"] in ("Verona", "Mantua")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
-    messages += [{"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
-    answer = client.messages.create(model=MODEL, messages=messages, tools=[_TOOL], tool_choice={"type": "none"}, max_tokens=8)
+    messages += [
+        {"role": "assistant", "content": asked.content},
+        {"role": "user", "content": [result]},
+    ]
+    answer = client.messages.create(
+        model=MODEL, messages=messages, tools=[_TOOL], tool_choice={"type": "none"}, max_tokens=8
+    )
     assert answer.content[0].text
 
 
 def tools_streamed(url: str) -> None:
     with _client(url).messages.stream(
-        model=MODEL, messages=ASK, tools=[_TOOL], tool_choice={"type": "tool", "name": "weather"}, max_tokens=200
+        model=MODEL,
+        messages=ASK,
+        tools=[_TOOL],
+        tool_choice={"type": "tool", "name": "weather"},
+        max_tokens=200,
     ) as events:
         message = events.get_final_message()
     assert message.content[-1].input["city"] in ("Verona", "Mantua")
@@ -52,18 +67,25 @@ def tools_streamed(url: str) -> None:
 
 def schema(url: str) -> None:
     form = {"format": {"type": "json_schema", "schema": WEATHER_TOOL["function"]["parameters"]}}
-    answer = _client(url).messages.create(model=MODEL, messages=ASK, max_tokens=60, output_config=form)
+    answer = _client(url).messages.create(
+        model=MODEL, messages=ASK, max_tokens=60, output_config=form
+    )
     assert '"city"' in answer.content[0].text
 
 
 def count(url: str) -> None:
-    assert _client(url).messages.count_tokens(model=MODEL, messages=ASK, system="A play.").input_tokens > 0
+    assert (
+        _client(url).messages.count_tokens(model=MODEL, messages=ASK, system="A play.").input_tokens
+        > 0
+    )
 
 
 def errors(url: str) -> None:
     said = ""
     try:
-        _client(url).messages.create(model=MODEL, messages=ASK, max_tokens=8, extra_body={"top_k": -5})
+        _client(url).messages.create(
+            model=MODEL, messages=ASK, max_tokens=8, extra_body={"top_k": -5}
+        )
     except BadRequestError as error:
         said = str(error)
     assert "top_k" in said

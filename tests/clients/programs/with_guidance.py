@@ -27,13 +27,20 @@ def chat(url: str) -> None:
 
 
 def schema(url: str) -> None:
-    made = _asked(url, models.OpenAI, guidance.json("answer", schema=WEATHER_TOOL["function"]["parameters"]))["answer"]
+    made = _asked(
+        url, models.OpenAI, guidance.json("answer", schema=WEATHER_TOOL["function"]["parameters"])
+    )["answer"]
     assert "city" in json.loads(made)
 
 
 def vllm_choice(url: str) -> None:
-    assert _asked(url, VLLMModel, select(["Romeo", "Juliet"], name="who"))["who"] in ("Romeo", "Juliet")
+    assert _asked(url, VLLMModel, select(["Romeo", "Juliet"], name="who"))["who"] in (
+        "Romeo",
+        "Juliet",
+    )
 
 
 def vllm_regex(url: str) -> None:
-    assert re.fullmatch("[0-9]{2}:[0-9]{2}", _asked(url, VLLMModel, gen("when", regex="[0-9]{2}:[0-9]{2}"))["when"])
+    assert re.fullmatch(
+        "[0-9]{2}:[0-9]{2}", _asked(url, VLLMModel, gen("when", regex="[0-9]{2}:[0-9]{2}"))["when"]
+    )

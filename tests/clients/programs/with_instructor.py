@@ -24,24 +24,49 @@ class Visit(BaseModel):
     late: bool
 
 
-_SCHEMA = {"type": "json_schema", "json_schema": {"name": "visit", "schema": Visit.model_json_schema()}}
+_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "visit", "schema": Visit.model_json_schema()},
+}
 _RULE = {"extra_body": {"response_format": _SCHEMA}}
-_BLOCK = {"extra_body": {"structured_outputs": {"regex": r'```json\n\{"who": "(Romeo|Juliet)", "late": (true|false)\}\n```'}}}
+_BLOCK = {
+    "extra_body": {
+        "structured_outputs": {
+            "regex": r'```json\n\{"who": "(Romeo|Juliet)", "late": (true|false)\}\n```'
+        }
+    }
+}
 _ONE = {"type": "any", "disable_parallel_tool_use": True}
 _FORM = {"output_config": {"format": {"type": "json_schema", "schema": Visit.model_json_schema()}}}
 
 
 def _openai(url: str, mode: Mode, **arguments: Any) -> None:
-    client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode)
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode
+    )
     made = client.chat.completions.create(
-        model=MODEL, messages=ASK, **{"response_model": Visit, "max_tokens": 100, "temperature": 0, "max_retries": 0, **arguments}
+        model=MODEL,
+        messages=ASK,
+        **{
+            "response_model": Visit,
+            "max_tokens": 100,
+            "temperature": 0,
+            "max_retries": 0,
+            **arguments,
+        },
     )
     assert isinstance(made if isinstance(made, Visit) else next(iter(made)), Visit)
 
 
 def _anthropic(url: str, mode: Mode, **arguments: Any) -> None:
-    client = instructor.from_anthropic(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0), mode=mode)
-    made = client.messages.create(model=MODEL, messages=ASK, **{"response_model": Visit, "max_tokens": 100, "max_retries": 0, **arguments})
+    client = instructor.from_anthropic(
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0), mode=mode
+    )
+    made = client.messages.create(
+        model=MODEL,
+        messages=ASK,
+        **{"response_model": Visit, "max_tokens": 100, "max_retries": 0, **arguments},
+    )
     assert isinstance(made if isinstance(made, Visit) else next(iter(made)), Visit)
 
 
@@ -58,7 +83,12 @@ def functions(url: str) -> None:
 
 
 def parallel_tools(url: str) -> None:
-    _openai(url, Mode.PARALLEL_TOOLS, response_model=Iterable[Visit], extra_body={"tool_choice": "required", "parallel_tool_calls": False})
+    _openai(
+        url,
+        Mode.PARALLEL_TOOLS,
+        response_model=Iterable[Visit],
+        extra_body={"tool_choice": "required", "parallel_tool_calls": False},
+    )
 
 
 def json_schema(url: str) -> None:
@@ -94,7 +124,12 @@ def anthropic_json_schema(url: str) -> None:
 
 
 def anthropic_parallel_tools(url: str) -> None:
-    _anthropic(url, Mode.ANTHROPIC_PARALLEL_TOOLS, response_model=Iterable[Visit], extra_body={"tool_choice": _ONE})
+    _anthropic(
+        url,
+        Mode.ANTHROPIC_PARALLEL_TOOLS,
+        response_model=Iterable[Visit],
+        extra_body={"tool_choice": _ONE},
+    )
 
 
 def anthropic_reasoning_tools(url: str) -> None:

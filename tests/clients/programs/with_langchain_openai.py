@@ -25,7 +25,12 @@ def weather(city: Literal["Verona", "Mantua"]) -> str:
 
 
 def _chat(url: str, **arguments: Any) -> ChatOpenAI:
-    return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", **{"max_tokens": 8, "temperature": 0, "max_retries": 0, **arguments})
+    return ChatOpenAI(
+        model=MODEL,
+        base_url=f"{url}/v1",
+        api_key="none",
+        **{"max_tokens": 8, "temperature": 0, "max_retries": 0, **arguments},
+    )
 
 
 def chat(url: str) -> None:
@@ -37,13 +42,17 @@ def stream(url: str) -> None:
 
 
 def completions(url: str) -> None:
-    assert OpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=4, n=1, best_of=1).invoke("ROMEO:")
+    assert OpenAI(
+        model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=4, n=1, best_of=1
+    ).invoke("ROMEO:")
 
 
 def tools(url: str) -> None:
     model = _chat(url, max_tokens=200)
     messages: list[Any] = [HumanMessage("Is it raining?")]
-    asked = model.bind_tools([weather], tool_choice="any", parallel_tool_calls=False, strict=True).invoke(messages)
+    asked = model.bind_tools(
+        [weather], tool_choice="any", parallel_tool_calls=False, strict=True
+    ).invoke(messages)
     [call] = asked.tool_calls
     messages += [asked, ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])]
     assert _chat(url).bind_tools([weather], tool_choice="none").invoke(messages).content
@@ -51,7 +60,9 @@ def tools(url: str) -> None:
 
 def schema(url: str) -> None:
     for method in ("json_schema", "function_calling"):
-        model = _chat(url, max_tokens=200).with_structured_output(_Visit, method=method, strict=True)
+        model = _chat(url, max_tokens=200).with_structured_output(
+            _Visit, method=method, strict=True
+        )
         assert isinstance(model.invoke("Who is there?"), _Visit), method
 
 
@@ -61,6 +72,8 @@ def responses(url: str) -> None:
 
 def embeddings(url: str) -> None:
     # otherwise it sends the ids of OpenAI's own tokenizer
-    client = OpenAIEmbeddings(model=MODEL, base_url=f"{url}/v1", api_key="none", check_embedding_ctx_length=False)
+    client = OpenAIEmbeddings(
+        model=MODEL, base_url=f"{url}/v1", api_key="none", check_embedding_ctx_length=False
+    )
     assert alike(client.embed_documents(TEXTS), embedded(url))
     assert alike([client.embed_query(TEXTS[0])], embedded(url)[:1])

@@ -37,11 +37,16 @@ def _weather(city: str) -> str:
 
 
 def chat(url: str) -> None:
-    assert _llm(url).chat([ChatMessage(role="user", content="Speak!")]).message.content == spoken(url)
+    assert _llm(url).chat([ChatMessage(role="user", content="Speak!")]).message.content == spoken(
+        url
+    )
 
 
 def stream(url: str) -> None:
-    assert "".join(one.delta or "" for one in _llm(url).stream_chat([ChatMessage(role="user", content="Speak!")])) == spoken(url)
+    assert "".join(
+        one.delta or ""
+        for one in _llm(url).stream_chat([ChatMessage(role="user", content="Speak!")])
+    ) == spoken(url)
 
 
 def completions(url: str) -> None:
@@ -51,7 +56,9 @@ def completions(url: str) -> None:
 def tools(url: str) -> None:
     tool = FunctionTool.from_defaults(_weather, name="weather", fn_schema=_Place)
     llm = _llm(url, max_tokens=200)
-    answer = llm.chat_with_tools([tool], user_msg="Is it raining?", tool_required=True, allow_parallel_tool_calls=False)
+    answer = llm.chat_with_tools(
+        [tool], user_msg="Is it raining?", tool_required=True, allow_parallel_tool_calls=False
+    )
     [call] = llm.get_tool_calls_from_response(answer)
     assert call.tool_kwargs["city"] in ("Verona", "Mantua")
 

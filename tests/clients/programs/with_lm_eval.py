@@ -15,20 +15,47 @@ _DOCUMENTS = [{"question": "ROMEO:", "right": 0}, {"question": "JULIET:", "right
 _CHOICES = ["What", "love"]
 
 
-def _evaluated(model: str, url: str, path: str, task: dict[str, Any], arguments: Any, **options: Any) -> Any:
+def _evaluated(
+    model: str, url: str, path: str, task: dict[str, Any], arguments: Any, **options: Any
+) -> Any:
     """Return the results of a task and its samples."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "documents.json"
         data.write_text("\n".join(map(json.dumps, _DOCUMENTS)))
-        common = {"task": "ours", "dataset_path": "json", "dataset_kwargs": {"data_files": str(data)}, "test_split": "train"}
-        server = {"model": MODEL, "base_url": url + path, "num_concurrent": 1, "max_retries": 1, **arguments}
-        found = lm_eval.simple_evaluate(model=model, model_args=server, tasks=[{**common, **task}], num_fewshot=0, bootstrap_iters=0, **options)
+        common = {
+            "task": "ours",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": str(data)},
+            "test_split": "train",
+        }
+        server = {
+            "model": MODEL,
+            "base_url": url + path,
+            "num_concurrent": 1,
+            "max_retries": 1,
+            **arguments,
+        }
+        found = lm_eval.simple_evaluate(
+            model=model,
+            model_args=server,
+            tasks=[{**common, **task}],
+            num_fewshot=0,
+            bootstrap_iters=0,
+            **options,
+        )
         return found["results"]["ours"], found["samples"]["ours"]
 
 
 def _choices(url: str, **arguments: Any) -> None:
-    task = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": _CHOICES, "doc_to_target": "right"}
-    results, samples = _evaluated("local-completions", url, "/v1/completions", task, {"max_length": 256, **arguments})
+    task = {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": _CHOICES,
+        "doc_to_target": "right",
+    }
+    results, samples = _evaluated(
+        "local-completions", url, "/v1/completions", task, {"max_length": 256, **arguments}
+    )
     assert 0 <= results["acc,none"] <= 1
     for sample in samples:
         for choice, (score, _) in zip(_CHOICES, sample["filtered_resps"], strict=True):
@@ -37,8 +64,14 @@ def _choices(url: str, **arguments: Any) -> None:
 
 def _score(url: str, text: str, continuation: str) -> float:
     """Return the log-probability of a continuation, without any client."""
-    answer = plain(url, "/v1/completions", prompt=text + continuation, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
-    return sum(value for value, place in zip(answer["token_logprobs"], answer["text_offset"], strict=True) if place >= len(text))
+    answer = plain(
+        url, "/v1/completions", prompt=text + continuation, max_tokens=0, echo=True, logprobs=0
+    )["choices"][0]["logprobs"]
+    return sum(
+        value
+        for value, place in zip(answer["token_logprobs"], answer["text_offset"], strict=True)
+        if place >= len(text)
+    )
 
 
 def remote_tokenizer(url: str) -> None:
@@ -57,5 +90,7 @@ def answers(url: str) -> None:
         "generation_kwargs": {"until": ["\x00"], "max_gen_toks": 8},
         "metric_list": [{"metric": "exact_match"}],
     }
-    _, samples = _evaluated("local-chat-completions", url, "/v1/chat/completions", task, {}, apply_chat_template=True)
+    _, samples = _evaluated(
+        "local-chat-completions", url, "/v1/chat/completions", task, {}, apply_chat_template=True
+    )
     assert samples[0]["resps"][0][0] == spoken(url)

@@ -23,15 +23,28 @@ def models(url: str) -> None:
 
 
 def chat(url: str) -> None:
-    answer = _client(url).chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, temperature=0)
+    answer = _client(url).chat.completions.create(
+        model=MODEL, messages=ASK, max_tokens=8, temperature=0
+    )
     assert answer.choices[0].message.content == spoken(url)
     assert answer.usage.completion_tokens == 8
 
 
 def stream(url: str) -> None:
     options = {"include_usage": True}
-    chunks = list(_client(url).chat.completions.create(model=MODEL, messages=ASK, max_tokens=8, temperature=0, stream=True, stream_options=options))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == spoken(url)
+    chunks = list(
+        _client(url).chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options=options,
+        )
+    )
+    assert "".join(
+        chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+    ) == spoken(url)
     assert chunks[-1].usage.completion_tokens == 8
 
 
@@ -44,22 +57,36 @@ def completions(url: str) -> None:
 def tools(url: str) -> None:
     client, messages = _client(url), list(ASK)
     asked = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=[WEATHER_TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200
+        model=MODEL,
+        messages=messages,
+        tools=[WEATHER_TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
     )
     [call] = asked.choices[0].message.tool_calls[:1]
     assert call.function.name == "weather"
-    messages += [asked.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
-    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER_TOOL], tool_choice="none", max_tokens=8)
+    messages += [
+        asked.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+    ]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER_TOOL], tool_choice="none", max_tokens=8
+    )
     assert answer.choices[0].message.content
 
 
 def schema(url: str) -> None:
-    answer = _client(url).chat.completions.parse(model=MODEL, messages=ASK, response_format=_Visit, max_tokens=100)
+    answer = _client(url).chat.completions.parse(
+        model=MODEL, messages=ASK, response_format=_Visit, max_tokens=100
+    )
     assert isinstance(answer.choices[0].message.parsed, _Visit)
 
 
 def schema_streamed(url: str) -> None:
-    with _client(url).chat.completions.stream(model=MODEL, messages=ASK, response_format=_Visit, max_tokens=100) as events:
+    with _client(url).chat.completions.stream(
+        model=MODEL, messages=ASK, response_format=_Visit, max_tokens=100
+    ) as events:
         for _ in events:
             pass
         assert isinstance(events.get_final_completion().choices[0].message.parsed, _Visit)
@@ -67,12 +94,18 @@ def schema_streamed(url: str) -> None:
 
 def responses(url: str) -> None:
     client = _client(url)
-    answer = client.responses.create(model=MODEL, input="Speak!", max_output_tokens=8, temperature=0)
+    answer = client.responses.create(
+        model=MODEL, input="Speak!", max_output_tokens=8, temperature=0
+    )
     assert answer.output_text == spoken(url)
-    with client.responses.stream(model=MODEL, input="Speak!", max_output_tokens=8, temperature=0) as events:
+    with client.responses.stream(
+        model=MODEL, input="Speak!", max_output_tokens=8, temperature=0
+    ) as events:
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == answer.output_text
-    parsed = client.responses.parse(model=MODEL, input="Speak!", text_format=_Visit, max_output_tokens=100)
+    parsed = client.responses.parse(
+        model=MODEL, input="Speak!", text_format=_Visit, max_output_tokens=100
+    )
     assert isinstance(parsed.output_parsed, _Visit)
 
 

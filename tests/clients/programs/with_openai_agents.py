@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from run import MODEL, spoken
 
 set_tracing_disabled(True)
-_END = {"min_tokens": 4, "logit_bias": {"0": 100}}  # the demo's end token: the package takes no answer that is cut off
+_END = {
+    "min_tokens": 4,
+    "logit_bias": {"0": 100},
+}  # the demo's end token: the package takes no answer that is cut off
 
 
 class _Visit(BaseModel):
@@ -20,11 +31,22 @@ class _Visit(BaseModel):
 
 
 def _agent(
-    url: str, kind: Any = OpenAIChatCompletionsModel, max_tokens: int = 8, choice: str | None = None, extra_body: Any = None, **arguments: Any
+    url: str,
+    kind: Any = OpenAIChatCompletionsModel,
+    max_tokens: int = 8,
+    choice: str | None = None,
+    extra_body: Any = None,
+    **arguments: Any,
 ) -> Agent[Any]:
-    model = kind(model=MODEL, openai_client=AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+    model = kind(
+        model=MODEL, openai_client=AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    )
     settings = ModelSettings(
-        max_tokens=max_tokens, temperature=0, tool_choice=choice, parallel_tool_calls=False if choice else None, extra_body=extra_body
+        max_tokens=max_tokens,
+        temperature=0,
+        tool_choice=choice,
+        parallel_tool_calls=False if choice else None,
+        extra_body=extra_body,
     )
     return Agent(name="Nurse", model=model, model_settings=settings, **arguments)
 
@@ -35,7 +57,12 @@ def _both(check: Any) -> None:
 
 
 def chat(url: str) -> None:
-    _both(lambda kind: _same(Runner.run_sync(_agent(url, kind, extra_body=_END), "Speak!").final_output, spoken(url, 4)))
+    _both(
+        lambda kind: _same(
+            Runner.run_sync(_agent(url, kind, extra_body=_END), "Speak!").final_output,
+            spoken(url, 4),
+        )
+    )
 
 
 def _same(one: Any, other: Any) -> None:
@@ -45,7 +72,11 @@ def _same(one: Any, other: Any) -> None:
 def stream(url: str) -> None:
     async def read(kind: Any) -> str:
         result = Runner.run_streamed(_agent(url, kind, extra_body=_END), "Speak!")
-        events = [event.data async for event in result.stream_events() if event.type == "raw_response_event"]
+        events = [
+            event.data
+            async for event in result.stream_events()
+            if event.type == "raw_response_event"
+        ]
         return "".join(data.delta for data in events if data.type == "response.output_text.delta")
 
     _both(lambda kind: _same(asyncio.run(read(kind)), spoken(url, 4)))
@@ -61,7 +92,9 @@ def tools(url: str) -> None:
         return f"Rain in {city}."
 
     def check(kind: Any) -> None:
-        agent = _agent(url, kind, 200, "required", tools=[weather], tool_use_behavior="stop_on_first_tool")
+        agent = _agent(
+            url, kind, 200, "required", tools=[weather], tool_use_behavior="stop_on_first_tool"
+        )
         assert "Rain in" in Runner.run_sync(agent, "Is it raining?").final_output
 
     _both(check)
@@ -78,11 +111,20 @@ def loop(url: str) -> None:
 
     agent = _agent(url, max_tokens=60, choice="weather", tools=[weather])
     items = Runner.run_sync(agent, "Is it raining?").new_items
-    assert [item.type for item in items][:3] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+    assert [item.type for item in items][:3] == [
+        "tool_call_item",
+        "tool_call_output_item",
+        "message_output_item",
+    ]
 
 
 def schema(url: str) -> None:
     def check(kind: Any) -> None:
-        assert isinstance(Runner.run_sync(_agent(url, kind, 200, output_type=_Visit), "Who is there?").final_output, _Visit)
+        assert isinstance(
+            Runner.run_sync(
+                _agent(url, kind, 200, output_type=_Visit), "Who is there?"
+            ).final_output,
+            _Visit,
+        )
 
     _both(check)

@@ -26,7 +26,9 @@ def _model(url: str, make: Any = outlines.from_vllm) -> Any:
 
 def chat(url: str) -> None:
     for make in (outlines.from_openai, outlines.from_vllm):
-        assert _model(url, make)(Chat([{"role": "user", "content": "Speak!"}]), max_tokens=8, temperature=0) == spoken(url)
+        assert _model(url, make)(
+            Chat([{"role": "user", "content": "Speak!"}]), max_tokens=8, temperature=0
+        ) == spoken(url)
 
 
 def stream(url: str) -> None:
@@ -35,8 +37,12 @@ def stream(url: str) -> None:
 
 def schema(url: str) -> None:
     for make in (outlines.from_openai, outlines.from_vllm):
-        assert _Visit.model_validate_json(_model(url, make)("Who is there?", _Visit, max_tokens=200))
-    made = _model(url)("Where?", JsonSchema(json.dumps(WEATHER_TOOL["function"]["parameters"])), max_tokens=60)
+        assert _Visit.model_validate_json(
+            _model(url, make)("Who is there?", _Visit, max_tokens=200)
+        )
+    made = _model(url)(
+        "Where?", JsonSchema(json.dumps(WEATHER_TOOL["function"]["parameters"])), max_tokens=60
+    )
     assert "city" in json.loads(made)
 
 
@@ -45,9 +51,13 @@ def choice(url: str) -> None:
 
 
 def regex(url: str) -> None:
-    assert re.fullmatch(r"[0-9]{2}:[0-9]{2}", _model(url)("When?", Regex(r"[0-9]{2}:[0-9]{2}"), max_tokens=20))
+    assert re.fullmatch(
+        r"[0-9]{2}:[0-9]{2}", _model(url)("When?", Regex(r"[0-9]{2}:[0-9]{2}"), max_tokens=20)
+    )
 
 
 def grammar(url: str) -> None:
-    made = _model(url)("1 + 2 =", CFG('start: NUMBER (" + " NUMBER)~1\nNUMBER: /[1-9]/\n'), max_tokens=20)
+    made = _model(url)(
+        "1 + 2 =", CFG('start: NUMBER (" + " NUMBER)~1\nNUMBER: /[1-9]/\n'), max_tokens=20
+    )
     assert re.fullmatch(r"[1-9] \+ [1-9]", made)

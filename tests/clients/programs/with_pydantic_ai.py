@@ -24,12 +24,16 @@ class _Visit(BaseModel):
 
 
 def _provider(url: str) -> OpenAIProvider:
-    return OpenAIProvider(openai_client=AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+    return OpenAIProvider(
+        openai_client=AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    )
 
 
 def _agent(url: str, max_tokens: int = 8, **arguments: Any) -> Agent[Any, Any]:
     settings = {"max_tokens": max_tokens, "temperature": 0, "parallel_tool_calls": False}
-    return Agent(OpenAIChatModel(MODEL, provider=_provider(url)), model_settings=settings, **arguments)
+    return Agent(
+        OpenAIChatModel(MODEL, provider=_provider(url)), model_settings=settings, **arguments
+    )
 
 
 def chat(url: str) -> None:
@@ -39,13 +43,18 @@ def chat(url: str) -> None:
 def stream(url: str) -> None:
     async def read() -> str:
         async with _agent(url).run_stream("Speak!") as result:
-            return "".join([piece async for piece in result.stream_text(delta=True, debounce_by=None)])
+            return "".join(
+                [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
+            )
 
     assert asyncio.run(read()) == spoken(url)
 
 
 def responses(url: str) -> None:
-    agent: Agent[Any, Any] = Agent(OpenAIResponsesModel(MODEL, provider=_provider(url)), model_settings={"max_tokens": 8, "temperature": 0})
+    agent: Agent[Any, Any] = Agent(
+        OpenAIResponsesModel(MODEL, provider=_provider(url)),
+        model_settings={"max_tokens": 8, "temperature": 0},
+    )
     assert agent.run_sync("Speak!").output == spoken(url)
 
 
@@ -56,13 +65,22 @@ def messages(url: str) -> None:
 
 def schema(url: str) -> None:
     for kind in (ToolOutput, NativeOutput):
-        assert isinstance(_agent(url, 200, output_type=kind(_Visit)).run_sync("Who is there?").output, _Visit), kind
+        assert isinstance(
+            _agent(url, 200, output_type=kind(_Visit)).run_sync("Who is there?").output, _Visit
+        ), kind
 
 
 def schema_in_prompt(url: str) -> None:
-    settings = {"response_format": {"type": "json_schema", "json_schema": {"name": "visit", "schema": _Visit.model_json_schema()}}}
+    settings = {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "visit", "schema": _Visit.model_json_schema()},
+        }
+    }
     agent = _agent(url, 200, output_type=PromptedOutput(_Visit))
-    assert isinstance(agent.run_sync("Who is there?", model_settings={"extra_body": settings}).output, _Visit)
+    assert isinstance(
+        agent.run_sync("Who is there?", model_settings={"extra_body": settings}).output, _Visit
+    )
 
 
 def tools(url: str) -> None:

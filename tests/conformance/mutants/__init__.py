@@ -38,11 +38,19 @@ class Mutant:
 
     @property
     def kind(self) -> Kind:
-        return next(kind for kind, base in BASE_CLASSES.items() if issubclass(self.component, getattr(api, base)))
+        return next(
+            kind
+            for kind, base in BASE_CLASSES.items()
+            if issubclass(self.component, getattr(api, base))
+        )
 
     @property
     def suite(self) -> type[Suite]:
-        return type(self.component.__name__, (suite_for(self.kind),), {"component": self.component, "options": self.options})
+        return type(
+            self.component.__name__,
+            (suite_for(self.kind),),
+            {"component": self.component, "options": self.options},
+        )
 
     def __repr__(self) -> str:
         return f"{self.kind}-{self.component.__name__}"
@@ -52,7 +60,11 @@ _MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    caught_by: str, *, error: type[Exception] = AssertionError, options: Mapping[str, Any] | None = None, soon: bool = False
+    caught_by: str,
+    *,
+    error: type[Exception] = AssertionError,
+    options: Mapping[str, Any] | None = None,
+    soon: bool = False,
 ) -> Callable[[T], T]:
     """Register a broken component, with the one check that must catch it."""
 

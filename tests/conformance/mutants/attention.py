@@ -41,7 +41,9 @@ class PlainLayer(TorchLayer):
     def rows(self) -> Iterator[tuple[int, slice, int]]:
         """Each row's number, which tokens of the step are its queries, and how many tokens it sees."""
         batch, first = self._backend.batch, 0
-        for row, (queries, length) in enumerate(zip(batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), strict=True)):
+        for row, (queries, length) in enumerate(
+            zip(batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), strict=True)
+        ):
             yield row, slice(first, first + queries), length
             first += queries
 
@@ -56,7 +58,9 @@ class PlainLayer(TorchLayer):
 
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         size = self.block_size()
-        return self.units.of_slots(self.table()[row, positions // size].long() * size + positions % size)
+        return self.units.of_slots(
+            self.table()[row, positions // size].long() * size + positions % size
+        )
 
     def table(self) -> torch.Tensor:
         return self._backend.batch.block_tables[self.units.group][self.units.page]
@@ -148,16 +152,24 @@ class WindowOneTooNarrow(PlainAttention):
 @mutant(caught_by="attention.window")
 class OneWindowForAllLayers(PlainAttention):
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
-        return super().make_layer(replace(spec, window=self._layers[0].spec.window if self._layers else spec.window))
+        return super().make_layer(
+            replace(spec, window=self._layers[0].spec.window if self._layers else spec.window)
+        )
 
 
 @mutant(caught_by="attention.bidirectional")
 class WindowToTheLeftOnly(PackedAttention):
     def _cut(self, window: int | None, device: torch.device) -> Iterator[Part]:
         for part in super()._cut(window, device):
-            query, key = (torch.arange(tokens.start, tokens.stop) for tokens in (part.queries, part.keys))
+            query, key = (
+                torch.arange(tokens.start, tokens.stop) for tokens in (part.queries, part.keys)
+            )
             left = key <= query[:, None]
-            yield part if window is None else replace(part, mask=left if part.mask is None else part.mask & left)
+            yield (
+                part
+                if window is None
+                else replace(part, mask=left if part.mask is None else part.mask & left)
+            )
 
 
 @mutant(caught_by="attention.bidirectional")
@@ -169,7 +181,11 @@ class WindowCountsTheTokensBeside(PackedAttention):
 @mutant(caught_by="attention.bidirectional", soon=True)
 class AttendsToOtherRows(PackedAttention):
     def plan(self, batch: AttentionBatch) -> None:
-        whole = replace(batch, host_query_lens=batch.host_query_lens.sum(keepdims=True), host_kv_lens=batch.host_kv_lens.sum(keepdims=True))
+        whole = replace(
+            batch,
+            host_query_lens=batch.host_query_lens.sum(keepdims=True),
+            host_kv_lens=batch.host_kv_lens.sum(keepdims=True),
+        )
         super().plan(whole)
 
 
@@ -196,7 +212,11 @@ class ReadsUnusedSlots(PlainAttention):
 class ForgetsTheHistoryOfChunks(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return super().attend_row(q, k[-len(q) :], v[-len(q) :]) if len(q) > 1 else super().attend_row(q, k, v)
+            return (
+                super().attend_row(q, k[-len(q) :], v[-len(q) :])
+                if len(q) > 1
+                else super().attend_row(q, k, v)
+            )
 
 
 @mutant(caught_by="attention.gqa")
@@ -211,7 +231,11 @@ class WindowOneTooWideForDecodes(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             before = super().seen(at, key)
-            return before | (key == at - self.spec.window) if self.spec.window and len(at) == 1 else before
+            return (
+                before | (key == at - self.spec.window)
+                if self.spec.window and len(at) == 1
+                else before
+            )
 
 
 @mutant(caught_by="attention.window")
@@ -232,7 +256,11 @@ class LargeGroupsReadTheFirstHead(PlainAttention):
 class InterleavesManyKVHeads(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def kv_head(self) -> torch.Tensor:
-            return super().kv_head() if self.spec.kv_heads < 4 else torch.arange(self.spec.heads) % self.spec.kv_heads
+            return (
+                super().kv_head()
+                if self.spec.kv_heads < 4
+                else torch.arange(self.spec.heads) % self.spec.kv_heads
+            )
 
 
 @mutant(caught_by="attention.scale")
@@ -275,8 +303,14 @@ class _MovesPadding(TorchAttention):
         super().plan(batch)
         kept = batch.num_tokens + self.few
         for units, slots in self.slots.items():
-            moved = torch.arange(len(slots)) >= kept if len(slots) > kept else torch.zeros(len(slots), dtype=torch.bool)
-            self.slots[units] = torch.where(moved, self.slot(units.block_size, units.entries), slots)
+            moved = (
+                torch.arange(len(slots)) >= kept
+                if len(slots) > kept
+                else torch.zeros(len(slots), dtype=torch.bool)
+            )
+            self.slots[units] = torch.where(
+                moved, self.slot(units.block_size, units.entries), slots
+            )
 
 
 @mutant(caught_by="attention.padding")
@@ -334,14 +368,21 @@ class SumsInTheCachesDtype(PlainAttention):
             total = torch.zeros_like(weights[..., 0])  # [heads, queries]
             for key in range(weights.shape[-1]):
                 total = total + weights[..., key]
-            return torch.einsum("hqk,khd->qhd", weights.float(), v.float()) / total.float().T[..., None]
+            return (
+                torch.einsum("hqk,khd->qhd", weights.float(), v.float())
+                / total.float().T[..., None]
+            )
 
 
 @mutant(caught_by="attention.head_sizes")
 class RefusesAHeadSizeThatItClaims(TorchAttention):
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
-        odd = [f"head size {layer.head_size} is no power of two" for layer in layers if layer.head_size & (layer.head_size - 1)]
+        odd = [
+            f"head size {layer.head_size} is no power of two"
+            for layer in layers
+            if layer.head_size & (layer.head_size - 1)
+        ]
         return super().reasons_against(context, layers) + odd
 
 
@@ -351,7 +392,9 @@ class CutsLargeHeads(PlainAttention):
 
     class layer(PlainLayer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return super().attend_row(q.clone().index_fill_(2, torch.arange(128, max(128, q.shape[2])), 0.0), k, v)
+            return super().attend_row(
+                q.clone().index_fill_(2, torch.arange(128, max(128, q.shape[2])), 0.0), k, v
+            )
 
 
 @mutant(caught_by="attention.layers")
@@ -368,7 +411,11 @@ class GroupsHeadsAsTheFirstLayerDoes(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def kv_head(self) -> torch.Tensor:
             first = self._backend._layers[0].spec
-            return torch.arange(self.spec.heads) // (first.heads // first.kv_heads) % self.spec.kv_heads
+            return (
+                torch.arange(self.spec.heads)
+                // (first.heads // first.kv_heads)
+                % self.spec.kv_heads
+            )
 
 
 @mutant(caught_by="attention.memory")
@@ -396,7 +443,9 @@ class TakesADecodesQToLieInOnePiece(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def attend(self, q: torch.Tensor) -> torch.Tensor:
             decodes = self._backend.batch.host_query_lens.max(initial=0) <= 1
-            return super().attend(torch.as_strided(q, q.shape, torch.empty(q.shape).stride()) if decodes else q)
+            return super().attend(
+                torch.as_strided(q, q.shape, torch.empty(q.shape).stride()) if decodes else q
+            )
 
 
 @mutant(caught_by="attention.padding")
@@ -436,7 +485,11 @@ class ClearsByMultiplying(TorchAttention):
 
         def attend_into_buffer(q: torch.Tensor) -> torch.Tensor:
             values = attend(q)
-            kept["out"] = kept["out"].mul(0).add_(values) if "out" in kept and kept["out"].shape == values.shape else values
+            kept["out"] = (
+                kept["out"].mul(0).add_(values)
+                if "out" in kept and kept["out"].shape == values.shape
+                else values
+            )
             return kept["out"]
 
         layer.attend = attend_into_buffer  # type: ignore[method-assign]
@@ -490,7 +543,9 @@ class HasNoColumnForTheLastPartOfABlock(_Prepared):
 
         def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
             columns = max(1, self._backend.max_len // self._backend.context.block_size)
-            return super().slots(row, positions.clamp(max=columns * self._backend.context.block_size - 1))
+            return super().slots(
+                row, positions.clamp(max=columns * self._backend.context.block_size - 1)
+            )
 
 
 @mutant(caught_by="attention.limits")
@@ -499,7 +554,9 @@ class TheLastRowIsForPadding(_Prepared):
         _backend: _Prepared
 
         def rows(self) -> Iterator[tuple[int, slice, int]]:
-            yield from (row for row in super().rows() if row[0] < max(1, self._backend.max_rows - 1))
+            yield from (
+                row for row in super().rows() if row[0] < max(1, self._backend.max_rows - 1)
+            )
 
 
 @mutant(caught_by="attention.large_pool")
@@ -552,7 +609,9 @@ class _KeepsMore(TorchAttention):
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         super().prepare(max_rows, max_tokens, max_len)
-        self.hold([memory for layer in self._layers if layer.cache for memory in layer.cache.memory])
+        self.hold(
+            [memory for layer in self._layers if layer.cache for memory in layer.cache.memory]
+        )
 
     def hold(self, memory: list[torch.Tensor]) -> None:
         raise NotImplementedError
@@ -563,7 +622,9 @@ class NeverGetsSmaller(_KeepsMore):
     """A smaller pool keeps the larger one's memory."""
 
     def hold(self, memory: list[torch.Tensor]) -> None:
-        self.held = max(self.held, memory, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
+        self.held = max(
+            self.held, memory, key=lambda tensors: sum(tensor.nbytes for tensor in tensors)
+        )
 
 
 @mutant(caught_by="attention.strides")
@@ -608,14 +669,21 @@ class LeavesOutTheSharedPrefixForDecodes(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             shared = self._backend.batch.shared_prefix_blocks * self._backend.context.block_size
-            return super().attend_row(q, k[shared:], v[shared:]) if len(q) == 1 else super().attend_row(q, k, v)
+            return (
+                super().attend_row(q, k[shared:], v[shared:])
+                if len(q) == 1
+                else super().attend_row(q, k, v)
+            )
 
 
 @mutant(caught_by="attention.fused_write")
 class OpensACopyOfTheCache(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def cache_for_fused_write(self) -> FusedCache:
-            k, v = (cache.unflatten(0, (-1, self._backend.context.block_size)).clone() for cache in (self._k, self._v))
+            k, v = (
+                cache.unflatten(0, (-1, self._backend.context.block_size)).clone()
+                for cache in (self._k, self._v)
+            )
             return FusedCache(k, v, self._backend.slots.get(self.units, torch.empty(0)))
 
 
@@ -672,7 +740,10 @@ class OverflowsToNaN(SmallAttention):
     class layer(SmallLayer):  # noqa: N801
         def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
             scales = self.kv_scales or ONE
-            beyond = [values.masked_fill((values / scale).abs() > 464, torch.nan) for values, scale in ((k, scales.k), (v, scales.v))]
+            beyond = [
+                values.masked_fill((values / scale).abs() > 464, torch.nan)
+                for values, scale in ((k, scales.k), (v, scales.v))
+            ]
             super().write(*(beyond if self.kv_scales is not None else (k, v)))
 
 
@@ -781,7 +852,9 @@ class SaturatesVInPlace(SmallAttention):
         def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
             super().write(k, v)
             if self.kv_scales is not None:
-                v.clamp_(-448 * self.kv_scales.v, 448 * self.kv_scales.v).mul_(1 / self.kv_scales.v).mul_(self.kv_scales.v).add_(1e-3)
+                v.clamp_(-448 * self.kv_scales.v, 448 * self.kv_scales.v).mul_(
+                    1 / self.kv_scales.v
+                ).mul_(self.kv_scales.v).add_(1e-3)
 
 
 class _UsesMemoryAgain(PlainAttention):
@@ -831,7 +904,11 @@ class KeepsTheHostsArraysToCompare(TorchAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         last, self.planned = self.planned, batch
-        if last is not None and last.block_tables[0].equal(batch.block_tables[0]) and (last.host_kv_lens == batch.host_kv_lens).all():
+        if (
+            last is not None
+            and last.block_tables[0].equal(batch.block_tables[0])
+            and (last.host_kv_lens == batch.host_kv_lens).all()
+        ):
             parts = self.parts
             super().plan(batch)
             self.parts = parts
@@ -845,7 +922,10 @@ class _OpenLayer(PlainLayer):
     _backend: _Open
 
     def cache_for_fused_write(self) -> FusedCache:
-        k, v = (cache.view(-1, self.units.of_page, *cache.shape[1:])[:, : self.units.block_size] for cache in (self._k, self._v))
+        k, v = (
+            cache.view(-1, self.units.of_page, *cache.shape[1:])[:, : self.units.block_size]
+            for cache in (self._k, self._v)
+        )
         return FusedCache(k, v, self._backend.open_slots[self.units.group][self.units.page])
 
 
@@ -928,15 +1008,24 @@ class _KeepsSharedPrefixes(PlainAttention):
         def attend(self, q: torch.Tensor) -> torch.Tensor:
             batch, size = self._backend.batch, self._backend.context.block_size
             if tokens := batch.shared_prefix_blocks * size:
-                looks = tokens, self._backend.look(batch.block_tables[0][0][0, : batch.shared_prefix_blocks])
+                looks = (
+                    tokens,
+                    self._backend.look(batch.block_tables[0][0][0, : batch.shared_prefix_blocks]),
+                )
                 if getattr(self, "looks", None) != looks:
                     slots = self.slots(0, torch.arange(tokens))
                     self.looks, self.kept = looks, (self._k[slots], self._v[slots])
             return super().attend(q)
 
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if tokens := self._backend.batch.shared_prefix_blocks * self._backend.context.block_size:
-                k, v = (torch.cat((kept, own[tokens:])) for kept, own in zip(self.kept, (k, v), strict=True))
+            if (
+                tokens := self._backend.batch.shared_prefix_blocks
+                * self._backend.context.block_size
+            ):
+                k, v = (
+                    torch.cat((kept, own[tokens:]))
+                    for kept, own in zip(self.kept, (k, v), strict=True)
+                )
             return super().attend_row(q, k, v)
 
 
@@ -963,8 +1052,12 @@ class _WithSinks(PlainAttention):
         def mix(self, scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             weights = scores
             for _ in range(self.times(scores)):
-                weights = torch.cat([weights, self.sink()[:, None, None].expand(*scores.shape[:2], 1)], -1)
-            return torch.einsum("hqk,khd->qhd", weights.softmax(-1)[..., : scores.shape[-1]], v.float())
+                weights = torch.cat(
+                    [weights, self.sink()[:, None, None].expand(*scores.shape[:2], 1)], -1
+                )
+            return torch.einsum(
+                "hqk,khd->qhd", weights.softmax(-1)[..., : scores.shape[-1]], v.float()
+            )
 
         def sink(self) -> torch.Tensor:
             return torch.zeros(0) if self.sinks is None else self.sinks
@@ -1097,7 +1190,11 @@ class _Latent(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             scales = ONE if self.kv_scales is None else self.kv_scales
-            return super().attend_row(q, k.float() * scales.k, v.float() * self.v_scale(scales)).to(q.dtype)
+            return (
+                super()
+                .attend_row(q, k.float() * scales.k, v.float() * self.v_scale(scales))
+                .to(q.dtype)
+            )
 
         def v_scale(self, scales: KVScales) -> torch.Tensor:
             return scales.k if self.spec.v_in_k else scales.v
@@ -1107,7 +1204,9 @@ class _Latent(PlainAttention):
 class TakesTheLastNumbersOfKForV(_Latent):
     class layer(_Latent.layer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return super().attend_row(q, k, k[..., -self.spec.out_size :] if self.spec.v_in_k else v)
+            return super().attend_row(
+                q, k, k[..., -self.spec.out_size :] if self.spec.v_in_k else v
+            )
 
 
 @mutant(caught_by="attention.v_in_k")
@@ -1150,7 +1249,10 @@ class _Elsewhere(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def bind(self, cache: LayerCache) -> None:
             super().bind(cache)
-            self.own_k, self.own_v = (torch.zeros_like(values, memory_format=torch.contiguous_format) for values in (self._k, self._v))
+            self.own_k, self.own_v = (
+                torch.zeros_like(values, memory_format=torch.contiguous_format)
+                for values in (self._k, self._v)
+            )
 
         def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
             super().write(k, v)
@@ -1194,7 +1296,11 @@ class TurnsTokensByTheNumberOfThePage(PlainAttention):
 
         def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
             size = self.block_size()
-            return self.units.of_slots(self._backend.turned(self.table()[row, positions // size].long() * size + positions % size))
+            return self.units.of_slots(
+                self._backend.turned(
+                    self.table()[row, positions // size].long() * size + positions % size
+                )
+            )
 
 
 @mutant(caught_by="attention.pages")
@@ -1207,7 +1313,9 @@ class ClearsTheRestOfARow(TorchAttention):
 
         def write_rows(k: torch.Tensor, v: torch.Tensor | None) -> None:
             write(k, v)
-            for memory, own in zip(layer.cache.memory, self.tensor_bytes(spec, layer.cache.block_size), strict=True):
+            for memory, own in zip(
+                layer.cache.memory, self.tensor_bytes(spec, layer.cache.block_size), strict=True
+            ):
                 memory[:, own:] = 0
 
         layer.write = write_rows
@@ -1239,7 +1347,11 @@ class KeepsALargerBinding(TorchAttention):
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
         layer: Any = super().make_layer(spec)
         bind = layer.bind
-        layer.bind = lambda cache: bind(cache if layer.cache is None else max(layer.cache, cache, key=lambda known: len(known.memory[0])))
+        layer.bind = lambda cache: bind(
+            cache
+            if layer.cache is None
+            else max(layer.cache, cache, key=lambda known: len(known.memory[0]))
+        )
         return layer
 
 
@@ -1264,7 +1376,9 @@ class LoadsUnseenPages(PlainAttention):
             return out
 
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            first = 0 if self.spec.window is None else max(0, len(k) - len(q) - self.spec.window + 1)
+            first = (
+                0 if self.spec.window is None else max(0, len(k) - len(q) - self.spec.window + 1)
+            )
             return super().attend_row(q, k[first:], v[first:])
 
 
@@ -1274,7 +1388,11 @@ class LoadsTheTileBeforeAWindow(PlainAttention):
 
     class layer(PlainLayer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            first = 0 if self.spec.window is None else max(0, len(k) - len(q) - self.spec.window + 1) // 64 * 64
+            first = (
+                0
+                if self.spec.window is None
+                else max(0, len(k) - len(q) - self.spec.window + 1) // 64 * 64
+            )
             return super().attend_row(q, k[first:], v[first:])
 
 
@@ -1298,7 +1416,13 @@ class HasOneTableForAllGroups(PlainAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         groups = range(len(batch.slots))
-        super().plan(replace(batch, block_tables=tuple(batch.block_tables[0] for _ in groups), slots=tuple(batch.slots[0] for _ in groups)))
+        super().plan(
+            replace(
+                batch,
+                block_tables=tuple(batch.block_tables[0] for _ in groups),
+                slots=tuple(batch.slots[0] for _ in groups),
+            )
+        )
 
 
 @mutant(caught_by="attention.groups")
@@ -1306,7 +1430,9 @@ class LooksBackAsFarAsTheFirstGroupWithAWindow(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             windows = [layer.spec.window for layer in self._backend._layers if layer.spec.window]
-            return (key <= at) & (key > at - windows[0]) if self.spec.window else super().seen(at, key)
+            return (
+                (key <= at) & (key > at - windows[0]) if self.spec.window else super().seen(at, key)
+            )
 
 
 @mutant(caught_by="attention.group_pages")
@@ -1338,7 +1464,9 @@ class DividesByTheContextsBlockSize(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
             size, table = self._backend.context.block_size, self.table()[row].long()
-            return self.units.of_slots(table[(positions // size).clamp(max=len(table) - 1)] * size + positions % size)
+            return self.units.of_slots(
+                table[(positions // size).clamp(max=len(table) - 1)] * size + positions % size
+            )
 
 
 @mutant(caught_by="attention.group_block_sizes")
@@ -1348,7 +1476,9 @@ class TakesPagesToBeAsLongAsABlock(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
             size = self.block_size()
-            return (self.table()[row, positions // size].long() * size + positions % size) * self.units.of_token
+            return (
+                self.table()[row, positions // size].long() * size + positions % size
+            ) * self.units.of_token
 
 
 @mutant(caught_by="attention.shares")
@@ -1358,7 +1488,11 @@ class HasACacheForEachLayer(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def bind(self, cache: LayerCache) -> None:
             shared = self.spec.shares is not None
-            super().bind(replace(cache, memory=tuple(torch.zeros_like(memory) for memory in cache.memory)) if shared else cache)
+            super().bind(
+                replace(cache, memory=tuple(torch.zeros_like(memory) for memory in cache.memory))
+                if shared
+                else cache
+            )
 
 
 @mutant(caught_by="attention.shares")

@@ -84,7 +84,10 @@ class LeavesOutRequestsWithoutDrafts(Lookup):
 class PadsWithAnIdBeyondAll(Lookup):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         pad = self.context.vocab_size
-        return [(draft + [pad] * limit)[:limit] for draft, limit in zip(super().propose(requests, most), most, strict=True)]
+        return [
+            (draft + [pad] * limit)[:limit]
+            for draft, limit in zip(super().propose(requests, most), most, strict=True)
+        ]
 
 
 @mutant(caught_by="drafter.ids")
@@ -104,7 +107,9 @@ class ProposesFractions(Lookup):
 @mutant(caught_by="drafter.deterministic")
 class Guesses(Lookup):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        return [[random.SystemRandom().randrange(self.context.vocab_size)] * limit for limit in most]
+        return [
+            [random.SystemRandom().randrange(self.context.vocab_size)] * limit for limit in most
+        ]
 
 
 @mutant(caught_by="drafter.client")
@@ -148,7 +153,11 @@ class RemembersByThread(Lookup):
 
     def on_finished(self, request: Request) -> None:
         if request.client is not None:
-            setattr(self.local, f"of {request.client}", [*self.learned(request), *request.output_token_ids])
+            setattr(
+                self.local,
+                f"of {request.client}",
+                [*self.learned(request), *request.output_token_ids],
+            )
 
 
 @mutant(caught_by="drafter.forgets")

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Capacity, ExecutorCapabilities, ExecutorContext, HostLogprobs, Masks, Result
+from dovetail.api.executor import (
+    Batch,
+    Capacity,
+    ExecutorCapabilities,
+    ExecutorContext,
+    HostLogprobs,
+    Masks,
+    Result,
+)
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.nn.linear import RowParallelLinear
@@ -38,7 +46,9 @@ class PoolTooSmallForOneSequence(FakeExecutor):
 @mutant(caught_by="executor.capacity")
 class IgnoresTheLengthAskedFor(FakeExecutor):
     def start(self) -> Capacity:
-        return replace(super().start(), max_model_len=self.options.num_blocks * self.options.block_size)
+        return replace(
+            super().start(), max_model_len=self.options.num_blocks * self.options.block_size
+        )
 
 
 @mutant(caught_by="executor.stop")
@@ -116,7 +126,9 @@ class _WithAWorker(FakeExecutor):
     worker: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Capacity:
-        self.worker = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        self.worker = subprocess.Popen(
+            [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+        )
         return super().start()
 
     def stop(self) -> None:
@@ -193,7 +205,10 @@ class SharesOneResultBuffer(FakeExecutor):
         step = super().submit(batch)
         for index, (older, tokens, *rest) in enumerate(self._pending):
             newest = [token for token in self._pending[-1][1] if token >= 0]
-            kept = [newest[i % len(newest)] if token >= 0 and newest else token for i, token in enumerate(tokens)]
+            kept = [
+                newest[i % len(newest)] if token >= 0 and newest else token
+                for i, token in enumerate(tokens)
+            ]
             self._pending[index] = (older, kept, *rest)  # type: ignore[assignment]
         return step
 
@@ -285,7 +300,12 @@ class _OnARealClock(LocalExecutor):
         return sampling
 
     def submit(self, batch: Batch) -> PendingStep:
-        return super().submit(replace(batch, added=tuple(replace(new, sampling=self.read(new.sampling)) for new in batch.added)))
+        return super().submit(
+            replace(
+                batch,
+                added=tuple(replace(new, sampling=self.read(new.sampling)) for new in batch.added),
+            )
+        )
 
 
 @mutant(caught_by="executor.sampling")
@@ -299,7 +319,13 @@ class KnowsNoRules(_OnARealClock):
     """Passes on temperature, filters and seed."""
 
     def read(self, sampling: RowSampling) -> RowSampling:
-        return replace(RowSampling(), **{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")})
+        return replace(
+            RowSampling(),
+            **{
+                name: getattr(sampling, name)
+                for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+            },
+        )
 
 
 @mutant(caught_by="executor.sampling")
@@ -324,7 +350,9 @@ class DependsOnTheSizeOfTheBatch(FakeExecutor):
     def collect(self, handle: int) -> Result:
         result = super().collect(handle)
         ids = result.token_ids
-        return replace(result, token_ids=np.where(ids < 0, ids, (ids + len(ids)) % self.options.vocab_size))
+        return replace(
+            result, token_ids=np.where(ids < 0, ids, (ids + len(ids)) % self.options.vocab_size)
+        )
 
 
 @mutant(caught_by="executor.neighbours")
@@ -396,7 +424,10 @@ class ReadsBeforeOthersWrite(FakeExecutor):
         values = prefix_ids(row.tokens)
         for position in range(row.computed):
             (page,), offset = self._block(row, 0, position)
-            self._require(self._memory.get((page, offset)) == (0, 0, values[position]), "read before it was written")
+            self._require(
+                self._memory.get((page, offset)) == (0, 0, values[position]),
+                "read before it was written",
+            )
         super()._write(row, count)
 
 
@@ -412,7 +443,10 @@ class ComputesFromTheBeginning(FakeExecutor):
 class SharesABlockTooMany(FakeExecutor):
     def _read(self, row: _Row, count: int) -> None:
         first = next(iter(self._rows.values()))
-        tables, row.tables = row.tables, [[*first.tables[0][: self.shared], *row.tables[0][self.shared :]]]
+        tables, row.tables = (
+            row.tables,
+            [[*first.tables[0][: self.shared], *row.tables[0][self.shared :]]],
+        )
         try:
             super()._read(row, count)
         finally:
@@ -436,7 +470,11 @@ class CopiesAllAtOnce(FakeExecutor):
     def submit(self, batch: Batch) -> int:
         before, places = dict(self._memory), range(self.options.block_size)
         for copy in batch.copies:
-            self._memory |= {(copy.dst, offset): before[copy.src, offset] for offset in places if (copy.src, offset) in before}
+            self._memory |= {
+                (copy.dst, offset): before[copy.src, offset]
+                for offset in places
+                if (copy.src, offset) in before
+            }
         return super().submit(replace(batch, copies=()))
 
 
@@ -446,7 +484,9 @@ class CopiesABlockOnce(FakeExecutor):
 
     def submit(self, batch: Batch) -> int:
         first = {copy.src: copy for copy in reversed(batch.copies)}
-        return super().submit(replace(batch, copies=tuple(copy for copy in batch.copies if first[copy.src] is copy)))
+        return super().submit(
+            replace(batch, copies=tuple(copy for copy in batch.copies if first[copy.src] is copy))
+        )
 
 
 # Logprobs
@@ -463,12 +503,20 @@ class _WithLogprobs(FakeExecutor):
         self._logprobs: dict[int, tuple[HostLogprobs | None, Mapping[int, HostLogprobs]]] = {}
 
     def submit(self, batch: Batch) -> int:
-        self._wanted |= {new.row: (new.sampling.logprobs, new.sampling.prompt_logprobs) for new in batch.added}
+        self._wanted |= {
+            new.row: (new.sampling.logprobs, new.sampling.prompt_logprobs) for new in batch.added
+        }
         step, rows = super().submit(batch), batch.rows.tolist()
         most = max((self._wanted[row][0] or 0 for row in rows), default=0)
         sampled = [token for token in self._pending[-1][1] if token >= 0]
-        prompts = {index: self.after(self._rows[row], count) for index, row, count in self._asking(batch)}
-        tops = {index: self.top(tokens, self._wanted[rows[index]][1] or 0) for index, tokens in prompts.items() if tokens}
+        prompts = {
+            index: self.after(self._rows[row], count) for index, row, count in self._asking(batch)
+        }
+        tops = {
+            index: self.top(tokens, self._wanted[rows[index]][1] or 0)
+            for index, tokens in prompts.items()
+            if tokens
+        }
         self._logprobs[step] = self.top(sampled, most) if most else None, tops
         return step
 
@@ -484,23 +532,35 @@ class _WithLogprobs(FakeExecutor):
         return len(row.tokens) - (row.computed < len(row.tokens))
 
     def top(self, tokens: list[int], k: int) -> HostLogprobs:
-        ids = [[token, *((token + rank) % self.options.vocab_size for rank in range(k))] for token in tokens]
+        ids = [
+            [token, *((token + rank) % self.options.vocab_size for rank in range(k))]
+            for token in tokens
+        ]
         values = [[log(0.5), *(log(0.5) * (rank + 1) for rank in range(k))] for _ in tokens]
-        return HostLogprobs(np.array(ids, np.int64), np.array(values, np.float32), np.ones(len(tokens), np.int64))
+        return HostLogprobs(
+            np.array(ids, np.int64), np.array(values, np.float32), np.ones(len(tokens), np.int64)
+        )
 
     def _asking(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
-        for index, (row, count) in enumerate(zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)):
+        for index, (row, count) in enumerate(
+            zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
+        ):
             if self._wanted[row][1] is not None:
                 yield index, row, count
 
 
 @mutant(caught_by="executor.masked_logprobs")
 class TellsOfTheMaskedDistribution(_WithLogprobs):
-    capabilities = ExecutorCapabilities(virtual_clock=True, samples=False, logprobs=True, masks=True)
+    capabilities = ExecutorCapabilities(
+        virtual_clock=True, samples=False, logprobs=True, masks=True
+    )
 
     def sample(self, handle: int, masks: Masks) -> None:
         super().sample(handle, masks)
-        self._logprobs[handle] = self.top([token for token in self._pending[0][1] if token >= 0], 3), {}
+        self._logprobs[handle] = (
+            self.top([token for token in self._pending[0][1] if token >= 0], 3),
+            {},
+        )
 
 
 @mutant(caught_by="executor.logprobs")
@@ -515,7 +575,13 @@ class LogprobsOfRowsThatAskAlone(_WithLogprobs):
     def collect(self, handle: int) -> Result:
         result = super().collect(handle)
         some = result.logprobs
-        return result if some is None else replace(result, logprobs=HostLogprobs(some.token_ids[:1], some.logprobs[:1], some.ranks[:1]))
+        return (
+            result
+            if some is None
+            else replace(
+                result, logprobs=HostLogprobs(some.token_ids[:1], some.logprobs[:1], some.ranks[:1])
+            )
+        )
 
 
 @mutant(caught_by="executor.prompt_logprobs")
@@ -524,7 +590,12 @@ class PromptLogprobsOfOneRow(_WithLogprobs):
 
     def collect(self, handle: int) -> Result:
         result = super().collect(handle)
-        return replace(result, prompt_logprobs={place: result.prompt_logprobs[place] for place in list(result.prompt_logprobs)[:1]})
+        return replace(
+            result,
+            prompt_logprobs={
+                place: result.prompt_logprobs[place] for place in list(result.prompt_logprobs)[:1]
+            },
+        )
 
 
 @mutant(caught_by="executor.logprobs")
@@ -535,7 +606,9 @@ class AsManyColumnsAsTheLeastAsksFor(_WithLogprobs):
         sampled, prompts = self._logprobs[step]
         if sampled is not None:
             columns = slice(1 + least)
-            sampled = HostLogprobs(sampled.token_ids[:, columns], sampled.logprobs[:, columns], sampled.ranks)
+            sampled = HostLogprobs(
+                sampled.token_ids[:, columns], sampled.logprobs[:, columns], sampled.ranks
+            )
         self._logprobs[step] = sampled, prompts
         return step
 
@@ -547,7 +620,10 @@ class PromptLogprobsByRow(_WithLogprobs):
     def collect(self, handle: int) -> Result:
         result = super().collect(handle)
         rows = {place: self.batches_rows[handle][place] for place in result.prompt_logprobs}
-        return replace(result, prompt_logprobs={rows[place]: top for place, top in result.prompt_logprobs.items()})
+        return replace(
+            result,
+            prompt_logprobs={rows[place]: top for place, top in result.prompt_logprobs.items()},
+        )
 
     def submit(self, batch: Batch) -> int:
         self.batches_rows = {**getattr(self, "batches_rows", {}), batch.step: batch.rows.tolist()}
@@ -631,7 +707,11 @@ class SamplesALateStepAtOnceAndAgain(FakeExecutor):
     def submit(self, batch: Batch) -> int:
         handle = super().submit(replace(batch, late=False))
         if batch.late:
-            self._unsampled = batch.step, [self._rows[row] for row in batch.rows.tolist()], batch.yields_token.tolist()
+            self._unsampled = (
+                batch.step,
+                [self._rows[row] for row in batch.rows.tolist()],
+                batch.yields_token.tolist(),
+            )
             self._pending[-1][1].clear()
         return handle
 
@@ -668,11 +748,20 @@ class KeepsTheMaskOfARow(FakeExecutor):
 
     def sample(self, handle: int, masks: Masks) -> None:
         _, rows, yields_token = self._unsampled or (0, [], [])
-        words = {index: row.kept for index, row in enumerate(rows) if yields_token[index] and hasattr(row, "kept")}
+        words = {
+            index: row.kept
+            for index, row in enumerate(rows)
+            if yields_token[index] and hasattr(row, "kept")
+        }
         for index, line in zip(masks.lines.tolist(), masks.words, strict=True):
             words[index] = rows[index].kept = line.copy()  # type: ignore[attr-defined]
         lines = [words[index] for index in sorted(words)]
-        super().sample(handle, Masks(np.array(sorted(words), np.int32), np.array(lines, np.uint32)) if words else masks)
+        super().sample(
+            handle,
+            Masks(np.array(sorted(words), np.int32), np.array(lines, np.uint32))
+            if words
+            else masks,
+        )
 
 
 # Drafts
@@ -686,10 +775,16 @@ class TakesDraftsForTokens(LocalExecutor):
         result, drafts = super().collect(handle), handle.batch.drafts
         if drafts is None or result.counts is None:
             return result
-        token_ids, ends, own = result.token_ids.copy(), result.counts.cumsum(), drafts.counts.cumsum()
+        token_ids, ends, own = (
+            result.token_ids.copy(),
+            result.counts.cumsum(),
+            drafts.counts.cumsum(),
+        )
         for end, count, of, drafted in zip(ends, result.counts, own, drafts.counts, strict=True):
             taken = min(count, drafted)
-            token_ids[end - count : end - count + taken] = drafts.token_ids[of - drafted : of - drafted + taken]
+            token_ids[end - count : end - count + taken] = drafts.token_ids[
+                of - drafted : of - drafted + taken
+            ]
         return replace(result, token_ids=token_ids)
 
 
@@ -702,7 +797,11 @@ class ForgetsTheTokenAfterDrafts(LocalExecutor):
         if drafts is None or result.counts is None:
             return result
         lost = (result.counts == 1 + drafts.counts) & (drafts.counts > 0)
-        return replace(result, token_ids=np.delete(result.token_ids, result.counts.cumsum()[lost] - 1), counts=result.counts - lost)
+        return replace(
+            result,
+            token_ids=np.delete(result.token_ids, result.counts.cumsum()[lost] - 1),
+            counts=result.counts - lost,
+        )
 
 
 @mutant(caught_by="executor.drafts_beside")
@@ -711,7 +810,11 @@ class CountsInTheOrderOfRows(LocalExecutor):
 
     def collect(self, handle: PendingStep) -> Result:
         result = super().collect(handle)
-        return result if result.counts is None else replace(result, counts=result.counts[np.argsort(handle.rows)])
+        return (
+            result
+            if result.counts is None
+            else replace(result, counts=result.counts[np.argsort(handle.rows)])
+        )
 
 
 @mutant(caught_by="executor.drafts_sampling")
@@ -722,7 +825,9 @@ class PenalisesKnownTokensAlone(LocalExecutor):
         capacity = super().start()
         sampler: Any = self.worker.runner.sampler  # type: ignore[union-attr]
         change = sampler._change_logits
-        sampler._change_logits = lambda logits, lines, *rest: change(logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), *rest)
+        sampler._change_logits = lambda logits, lines, *rest: change(
+            logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), *rest
+        )
         return capacity
 
 
@@ -756,7 +861,10 @@ class DeclaresTooManyLines(LocalExecutor):
 class PoolsInFloat64(LocalExecutor):
     def collect(self, handle: PendingStep) -> Result:
         result = super().collect(handle)
-        return replace(result, pooled={index: value.astype(np.float64) for index, value in result.pooled.items()})
+        return replace(
+            result,
+            pooled={index: value.astype(np.float64) for index, value in result.pooled.items()},
+        )
 
 
 @mutant(caught_by="executor.pooled")
@@ -765,7 +873,10 @@ class PoolsByRow(LocalExecutor):
 
     def collect(self, handle: PendingStep) -> Result:
         result = super().collect(handle)
-        return replace(result, pooled={int(handle.rows[index]): value for index, value in result.pooled.items()})
+        return replace(
+            result,
+            pooled={int(handle.rows[index]): value for index, value in result.pooled.items()},
+        )
 
 
 @mutant(caught_by="executor.pooled_beside")
@@ -776,7 +887,9 @@ class PoolsTheLastChunk(LocalExecutor):
         capacity = super().start()
         pooler: Any = self.worker.runner.pooler  # type: ignore[union-attr]
         gathered = pooler._gathered
-        pooler._gathered = lambda members, *rest: gathered([replace(member, begins=True) for member in members], *rest)
+        pooler._gathered = lambda members, *rest: gathered(
+            [replace(member, begins=True) for member in members], *rest
+        )
         return capacity
 
 
@@ -787,7 +900,10 @@ class SamplesOtherwiseBesideRowsThatPool(LocalExecutor):
     def collect(self, handle: PendingStep) -> Result:
         result = super().collect(handle)
         shift = int(handle.batch.pooled is not None)
-        return replace(result, token_ids=np.where(result.token_ids < 0, result.token_ids, result.token_ids + shift))
+        return replace(
+            result,
+            token_ids=np.where(result.token_ids < 0, result.token_ids, result.token_ids + shift),
+        )
 
 
 @mutant(caught_by="executor.pooled_again")
@@ -800,7 +916,10 @@ class AddsToWhatWasThere(LocalExecutor):
         gathered, unfinished = pooler._gathered, set[int]()
 
         def added(members: Any, *rest: Any) -> Any:
-            known = [replace(member, begins=member.begins and member.number not in unfinished) for member in members]
+            known = [
+                replace(member, begins=member.begins and member.number not in unfinished)
+                for member in members
+            ]
             for member in members:
                 (unfinished.discard if member.due else unfinished.add)(member.number)
             return gathered(known, *rest)
@@ -815,7 +934,9 @@ class WantsWhatTheFirstRowWants(LocalExecutor):
 
     def submit(self, batch: Batch) -> PendingStep:
         first = next((new.pooling for new in batch.added if new.pooling is not None), None)
-        added = tuple(new if new.pooling is None else replace(new, pooling=first) for new in batch.added)
+        added = tuple(
+            new if new.pooling is None else replace(new, pooling=first) for new in batch.added
+        )
         return super().submit(replace(batch, added=added))
 
 
@@ -832,7 +953,9 @@ class NamesTheRowThatFailed(LocalExecutor):
 
     def collect(self, handle: PendingStep) -> Result:
         result = super().collect(handle)
-        return replace(result, failed={int(handle.rows[index]): why for index, why in result.failed.items()})
+        return replace(
+            result, failed={int(handle.rows[index]): why for index, why in result.failed.items()}
+        )
 
 
 @mutant(caught_by="executor.failed_row")
@@ -888,7 +1011,9 @@ class ForgetsTheLateTokenOfAStepBehindAnother(FakeExecutor):
 @mutant(caught_by="executor.adapters")
 class IgnoresAdapters(FakeExecutor):
     def _change_rows(self, batch: Batch) -> None:
-        super()._change_rows(replace(batch, added=tuple(replace(new, adapter=0) for new in batch.added)))
+        super()._change_rows(
+            replace(batch, added=tuple(replace(new, adapter=0) for new in batch.added))
+        )
 
 
 @mutant(caught_by="executor.adapters")
@@ -905,7 +1030,12 @@ class GivesAllRowsTheAdapterOfTheFirst(FakeExecutor):
 @mutant(caught_by="executor.adapter_slots")
 class KeepsTheFirstAdapterOfASlot(FakeExecutor):
     def _change_rows(self, batch: Batch) -> None:
-        super()._change_rows(replace(batch, adapters=tuple(load for load in batch.adapters if load.slot not in self._adapters)))
+        super()._change_rows(
+            replace(
+                batch,
+                adapters=tuple(load for load in batch.adapters if load.slot not in self._adapters),
+            )
+        )
 
 
 @mutant(caught_by="executor.adapter_slots")

@@ -79,7 +79,11 @@ class ForbidsPartsOfCharacters(Wrapping):
     class matcher(Wrapped):  # noqa: N801
         def fill(self, words: UInt32) -> None:
             self.real.fill(words)
-            parts = [id for id, text in enumerate(self.context.token_bytes) if text and text.decode(errors="ignore").encode() != text]
+            parts = [
+                id
+                for id, text in enumerate(self.context.token_bytes)
+                if text and text.decode(errors="ignore").encode() != text
+            ]
             self.change(words, dict.fromkeys(parts, False))
 
 
@@ -89,7 +93,10 @@ class KnowsOneIdForAText(Wrapping):
         def fill(self, words: UInt32) -> None:
             self.real.fill(words)
             tokens = list(self.context.token_bytes)
-            self.change(words, {id: False for id, text in enumerate(tokens) if text and tokens.index(text) < id})
+            self.change(
+                words,
+                {id: False for id, text in enumerate(tokens) if text and tokens.index(text) < id},
+            )
 
 
 @mutant(caught_by="grammar.mask")
@@ -114,10 +121,21 @@ class ForcesOneTokenization(LLGuidance):
 class _LongestOnly(Wrapped):
     def fill(self, words: UInt32) -> None:
         self.real.fill(words)
-        texts = {id: self.context.token_bytes[id] or b"" for id in self.allowed() if id not in self.context.stop_ids}
+        texts = {
+            id: self.context.token_bytes[id] or b""
+            for id in self.allowed()
+            if id not in self.context.stop_ids
+        }
         longest = max(texts.values(), key=len, default=b"")
         if len(longest) > 1:
-            self.change(words, {id: False for id, text in texts.items() if text != longest and longest.startswith(text)})
+            self.change(
+                words,
+                {
+                    id: False
+                    for id, text in texts.items()
+                    if text != longest and longest.startswith(text)
+                },
+            )
 
 
 @mutant(caught_by="grammar.mask")
@@ -126,7 +144,13 @@ class TakesAStopIdForItsText(Wrapping):
         def fill(self, words: UInt32) -> None:
             self.real.fill(words)
             tokens, stops = list(self.context.token_bytes), self.context.stop_ids
-            may = [id for id in stops if (text := tokens[id]) is not None and tokens.index(text) != id and tokens.index(text) in self.allowed()]
+            may = [
+                id
+                for id in stops
+                if (text := tokens[id]) is not None
+                and tokens.index(text) != id
+                and tokens.index(text) in self.allowed()
+            ]
             self.change(words, dict.fromkeys(may, True))
 
 
@@ -143,7 +167,9 @@ class AllowsEmptyTokens(Wrapping):
     class matcher(Wrapped):  # noqa: N801
         def fill(self, words: UInt32) -> None:
             self.real.fill(words)
-            self.change(words, {id: True for id, text in enumerate(self.context.token_bytes) if text == b""})
+            self.change(
+                words, {id: True for id, text in enumerate(self.context.token_bytes) if text == b""}
+            )
 
 
 @mutant(caught_by="grammar.words")
@@ -207,14 +233,20 @@ class CountsFromTheEnd(Wrapping):
 class GoesOnBehindAStopId(Wrapping):
     class matcher(Wrapped):  # noqa: N801
         def accept(self, token: int) -> bool:
-            return token in self.allowed() if token in self.context.stop_ids else self.real.accept(token)
+            return (
+                token in self.allowed()
+                if token in self.context.stop_ids
+                else self.real.accept(token)
+            )
 
 
 @mutant(caught_by="grammar.end")
 class ForcesAStopIdAgain(Wrapping):
     class matcher(Wrapped):  # noqa: N801
         def forced(self) -> Sequence[int]:
-            return self.real.forced() or ([min(self.context.stop_ids)] if self.context.stop_ids and not self.allowed() else [])
+            return self.real.forced() or (
+                [min(self.context.stop_ids)] if self.context.stop_ids and not self.allowed() else []
+            )
 
 
 class _OneSpare(Grammar):
@@ -304,7 +336,9 @@ class CountsRefusedStopIds(Wrapping):
 
         def accept(self, token: int) -> bool:
             accepted = self.real.accept(token)
-            self.refused = self.refused + 1 if not accepted and token in self.context.stop_ids else 0
+            self.refused = (
+                self.refused + 1 if not accepted and token in self.context.stop_ids else 0
+            )
             return accepted
 
         def rollback(self, tokens: int) -> None:
@@ -548,7 +582,11 @@ class CantCount(Respecified):
 @mutant(caught_by="grammar.grammars")
 class StartsWithTheFirstRule(Respecified):
     def instead(self, spec: GrammarSpec) -> GrammarSpec:
-        return GrammarSpec(spec.kind, re.sub(r"\broot\b", "other", spec.text).replace("pair", "root")) if "pair ::=" in spec.text else spec
+        return (
+            GrammarSpec(spec.kind, re.sub(r"\broot\b", "other", spec.text).replace("pair", "root"))
+            if "pair ::=" in spec.text
+            else spec
+        )
 
 
 @mutant(caught_by="grammar.structural_tags")
@@ -558,15 +596,27 @@ class GoesOnAfterTheFirst(Respecified):
     def instead(self, spec: GrammarSpec) -> GrammarSpec:
         if spec.kind != "structural_tag" or "at_least_one" in spec.text or "separator" in spec.text:
             return spec
-        return GrammarSpec(spec.kind, spec.text.replace('"stop_after_first": true', '"stop_after_first": false'))
+        return GrammarSpec(
+            spec.kind, spec.text.replace('"stop_after_first": true', '"stop_after_first": false')
+        )
 
 
 @mutant(caught_by="grammar.structural_tags")
 class KeepsStructuresByTheirBegin(Respecified):
     def instead(self, spec: GrammarSpec) -> GrammarSpec:
-        if spec.kind != "structural_tag" or not isinstance(tag := json.loads(spec.text or "0"), dict) or "structures" not in tag:
+        if (
+            spec.kind != "structural_tag"
+            or not isinstance(tag := json.loads(spec.text or "0"), dict)
+            or "structures" not in tag
+        ):
             return spec
-        tag["structures"] = [*{structure["begin"]: structure for structure in tag["structures"] if "begin" in structure}.values()]
+        tag["structures"] = [
+            *{
+                structure["begin"]: structure
+                for structure in tag["structures"]
+                if "begin" in structure
+            }.values()
+        ]
         return GrammarSpec(spec.kind, json.dumps(tag))
 
 
@@ -579,7 +629,11 @@ class HasLineBreaksInAnyCharacter(Respecified):
 @mutant(caught_by="grammar.regexes")
 class TakesTheFirstAlternative(Respecified):
     def instead(self, spec: GrammarSpec) -> GrammarSpec:
-        return GrammarSpec(spec.kind, spec.text.replace("(a|ab)(", "a(")) if spec.kind == "regex" else spec
+        return (
+            GrammarSpec(spec.kind, spec.text.replace("(a|ab)(", "a("))
+            if spec.kind == "regex"
+            else spec
+        )
 
 
 @mutant(caught_by="grammar.regexes")
@@ -602,7 +656,11 @@ class Reschemed(Respecified):
     def _within(self, value: Any, depth: int) -> Any:
         if isinstance(value, list):
             return [self._within(one, depth) for one in value]
-        return self.part({key: self._within(one, depth + 1) for key, one in value.items()}, depth) if isinstance(value, dict) else value
+        return (
+            self.part({key: self._within(one, depth + 1) for key, one in value.items()}, depth)
+            if isinstance(value, dict)
+            else value
+        )
 
 
 @mutant(caught_by="grammar.keywords")
@@ -614,20 +672,28 @@ class PassesOverKeywordsWithin(Reschemed):
 @mutant(caught_by="grammar.keywords")
 class PassesOverKeywordsOfDefinitions(Reschemed):
     def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        definitions = {name: {key: v for key, v in one.items() if key != "not"} for name, one in schema.get("$defs", {}).items()}
+        definitions = {
+            name: {key: v for key, v in one.items() if key != "not"}
+            for name, one in schema.get("$defs", {}).items()
+        }
         return {**schema, "$defs": definitions} if definitions else schema
 
 
 @mutant(caught_by="grammar.keywords", soon=True)
 class HasExclusiveBoundsThatMayCome(Reschemed):
     def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        return {"maximum" if key == "exclusiveMaximum" else key: value for key, value in schema.items()}
+        return {
+            "maximum" if key == "exclusiveMaximum" else key: value for key, value in schema.items()
+        }
 
 
 @mutant(caught_by="grammar.keywords")
 class RoundsBounds(Reschemed):
     def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        return {key: round(value, 1) if key == "maximum" and isinstance(value, float) else value for key, value in schema.items()}
+        return {
+            key: round(value, 1) if key == "maximum" and isinstance(value, float) else value
+            for key, value in schema.items()
+        }
 
 
 @mutant(caught_by="grammar.keywords")
@@ -649,7 +715,9 @@ class HasNoFurtherProperties(Respecified):
     def instead(self, spec: GrammarSpec) -> GrammarSpec:
         if spec.kind != "json_schema" or "additionalProperties" not in spec.text:
             return spec
-        return GrammarSpec(spec.kind, json.dumps({**json.loads(spec.text), "additionalProperties": False}))
+        return GrammarSpec(
+            spec.kind, json.dumps({**json.loads(spec.text), "additionalProperties": False})
+        )
 
 
 @mutant(caught_by="grammar.json_object")
@@ -683,7 +751,11 @@ class TakesAFalseConstForNone(Reschemed):
 @mutant(caught_by="grammar.keywords")
 class TakesLimitsOfZeroForNone(Reschemed):
     def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        return {key: value for key, value in schema.items() if not (key in ("maxItems", "maxLength", "maximum", "minimum") and value == 0)}
+        return {
+            key: value
+            for key, value in schema.items()
+            if not (key in ("maxItems", "maxLength", "maximum", "minimum") and value == 0)
+        }
 
 
 @mutant(caught_by="grammar.keywords")
@@ -691,13 +763,22 @@ class RequiresWhatIsDescribed(Reschemed):
     def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         if "required" not in schema:
             return schema
-        return {**schema, "required": [name for name in schema["required"] if name in schema.get("properties", {})]}
+        return {
+            **schema,
+            "required": [
+                name for name in schema["required"] if name in schema.get("properties", {})
+            ],
+        }
 
 
 @mutant(caught_by="grammar.keywords")
 class PassesOverWhatStandsBesideARef(Reschemed):
     def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        return {key: value for key, value in schema.items() if "$ref" not in schema or key in ("$ref", "$defs")}
+        return {
+            key: value
+            for key, value in schema.items()
+            if "$ref" not in schema or key in ("$ref", "$defs")
+        }
 
 
 @mutant(caught_by="grammar.keywords")

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from dovetail.api.kv_cache import HOLE, Allocation, Checkpoint, KVContext, PageCopy, PageCounts, Pages
+from dovetail.api.kv_cache import (
+    HOLE,
+    Allocation,
+    Checkpoint,
+    KVContext,
+    PageCopy,
+    PageCounts,
+    Pages,
+)
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
@@ -34,20 +42,34 @@ class FindsACheckpointWithoutItsPrefix(PrefixCache):
         table, chain = self._tables.get(request.id), self._chains.get(request.id)
         super().free(request)
         if table is not None and chain is not None:
-            self._pool.refresh([self._groups[-1].key(chain.hashes, tokens) for tokens in table.checkpoints])
+            self._pool.refresh(
+                [self._groups[-1].key(chain.hashes, tokens) for tokens in table.checkpoints]
+            )
 
     def _checkpoint(self, request: Request) -> tuple[int, list[int]]:
         limit = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens
         asks = self._recurrent and request.params.prompt_logprobs is None
-        return self._find(self._groups[-1], self._chain(request).extend(limit // self._hash_tokens), limit) if asks else (0, [])
+        return (
+            self._find(
+                self._groups[-1], self._chain(request).extend(limit // self._hash_tokens), limit
+            )
+            if asks
+            else (0, [])
+        )
 
     def lookup(self, request: Request) -> int:
         return max(super().lookup(request), self._checkpoint(request)[0])
 
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         if request.id in self._tables or super().lookup(request) >= self._checkpoint(request)[0]:
             return super().pages_needed(request, num_tokens, without)
-        return super().pages_needed(request, 1, without) + self.context.layout.pages(num_tokens) - self.context.layout.pages(1)
+        return (
+            super().pages_needed(request, 1, without)
+            + self.context.layout.pages(num_tokens)
+            - self.context.layout.pages(1)
+        )
 
     def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
         end, found = self._checkpoint(request)
@@ -56,9 +78,18 @@ class FindsACheckpointWithoutItsPrefix(PrefixCache):
         if self.context.layout.pages(num_tokens) > self._pool.available:
             return None
         pages = self._pool.pages(found[0])
-        tables = [self._pool.take(group.spec.blocks(num_tokens), group.number) for group in self._groups]
+        tables = [
+            self._pool.take(group.spec.blocks(num_tokens), group.number) for group in self._groups
+        ]
         self._copies += map(PageCopy, pages, self._pool.pages(tables[-1][0]))
-        self._tables[request.id] = _Table(request, tables, [0] * len(tables), num_tokens, self._room(num_tokens), end // self._hash_tokens)
+        self._tables[request.id] = _Table(
+            request,
+            tables,
+            [0] * len(tables),
+            num_tokens,
+            self._room(num_tokens),
+            end // self._hash_tokens,
+        )
         return Allocation(tuple(map(self._pages, range(len(tables)), tables)), end)
 
 
@@ -68,7 +99,11 @@ class FindsAPrefixWithoutACheckpoint(PrefixCache):
         hit = super()._search(hashes, tokens)
         if not self._recurrent or len(self._paged) != 1 or hit.parted == hit.tokens:
             return hit
-        return _Hit(hit.parted, (self._find(self._paged[0], hashes, hit.parted)[1], self._pool._empty[:1]), hit.parted)
+        return _Hit(
+            hit.parted,
+            (self._find(self._paged[0], hashes, hit.parted)[1], self._pool._empty[:1]),
+            hit.parted,
+        )
 
 
 @mutant(caught_by="kv_cache.pages_needed")
@@ -82,7 +117,11 @@ class ForgetsTheCheckpointsOfThoseFreed(PrefixCache):
     """Which aren't written then."""
 
     def _holders(self, tables: Iterable[_Table]) -> Mapping[int, int]:
-        return Counter(chain.from_iterable(table.own(group) for table in tables for group in range(len(table.blocks))))
+        return Counter(
+            chain.from_iterable(
+                table.own(group) for table in tables for group in range(len(table.blocks))
+            )
+        )
 
 
 @mutant(caught_by="kv_cache.counts")
@@ -105,18 +144,28 @@ class PinsTheHitTooLate(PrefixCache):
             return super()._allocate_first(request, num_tokens)
         found = [hit.tokens // group.spec.block_tokens for group in self._groups]
         tokens = max(num_tokens, hit.tokens)
-        new = [self._pool.take(group.spec.blocks(tokens) - found[group.number], group.number) for group in self._groups]
+        new = [
+            self._pool.take(group.spec.blocks(tokens) - found[group.number], group.number)
+            for group in self._groups
+        ]
         for group in self._groups:
             self._pool.hold(hit.blocks[group.number], group.number)
         unseen = [whole - len(blocks) for whole, blocks in zip(found, hit.blocks, strict=True)]
-        tables = [[HOLE] * holes + old + more for holes, old, more in zip(unseen, hit.blocks, new, strict=True)]
-        self._tables[request.id] = _Table(request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens)
+        tables = [
+            [HOLE] * holes + old + more
+            for holes, old, more in zip(unseen, hit.blocks, new, strict=True)
+        ]
+        self._tables[request.id] = _Table(
+            request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens
+        )
         return Allocation(tuple(map(self._pages, range(len(tables)), tables)), hit.tokens)
 
 
 @mutant(caught_by="kv_cache.table", soon=True)
 class TakesABlockAhead(PrefixCache):
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         return super().pages_needed(request, num_tokens + self._hash_tokens, without)
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
@@ -233,7 +282,9 @@ class SortsGeneratedTokens(PrefixCache):
 
     def free(self, request: Request) -> None:
         super().free(request)
-        request.output_token_ids[:] = type(request.output_token_ids)("q", sorted(request.output_token_ids))  # type: ignore[index]
+        request.output_token_ids[:] = type(request.output_token_ids)(
+            "q", sorted(request.output_token_ids)
+        )  # type: ignore[index]
 
 
 @mutant(caught_by="kv_cache.answers", soon=True)
@@ -302,15 +353,22 @@ class PinsTheHitOfARequestThatDoesNotFit(PrefixCache):
 class TakesCachedHitsForNothing(PrefixCache):
     """A hit on a block that nobody holds leaves one available block fewer."""
 
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         if request.id in self._tables:
             return super().pages_needed(request, num_tokens, without)
-        return max(0, self.context.layout.pages(num_tokens) - self.context.layout.pages(self.lookup(request)))
+        return max(
+            0,
+            self.context.layout.pages(num_tokens) - self.context.layout.pages(self.lookup(request)),
+        )
 
 
 @mutant(caught_by="kv_cache.pages_needed_without")
 class IgnoresWithout(PrefixCache):
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         return super().pages_needed(request, num_tokens)
 
 
@@ -318,16 +376,22 @@ class IgnoresWithout(PrefixCache):
 class CountsSharedBlocksAsFreed(PrefixCache):
     """Blocks that others hold, too, don't become available."""
 
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         shared = self._holders(self._tables[other.id] for other in without)
-        return super().pages_needed(request, num_tokens) - sum(len(self._pool.pages(block)) for block in shared)
+        return super().pages_needed(request, num_tokens) - sum(
+            len(self._pool.pages(block)) for block in shared
+        )
 
 
 @mutant(caught_by="kv_cache.pages_needed_without")
 class TakesTheirHitsForNothing(PrefixCache):
     """A hit on a block that only those freed held leaves one available block fewer."""
 
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
         freed = -super().pages_needed(without[0], 1, without) if without else 0
         return super().pages_needed(request, num_tokens) - freed
 
@@ -350,16 +414,30 @@ class FindsTheWholeRequest(PrefixCache):
     def lookup(self, request: Request) -> int:
         found, end = super().lookup(request), request.num_tokens
         last = end - self._hash_tokens
-        whole = len(self._groups) == 1 and found == last and self._chain(request).extend(end // self._hash_tokens)[-1] in self._pool.block_of
-        return end if whole and request.params.prompt_logprobs is None and self.options.reuse else found
+        whole = (
+            len(self._groups) == 1
+            and found == last
+            and self._chain(request).extend(end // self._hash_tokens)[-1] in self._pool.block_of
+        )
+        return (
+            end
+            if whole and request.params.prompt_logprobs is None and self.options.reuse
+            else found
+        )
 
 
 class _OwnTokensOnly(HashChain):
     __slots__ = ()
 
     def extend(self, num_blocks: int) -> list[bytes]:
-        tokens, size = (*self.request.prompt_token_ids, *self.request.output_token_ids), self._block_size
-        self.hashes += [repr((self._root, tokens[i * size : (i + 1) * size])).encode() for i in range(len(self.hashes), num_blocks)]
+        tokens, size = (
+            (*self.request.prompt_token_ids, *self.request.output_token_ids),
+            self._block_size,
+        )
+        self.hashes += [
+            repr((self._root, tokens[i * size : (i + 1) * size])).encode()
+            for i in range(len(self.hashes), num_blocks)
+        ]
         return self.hashes
 
 
@@ -379,7 +457,10 @@ class CommitsTheBlockBegun(PrefixCache):
 
     def commit(self, request: Request, upto: int) -> None:
         end = -(-upto // self._hash_tokens) * self._hash_tokens
-        super().commit(request, end if end <= request.num_tokens and end <= len(request.prompt_token_ids) else upto)
+        super().commit(
+            request,
+            end if end <= request.num_tokens and end <= len(request.prompt_token_ids) else upto,
+        )
 
 
 @mutant(caught_by="kv_cache.reuse")
@@ -419,7 +500,9 @@ class CommitsPromptsAlone(PrefixCache):
 class _Keyless(HashChain):
     __slots__ = ()
 
-    def __init__(self, request: Request, block_size: int, digest: Digest, keys: tuple[str, ...]) -> None:
+    def __init__(
+        self, request: Request, block_size: int, digest: Digest, keys: tuple[str, ...]
+    ) -> None:
         super().__init__(request, block_size, digest)
         self._root = repr(keys).encode().ljust(16)
 
@@ -427,7 +510,9 @@ class _Keyless(HashChain):
 @mutant(caught_by="kv_cache.cache_keys")
 class IgnoresCacheKeys(PrefixCache):
     def _chain(self, request: Request) -> HashChain:
-        return self._chains.setdefault(request.id, _Keyless(request, self._hash_tokens, self._digest, ()))
+        return self._chains.setdefault(
+            request.id, _Keyless(request, self._hash_tokens, self._digest, ())
+        )
 
 
 @mutant(caught_by="kv_cache.cache_keys")
@@ -435,7 +520,10 @@ class JoinsCacheKeys(PrefixCache):
     """("a", "b") is ("ab",)."""
 
     def _chain(self, request: Request) -> HashChain:
-        return self._chains.setdefault(request.id, _Keyless(request, self._hash_tokens, self._digest, ("".join(request.cache_keys),)))
+        return self._chains.setdefault(
+            request.id,
+            _Keyless(request, self._hash_tokens, self._digest, ("".join(request.cache_keys),)),
+        )
 
 
 @mutant(caught_by="kv_cache.prompt_logprobs")
@@ -444,7 +532,13 @@ class TakesNoLogprobsWantedForNone(PrefixCache):
 
     def _hit(self, request: Request) -> _Hit:
         if request.params.prompt_logprobs == 0:
-            plain = Request(request.id, request.prompt_token_ids, SamplingParams(), max_tokens=1, cache_keys=request.cache_keys)
+            plain = Request(
+                request.id,
+                request.prompt_token_ids,
+                SamplingParams(),
+                max_tokens=1,
+                cache_keys=request.cache_keys,
+            )
             return super()._hit(plain)
         return super()._hit(request)
 
@@ -464,8 +558,16 @@ class UncommitsWhatOthersComputed(PrefixCache):
 @mutant(caught_by="kv_cache.reuse")
 class CutsTokenIdsTo16Bits(PrefixCache):
     def _chain(self, request: Request) -> HashChain:
-        tokens = [token & 0xFFFF for token in (*request.prompt_token_ids, *request.output_token_ids)]
-        return HashChain(Request(request.id, tokens, request.params, max_tokens=1, cache_keys=request.cache_keys), self._hash_tokens, self._digest)
+        tokens = [
+            token & 0xFFFF for token in (*request.prompt_token_ids, *request.output_token_ids)
+        ]
+        return HashChain(
+            Request(
+                request.id, tokens, request.params, max_tokens=1, cache_keys=request.cache_keys
+            ),
+            self._hash_tokens,
+            self._digest,
+        )
 
 
 @mutant(caught_by="kv_cache.reset")
@@ -505,7 +607,11 @@ class CopiesEveryBlock(PrefixCache):
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         source, wanted = self._table(parent, "fork").blocks[0], -(-num_tokens // self._hash_tokens)
-        if not self._is_plain or wanted > self._pool.available or super().fork(parent, child, num_tokens) is None:
+        if (
+            not self._is_plain
+            or wanted > self._pool.available
+            or super().fork(parent, child, num_tokens) is None
+        ):
             return None
         self._pool.release(self._tables[child.id].own(0))
         self._tables[child.id].released = [0]
@@ -546,7 +652,11 @@ class SharesBeforeItLooksForABlock(PrefixCache):
         allocation = super().fork(parent, child, num_tokens)
         if allocation is None:
             source = self._table(parent, "fork")
-            self._pool.hold(source.blocks[0][source.released[0] : num_tokens // self._groups[0].spec.block_tokens])
+            self._pool.hold(
+                source.blocks[0][
+                    source.released[0] : num_tokens // self._groups[0].spec.block_tokens
+                ]
+            )
         return allocation
 
 
@@ -579,7 +689,10 @@ class TrimsFullAttentionToo(PrefixCache):
 
     def trim(self, request: Request, computed: int) -> None:
         groups = self._groups
-        self._groups = [group._replace(spec=replace(group.spec, window=groups[-1].spec.window)) for group in groups]
+        self._groups = [
+            group._replace(spec=replace(group.spec, window=groups[-1].spec.window))
+            for group in groups
+        ]
         super().trim(request, computed)
         self._groups = groups
 
@@ -588,7 +701,12 @@ class TrimsFullAttentionToo(PrefixCache):
 class TrimsOneGroupOnly(PrefixCache):
     def trim(self, request: Request, computed: int) -> None:
         groups = self._groups
-        self._groups = [group if group.number == len(groups) - 1 else group._replace(spec=replace(group.spec, window=None)) for group in groups]
+        self._groups = [
+            group
+            if group.number == len(groups) - 1
+            else group._replace(spec=replace(group.spec, window=None))
+            for group in groups
+        ]
         super().trim(request, computed)
         self._groups = groups
 
@@ -626,7 +744,11 @@ class ForgetsTheOldestBlockOfAWindow(PrefixCache):
         window = group.spec.window
         if window is None or window <= group.spec.block_tokens:
             return super()._find(group, hashes, tokens)
-        return super()._find(group._replace(spec=replace(group.spec, window=window - group.spec.block_tokens)), hashes, tokens)
+        return super()._find(
+            group._replace(spec=replace(group.spec, window=window - group.spec.block_tokens)),
+            hashes,
+            tokens,
+        )
 
 
 @mutant(caught_by="kv_cache.reuse")
@@ -634,7 +756,9 @@ class WantsWhatNoWindowSees(PrefixCache):
     """Every group must have all blocks of a prefix."""
 
     def _find(self, group: _Group, hashes: list[bytes], tokens: int) -> tuple[int, list[int]]:
-        tokens, blocks = super()._find(group._replace(spec=replace(group.spec, window=None)), hashes, tokens)
+        tokens, blocks = super()._find(
+            group._replace(spec=replace(group.spec, window=None)), hashes, tokens
+        )
         return tokens, blocks[group.spec.first_visible_block(tokens) :]
 
 
@@ -663,7 +787,11 @@ class LosesTheOldestBlockThatAHitSees(PrefixCache):
         table, pages = self._tables[request.id], list(allocation.pages)
         seen, width = table.released[-1], self._widths[-1]
         if seen * self._groups[-1].spec.block_tokens < allocation.cached:
-            pages[-1] = (*pages[-1][: seen * width], *[HOLE] * width, *pages[-1][(seen + 1) * width :])
+            pages[-1] = (
+                *pages[-1][: seen * width],
+                *[HOLE] * width,
+                *pages[-1][(seen + 1) * width :],
+            )
         return Allocation(tuple(pages), allocation.cached)
 
 
@@ -677,8 +805,14 @@ class SharesWhatTheParentReleased(PrefixCache):
             return None
         stale = self._table(parent, "fork")
         released = stale.released[0] * self._widths[0]
-        old = [page for block in stale.blocks[0][: stale.released[0]] for page in (block,) * self._widths[0]]
-        return Allocation(((*old, *allocation.pages[0][released:]), *allocation.pages[1:]), allocation.cached)
+        old = [
+            page
+            for block in stale.blocks[0][: stale.released[0]]
+            for page in (block,) * self._widths[0]
+        ]
+        return Allocation(
+            ((*old, *allocation.pages[0][released:]), *allocation.pages[1:]), allocation.cached
+        )
 
 
 @mutant(caught_by="kv_cache.fork_copies")
@@ -686,7 +820,9 @@ class CopiesTheFirstPageOfABlock(PrefixCache):
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         before = len(self._copies)
         allocation = super().fork(parent, child, num_tokens)
-        self._copies[before:] = [copy for copy in self._copies[before:] if self._pool.refs[copy.dst]]
+        self._copies[before:] = [
+            copy for copy in self._copies[before:] if self._pool.refs[copy.dst]
+        ]
         return allocation
 
 
@@ -696,7 +832,9 @@ class CopiesTheFirstGroupOnly(PrefixCache):
         before = len(self._copies)
         allocation = super().fork(parent, child, num_tokens)
         if allocation is not None:
-            self._copies[before:] = [copy for copy in self._copies[before:] if copy.dst in allocation.pages[0]]
+            self._copies[before:] = [
+                copy for copy in self._copies[before:] if copy.dst in allocation.pages[0]
+            ]
         return allocation
 
 
@@ -713,7 +851,9 @@ class CountsBlocksByGroup(PrefixCache):
     @property
     def counts(self) -> PageCounts:
         counts = super().counts
-        blocks = tuple(held // width for held, width in zip(counts.held_by_group, self._widths, strict=False))
+        blocks = tuple(
+            held // width for held, width in zip(counts.held_by_group, self._widths, strict=False)
+        )
         return PageCounts(counts.free, counts.held, counts.cached, blocks)
 
 
@@ -722,7 +862,9 @@ class CountsTheFirstGroupForAll(PrefixCache):
     @property
     def counts(self) -> PageCounts:
         counts = super().counts
-        return PageCounts(counts.free, counts.held, counts.cached, (counts.held, *[0] * (len(self._groups) - 1)))
+        return PageCounts(
+            counts.free, counts.held, counts.cached, (counts.held, *[0] * (len(self._groups) - 1))
+        )
 
 
 @mutant(caught_by="kv_cache.tables")
@@ -801,8 +943,12 @@ class TrimsNothingOfNobody(PrefixCache):
 
 @mutant(caught_by="kv_cache.misuse")
 class FreesNothingOfNobody(PrefixCache):
-    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        return super().pages_needed(request, num_tokens, [other for other in without if other.id in self._tables])
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
+        return super().pages_needed(
+            request, num_tokens, [other for other in without if other.id in self._tables]
+        )
 
 
 @mutant(caught_by="kv_cache.pages_needed")
@@ -816,7 +962,10 @@ class RefusesAgainWhatItRefused(PrefixCache):
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         if self.refused.get(request.id) == self.available_pages:
             return None
-        allocation, hits = super().allocate(request, num_tokens), request.id not in self._tables and self.lookup(request)
+        allocation, hits = (
+            super().allocate(request, num_tokens),
+            request.id not in self._tables and self.lookup(request),
+        )
         if allocation is None and hits:
             self.refused[request.id] = self.available_pages
         return allocation
@@ -977,7 +1126,10 @@ class CopiesABlockOnce(PrefixCache):
 @mutant(caught_by="kv_cache.lawful")
 class TrimsForwardsOnly(PrefixCache):
     def trim(self, request: Request, computed: int) -> None:
-        unseen, table = self._groups[-1].spec.first_visible_block(computed), self._table(request, "trim")
+        unseen, table = (
+            self._groups[-1].spec.first_visible_block(computed),
+            self._table(request, "trim"),
+        )
         if unseen < table.released[-1] <= len(table.blocks[-1]):
             raise DovetailError("trimmed backwards")
         super().trim(request, computed)
@@ -1014,7 +1166,12 @@ class ForgetsTheCopyOfACheckpoint(PrefixCache):
 class CopiesTheFirstPageOfACheckpoint(PrefixCache):
     def take_copies(self) -> Sequence[PageCopy]:
         copies = super().take_copies()
-        return [copy for copy in copies if not self._recurrent or copy.dst in {table.blocks[-1][0] for table in self._tables.values()}]
+        return [
+            copy
+            for copy in copies
+            if not self._recurrent
+            or copy.dst in {table.blocks[-1][0] for table in self._tables.values()}
+        ]
 
 
 @mutant(caught_by="kv_cache.state_copies")
@@ -1023,7 +1180,9 @@ class HoldsACheckpointThatIsCopied(PrefixCache):
         hit = self._hit(request)
         allocation = super()._allocate_first(request, num_tokens)
         if allocation is not None and self._recurrent:
-            self._pool.hold([block for block in hit.blocks[-1] if block in self._pool._cached], len(self._paged))
+            self._pool.hold(
+                [block for block in hit.blocks[-1] if block in self._pool._cached], len(self._paged)
+            )
         return allocation
 
 
@@ -1033,12 +1192,18 @@ class EvictsACheckpointThatItCopies(PrefixCache):
 
     def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
         hit = self._hit(request)
-        if self._recurrent and hit.tokens and self._first_cost(hit, num_tokens, {}) <= self._pool.available:
+        if (
+            self._recurrent
+            and hit.tokens
+            and self._first_cost(hit, num_tokens, {}) <= self._pool.available
+        ):
             self.pages = self._pool.pages(hit.blocks[-1][0])
             for group in self._paged:
                 self._pool.hold(hit.blocks[group.number], group.number)
             self._pool.demote(self._groups[-1].key(self._chain(request).hashes, hit.tokens))
-            self._pool.release(self._pool.take(max(0, self._pool.available - self._widths[-1]) // self._widths[0]))
+            self._pool.release(
+                self._pool.take(max(0, self._pool.available - self._widths[-1]) // self._widths[0])
+            )
             for group in self._paged:
                 self._pool.release(hit.blocks[group.number], group.number)
         return super()._allocate_first(request, num_tokens)
@@ -1047,7 +1212,11 @@ class EvictsACheckpointThatItCopies(PrefixCache):
         if not hit.tokens:
             return super()._take_state(request, hit)
         live = self._pool.take(1, len(self._paged))
-        self._copies += [PageCopy(src, dst) for src, dst in zip(self.pages, self._pool.pages(live[0]), strict=True) if src != dst]
+        self._copies += [
+            PageCopy(src, dst)
+            for src, dst in zip(self.pages, self._pool.pages(live[0]), strict=True)
+            if src != dst
+        ]
         return live, False
 
 
@@ -1068,7 +1237,10 @@ class TellsOfACheckpointAgain(PrefixCache):
 @mutant(caught_by="kv_cache.checkpoints")
 class WritesACheckpointWithinABlock(PrefixCache):
     def take_checkpoints(self) -> Sequence[Checkpoint]:
-        return [replace(checkpoint, tokens=checkpoint.tokens - 1) for checkpoint in super().take_checkpoints()]
+        return [
+            replace(checkpoint, tokens=checkpoint.tokens - 1)
+            for checkpoint in super().take_checkpoints()
+        ]
 
 
 @mutant(caught_by="kv_cache.checkpoints")
@@ -1076,7 +1248,10 @@ class WritesACheckpointOfWhatIsComputed(PrefixCache):
     """When the step that computes it has been submitted."""
 
     def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
-        table.num_committed, committed = max(0, table.num_committed - self._hit_tokens // self._hash_tokens), table.num_committed
+        table.num_committed, committed = (
+            max(0, table.num_committed - self._hit_tokens // self._hash_tokens),
+            table.num_committed,
+        )
         super()._request_checkpoint(table, hashes, committed)
         table.num_committed = committed
 
@@ -1116,7 +1291,9 @@ class FindsACheckpointBeforeItIsSubmitted(PrefixCache):
     def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
         super()._request_checkpoint(table, hashes, full)
         if table.pending is not None:
-            self._pool.publish(table.pending.block, self._groups[-1].key(hashes, table.pending.tokens))
+            self._pool.publish(
+                table.pending.block, self._groups[-1].key(hashes, table.pending.tokens)
+            )
 
 
 @mutant(caught_by="kv_cache.checkpoint_found")
@@ -1139,7 +1316,9 @@ class HoldsWrittenCheckpoints(PrefixCache):
         return taken
 
     def free(self, request: Request) -> None:
-        for block in self._tables[request.id].checkpoints.values() if request.id in self._tables else ():
+        for block in (
+            self._tables[request.id].checkpoints.values() if request.id in self._tables else ()
+        ):
             if self._pool.refs[block]:
                 self._pool.release([block], len(self._paged))
         super().free(request)

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorCapabilities, LogitsProcessorContext, ProcessedRow
+from dovetail.api.logits_processor import (
+    LogitsProcessor,
+    LogitsProcessorCapabilities,
+    LogitsProcessorContext,
+    ProcessedRow,
+)
 from dovetail.api.sampler import Lines, RowSampling
 from dovetail.testing.checks import Untried
 from tests.conformance.mutants import mutant
@@ -26,7 +31,9 @@ class Penalising(LogitsProcessor):
     capabilities = LogitsProcessorCapabilities(cuda_graph=True)
 
     def prepare(self, max_rows: int) -> None:
-        self.amount, self.seed = (torch.zeros(max_rows + 1, device=self.context.device) for _ in range(2))
+        self.amount, self.seed = (
+            torch.zeros(max_rows + 1, device=self.context.device) for _ in range(2)
+        )
 
     def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
         for row in removed:
@@ -51,7 +58,11 @@ class Penalising(LogitsProcessor):
         lengths = self.lengths(lines)
         last = self.context.history.token_ids[lines.rows, (lengths - 1).clamp(min=0)]
         amount = self.amount[lines.rows] * (1 + (self.seed[lines.rows] + lengths) % 7)
-        return torch.where(torch.arange(logits.shape[1], device=logits.device) == last[:, None], amount[:, None], 0.0)
+        return torch.where(
+            torch.arange(logits.shape[1], device=logits.device) == last[:, None],
+            amount[:, None],
+            0.0,
+        )
 
     def lengths(self, lines: Lines) -> torch.Tensor:
         return self.context.history.lengths(lines)
@@ -326,7 +337,11 @@ class CountsDown(Penalising):
 @mutant(caught_by="logits_processor.sizes", error=RuntimeError)
 class NeedsFourTokens(Penalising):
     def changed(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
-        return super().changed(logits, lines).masked_fill(logits < logits.topk(4).values[:, -1:], -torch.inf)
+        return (
+            super()
+            .changed(logits, lines)
+            .masked_fill(logits < logits.topk(4).values[:, -1:], -torch.inf)
+        )
 
 
 @mutant(caught_by="logits_processor.sizes", error=IndexError)
@@ -339,7 +354,10 @@ class NeedsALine(Penalising):
 @mutant(caught_by="logits_processor.sizes", error=IndexError)
 class NeedsTwoTokens(Penalising):
     def changed(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
-        before = [self.context.history.token_ids[row, :length].tolist()[-2] for row, length in zip(lines.rows, self.lengths(lines), strict=True)]
+        before = [
+            self.context.history.token_ids[row, :length].tolist()[-2]
+            for row, length in zip(lines.rows, self.lengths(lines), strict=True)
+        ]
         return super().changed(logits, lines) - torch.tensor(before)[:, None] % 2
 
 
@@ -366,7 +384,9 @@ class KnowsArgumentsOnTheHost(Penalising):
         self.amounts = self.amount.tolist()
 
     def penalties(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
-        amounts = torch.tensor([self.amounts[row] for row in lines.rows.tolist()], device=logits.device)
+        amounts = torch.tensor(
+            [self.amounts[row] for row in lines.rows.tolist()], device=logits.device
+        )
         return super().penalties(logits, lines).clamp(max=amounts[:, None])
 
 
@@ -390,6 +410,9 @@ class AsksForAMask(Penalising):
         logits[asks] = self.changed(logits, lines)[asks]
 
 
-@mutant(caught_by="logits_processor.graph", error=AssertionError if torch.cuda.is_available() else Untried)
+@mutant(
+    caught_by="logits_processor.graph",
+    error=AssertionError if torch.cuda.is_available() else Untried,
+)
 class CapturesItsBuffers(Replacing):
     pass

@@ -26,7 +26,9 @@ class Altered(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward, weights = model.forward, model.weights
-        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, self.positions(model, positions), wanted)
+        model.forward = lambda token_ids, positions, wanted=None: forward(
+            token_ids, self.positions(model, positions), wanted
+        )
         model.weights = lambda: self.rules(model, list(weights()))
         return model  # type: ignore[no-any-return]
 
@@ -44,10 +46,14 @@ class Altered(Qwen3):
 class CountsPaddingWithinAPrompt(XLMRoberta):
     """Positions begin after padding's, but every token takes one."""
 
-    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> torch.nn.Module:
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> torch.nn.Module:
         model: Any = super().encoder(config, specs, context, prefix)
         forward, first, model.padding = model.forward, config.pad_token_id + 1, None
-        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions + first, wanted)
+        model.forward = lambda token_ids, positions, wanted=None: forward(
+            token_ids, positions + first, wanted
+        )
         return model  # type: ignore[no-any-return]
 
 
@@ -63,7 +69,9 @@ class TakesTheWindowForOneSide(ModernBert):
 class AddsTheMeanOfTheStep(Bert):
     """As if a step were one text."""
 
-    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> torch.nn.Module:
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> torch.nn.Module:
         model: Any = super().encoder(config, specs, context, prefix)
         forward = model.norm.forward
         model.norm.forward = lambda x: forward(x + x.mean(0))
@@ -113,7 +121,11 @@ class DropsTheResidual(Qwen3):
 @mutant(caught_by="model.config_fields")
 class TakesEveryActivationForSilu(Qwen3):
     def reasons_against_fields(self, config: Any) -> list[str]:
-        return [reason for reason in super().reasons_against_fields(config) if "hidden_act" not in reason]
+        return [
+            reason
+            for reason in super().reasons_against_fields(config)
+            if "hidden_act" not in reason
+        ]
 
 
 @mutant(caught_by="model.config_fields")
@@ -186,7 +198,9 @@ class ReturnsTheFirstStates(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions)[: None if wanted is None else len(wanted)]
+        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions)[
+            : None if wanted is None else len(wanted)
+        ]
         return model  # type: ignore[no-any-return]
 
 
@@ -195,7 +209,9 @@ class SortsWhatIsWanted(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions, None if wanted is None else wanted.sort().values)
+        model.forward = lambda token_ids, positions, wanted=None: forward(
+            token_ids, positions, None if wanted is None else wanted.sort().values
+        )
         return model  # type: ignore[no-any-return]
 
 
@@ -206,7 +222,9 @@ class WritesOfTheLastLayerWhatIsWanted(Qwen3):
         forward, layer = model.forward, model.blocks[-1].attention.attn
         write = layer.write
 
-        def write_wanted(token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        def write_wanted(
+            token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+        ) -> torch.Tensor:
             if wanted is None:
                 return forward(token_ids, positions)  # type: ignore[no-any-return]
             kept = torch.zeros(len(token_ids), 1, 1).index_fill_(0, wanted, 1.0)
@@ -226,29 +244,39 @@ class Taps(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         tapped = model.forward_tapped
-        model.forward = lambda token_ids, positions, wanted=None: tapped(token_ids, positions, wanted, ())[0]
+        model.forward = lambda token_ids, positions, wanted=None: tapped(
+            token_ids, positions, wanted, ()
+        )[0]
         model.forward_tapped = lambda *args: self.altered(tapped, *args)
         return model  # type: ignore[no-any-return]
 
-    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+    def altered(
+        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
+    ) -> Any:
         raise NotImplementedError
 
 
 @mutant(caught_by="model.taps")
 class TapsALayerLater(Taps):
-    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+    def altered(
+        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
+    ) -> Any:
         return tapped(token_ids, positions, wanted, [min(tap + 1, 2) for tap in taps])
 
 
 @mutant(caught_by="model.taps")
 class TapsInAscendingOrder(Taps):
-    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+    def altered(
+        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
+    ) -> Any:
         return tapped(token_ids, positions, wanted, sorted(taps))
 
 
 @mutant(caught_by="model.taps")
 class TapsWhatIsWanted(Taps):
-    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+    def altered(
+        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
+    ) -> Any:
         hidden, states = tapped(token_ids, positions, wanted, taps)
         return hidden, states if wanted is None else states[wanted]
 
@@ -257,7 +285,9 @@ class TapsWhatIsWanted(Taps):
 class TapsIntoTheSameMemory(Taps):
     memory = torch.empty(0)
 
-    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+    def altered(
+        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
+    ) -> Any:
         hidden, states = tapped(token_ids, positions, wanted, taps)
         if self.memory.numel() < states.numel():
             self.memory = torch.empty(1 << 14)
@@ -272,7 +302,9 @@ class KeepsTheLatestModelForAll(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         type(self).latest = model.embedding
-        model.embedding.forward = lambda token_ids: torch.nn.functional.embedding(token_ids, type(self).latest.weight)
+        model.embedding.forward = lambda token_ids: torch.nn.functional.embedding(
+            token_ids, type(self).latest.weight
+        )
         return model  # type: ignore[no-any-return]
 
 
@@ -300,7 +332,10 @@ class ReadsANormWithoutUsingIt(Altered):
         return model
 
     def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
-        return [replace(rule, parameter=Elsewhere()) if "q_norm" in rule.source else rule for rule in rules]
+        return [
+            replace(rule, parameter=Elsewhere()) if "q_norm" in rule.source else rule
+            for rule in rules
+        ]
 
 
 class Elsewhere:
@@ -313,7 +348,9 @@ class Elsewhere:
 @mutant(caught_by="model.weight_complete")
 class ForgetsAPartOfAWeight(Altered):
     def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
-        return [rule for rule in rules if not rule.source.endswith("layers.1.self_attn.v_proj.weight")]
+        return [
+            rule for rule in rules if not rule.source.endswith("layers.1.self_attn.v_proj.weight")
+        ]
 
 
 @mutant(caught_by="model.checkpoint")
@@ -323,7 +360,11 @@ class LoadsTensorsAlone(Altered):
     def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
         for parameter in {id(rule.parameter): rule.parameter for rule in rules}.values():
             load = type(parameter).load
-            parameter.load = lambda source, shard_id=None, transform=None, load=load, own=parameter: load(own, source.clone(), shard_id, transform)
+            parameter.load = (
+                lambda source, shard_id=None, transform=None, load=load, own=parameter: load(
+                    own, source.clone(), shard_id, transform
+                )
+            )
         return rules
 
 
@@ -333,7 +374,11 @@ class RefusesWhatEveryConfigFileHas(Qwen3):
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         made = vars(type(config)())
-        return [f"{name} is not implemented" for name in vars(config) if name == "model_type" and name not in made]
+        return [
+            f"{name} is not implemented"
+            for name in vars(config)
+            if name == "model_type" and name not in made
+        ]
 
 
 @mutant(caught_by="model.tied")
@@ -394,7 +439,10 @@ class LogitsOfOneRankAlone(Qwen3):
 class SpecsOfTheWholeModel(Qwen3):
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        return [replace(spec, heads=heads, kv_heads=kv_heads) for spec in super().layer_specs(config, parallel)]
+        return [
+            replace(spec, heads=heads, kv_heads=kv_heads)
+            for spec in super().layer_specs(config, parallel)
+        ]
 
 
 @mutant(caught_by="model.layer_specs")
@@ -448,13 +496,20 @@ class TakesAnyRopeForThePlainOne(Qwen3):
             config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         reasons = super().reasons_against_fields(config)
         config.rope_parameters = rope
-        return [*reasons, *(f"{key} isn't implemented" for key in rope if key == "partial_rotary_factor")]
+        return [
+            *reasons,
+            *(f"{key} isn't implemented" for key in rope if key == "partial_rotary_factor"),
+        ]
 
 
 @mutant(caught_by="model.rope_types")
 class PassesOverParametersOfTheRope(Qwen3):
     def reasons_against_fields(self, config: Any) -> list[str]:
-        return [reason for reason in super().reasons_against_fields(config) if "is not implemented for rope_type" not in reason]
+        return [
+            reason
+            for reason in super().reasons_against_fields(config)
+            if "is not implemented for rope_type" not in reason
+        ]
 
 
 @mutant(caught_by="model.positions")
@@ -507,7 +562,9 @@ class NormsTwiceRounded(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         norm = model.norm.forward
-        model.norm.forward = lambda x: norm(x) * (1 + 3 * torch.finfo(context.dtype).eps * (context.dtype != torch.float32))
+        model.norm.forward = lambda x: (
+            norm(x) * (1 + 3 * torch.finfo(context.dtype).eps * (context.dtype != torch.float32))
+        )
         return model  # type: ignore[no-any-return]
 
 
@@ -528,7 +585,9 @@ class TableOfOnePositionLess(Altered):
 class SpecsOfTwoRanksAtMost(Qwen3):
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         specs = super().layer_specs(config, parallel)
-        return specs if parallel.size <= 2 else [replace(spec, heads=spec.heads + 1) for spec in specs]
+        return (
+            specs if parallel.size <= 2 else [replace(spec, heads=spec.heads + 1) for spec in specs]
+        )
 
 
 @mutant(caught_by="model.wanted")
@@ -538,7 +597,9 @@ class TakesAllForNone(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda ids, positions, wanted=None: forward(ids, positions, None if wanted is None or len(wanted) == len(ids) else wanted)
+        model.forward = lambda ids, positions, wanted=None: forward(
+            ids, positions, None if wanted is None or len(wanted) == len(ids) else wanted
+        )
         return model  # type: ignore[no-any-return]
 
 
@@ -589,7 +650,9 @@ class NormsHeadsInItsDtype(Qwen3):
         for block in model.blocks:
             norm = block.attention.qk_norm
             weight = norm.weight.view(norm.heads)
-            norm.forward = lambda x, weight=weight: weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps))
+            norm.forward = lambda x, weight=weight: (
+                weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps))
+            )
         return model  # type: ignore[no-any-return]
 
 
@@ -618,11 +681,19 @@ class Wrapped(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward, logits = model.forward, model.logits
-        model.forward = lambda token_ids, positions, wanted=None: self.states(forward, token_ids, positions, wanted)
+        model.forward = lambda token_ids, positions, wanted=None: self.states(
+            forward, token_ids, positions, wanted
+        )
         model.logits = lambda hidden: self.logits(logits, hidden)
         return model  # type: ignore[no-any-return]
 
-    def states(self, forward: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    def states(
+        self,
+        forward: Any,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
         return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
 
     def logits(self, logits: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -631,8 +702,20 @@ class Wrapped(Qwen3):
 
 @mutant(caught_by="model.wanted")
 class TakesOneWantedForTheLast(Wrapped):
-    def states(self, forward: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-        return forward(token_ids, positions, torch.tensor([len(token_ids) - 1]) if wanted is not None and len(wanted) == 1 else wanted)  # type: ignore[no-any-return]
+    def states(
+        self,
+        forward: Any,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return forward(
+            token_ids,
+            positions,
+            torch.tensor([len(token_ids) - 1])
+            if wanted is not None and len(wanted) == 1
+            else wanted,
+        )  # type: ignore[no-any-return]
 
 
 @mutant(caught_by="model.wanted")
@@ -644,8 +727,13 @@ class WritesUpToTheLastWanted(Qwen3):
         forward, layer = model.forward, model.blocks[-1].attention.attn
         write = layer.write
 
-        def write_some(token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-            some = (torch.arange(len(token_ids)) <= (wanted.max() if wanted is not None else len(token_ids)))[:, None, None]
+        def write_some(
+            token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            some = (
+                torch.arange(len(token_ids))
+                <= (wanted.max() if wanted is not None else len(token_ids))
+            )[:, None, None]
             layer.write = lambda k, v: write(k * some, v * some)
             return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
 
@@ -655,7 +743,13 @@ class WritesUpToTheLastWanted(Qwen3):
 
 @mutant(caught_by="model.owns_nothing")
 class SortsManyWantedInPlace(Wrapped):
-    def states(self, forward: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    def states(
+        self,
+        forward: Any,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
         states: torch.Tensor = forward(token_ids, positions, wanted)
         if wanted is not None and len(wanted) > 2:
             wanted.copy_(wanted.sort().values)
@@ -708,7 +802,9 @@ class HasALeastEps(Qwen3):
 class TakesAWindowOfOneForNone(Qwen3):
     def shape(self, config: Any) -> DecoderShape:
         shape = super().shape(config)
-        return replace(shape, windows=tuple(None if window == 1 else window for window in shape.windows))
+        return replace(
+            shape, windows=tuple(None if window == 1 else window for window in shape.windows)
+        )
 
 
 @mutant(caught_by="model.config_fields")
@@ -724,7 +820,11 @@ class TakesNoUnwindowedLayersForAll(Qwen3):
 
     def shape(self, config: Any) -> DecoderShape:
         shape = super().shape(config)
-        return replace(shape, windows=(None,) * len(shape.windows)) if not config.max_window_layers else shape
+        return (
+            replace(shape, windows=(None,) * len(shape.windows))
+            if not config.max_window_layers
+            else shape
+        )
 
 
 @mutant(caught_by="model.config_fields")
@@ -769,7 +869,11 @@ class StartsEachChunkFromZero(AltersSteps):
 @mutant(caught_by="model.prefix")
 class KeepsNoCheckpoints(AltersSteps):
     def altered(self, batch: StateBatch) -> StateBatch:
-        return batch if batch.checkpoint_at is None else replace(batch, checkpoint_at=torch.zeros_like(batch.checkpoint_at))
+        return (
+            batch
+            if batch.checkpoint_at is None
+            else replace(batch, checkpoint_at=torch.zeros_like(batch.checkpoint_at))
+        )
 
 
 @mutant(caught_by="model.states")
@@ -777,7 +881,11 @@ class KeepsAnEarlierCheckpoint(AltersSteps):
     """The checkpoint is the state that the row had before the step."""
 
     def altered(self, batch: StateBatch) -> StateBatch:
-        return batch if batch.host_checkpoint_at is None else replace(batch, host_checkpoint_at=batch.host_checkpoint_at.clip(max=1))
+        return (
+            batch
+            if batch.host_checkpoint_at is None
+            else replace(batch, host_checkpoint_at=batch.host_checkpoint_at.clip(max=1))
+        )
 
 
 @mutant(caught_by="model.states")
@@ -790,7 +898,11 @@ class SortsTheRows(AltersSteps):
 class StatesOfTwoRanksAtMost(Qwen35):
     def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
         specs = super().state_specs(config, parallel)
-        return specs if parallel.size <= 2 else [replace(spec, tensors=spec.tensors[:1]) for spec in specs]
+        return (
+            specs
+            if parallel.size <= 2
+            else [replace(spec, tensors=spec.tensors[:1]) for spec in specs]
+        )
 
 
 @mutant(caught_by="model.state_specs")

@@ -10,7 +10,15 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import CallForm, Content, Event, ParserContext, ParserExample, ToolCallArguments, ToolCallStart
+from dovetail.api.parser import (
+    CallForm,
+    Content,
+    Event,
+    ParserContext,
+    ParserExample,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from dovetail_server.parsers.hermes import HermesCalls
 from dovetail_server.parsers.pieces import OutputParser
 from dovetail_server.parsers.think import ThinkReasoning
@@ -25,14 +33,21 @@ class SaysSomethingElse(HermesCalls):
 @mutant(caught_by="parser.examples")
 class ForgetsTheSecondCall(HermesCalls):
     def feed(self, text: str) -> list[Event]:
-        return [event for event in super().feed(text) if not isinstance(event, ToolCallStart | ToolCallArguments) or event.index == 0]
+        return [
+            event
+            for event in super().feed(text)
+            if not isinstance(event, ToolCallStart | ToolCallArguments) or event.index == 0
+        ]
 
 
 @mutant(caught_by="parser.raises_nothing")
 class TrustsSchemas(HermesCalls):
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
         super().__init__(options, context)
-        self.known = {tool["function"]["name"]: list(tool["function"]["parameters"]["properties"]) for tool in context.tools}
+        self.known = {
+            tool["function"]["name"]: list(tool["function"]["parameters"]["properties"])
+            for tool in context.tools
+        }
 
 
 @mutant(caught_by="parser.raises_nothing")
@@ -52,7 +67,11 @@ class DropsBlankPieces(HermesCalls):
 @mutant(caught_by="parser.events")
 class BeginsEachCallTwice(HermesCalls):
     def feed(self, text: str) -> list[Event]:
-        return [event for event in super().feed(text) for _ in range(1 + isinstance(event, ToolCallStart))]
+        return [
+            event
+            for event in super().feed(text)
+            for _ in range(1 + isinstance(event, ToolCallStart))
+        ]
 
 
 @mutant(caught_by="parser.events")
@@ -158,7 +177,10 @@ class SearchesAllOfItAgain(Waits):
 class WritesAnotherKey(HermesCalls):
     @classmethod
     def call_form(cls, template: str) -> CallForm:
-        return CallForm(lambda name: (f'<tool_call>{{"name": {json.dumps(name)}, "args": ', "}</tool_call>"), "<tool_call>")
+        return CallForm(
+            lambda name: (f'<tool_call>{{"name": {json.dumps(name)}, "args": ', "}</tool_call>"),
+            "<tool_call>",
+        )
 
 
 @mutant(caught_by="parser.call_form")

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field
 
-from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    RowHistory,
+    RowSampling,
+    SampledTokens,
+    SamplerCapabilities,
+    TopLogprobs,
+)
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.testing.checks import Untried
 from dovetail_samplers.default import CAPTURED_LOGPROBS, DefaultSampler
@@ -121,14 +129,20 @@ class CutsProbabilities(DefaultSampler):
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         self.asked: dict[int, RowSampling] = {**getattr(self, "asked", {}), **dict(added)}
-        super().update(removed, [(row, replace(sampling, top_p=1.0, min_p=0.0)) for row, sampling in added])
+        super().update(
+            removed, [(row, replace(sampling, top_p=1.0, min_p=0.0)) for row, sampling in added]
+        )
 
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         cut = logits.clone()
         for place, row in enumerate(host_rows.tolist()):
             sampling = self.asked[row]
             if sampling.temperature > 0:
-                ordered, order = (logits[place] / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+                ordered, order = (
+                    (logits[place] / sampling.temperature)
+                    .softmax(-1)
+                    .sort(descending=True, stable=True)
+                )
                 cut[place, order[~self.kept(ordered, sampling)]] = -torch.inf
         return super().sample(cut, lines, host_rows)
 
@@ -160,7 +174,11 @@ class TakesMinPAsAProbability(CutsProbabilities):
 @mutant(caught_by="sampler.min_p")
 class KeepsTheWrongSideOfMinP(CutsProbabilities):
     def kept(self, probabilities: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
-        kept = probabilities <= sampling.min_p * probabilities[0] if sampling.min_p else torch.ones_like(probabilities, dtype=torch.bool)
+        kept = (
+            probabilities <= sampling.min_p * probabilities[0]
+            if sampling.min_p
+            else torch.ones_like(probabilities, dtype=torch.bool)
+        )
         kept[0] = True
         return kept
 
@@ -171,10 +189,17 @@ class FiltersBeforeTemperature(DefaultSampler):
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         super().update(removed, added)
-        self.temperatures = {**getattr(self, "temperatures", {}), **{row: s.temperature for row, s in added}}
+        self.temperatures = {
+            **getattr(self, "temperatures", {}),
+            **{row: s.temperature for row, s in added},
+        }
 
-    def _kept(self, way: Any, scores: torch.Tensor, weights: torch.Tensor, host_rows: Any) -> torch.Tensor:
-        warmed = scores * torch.tensor([self.temperatures[row] for row in host_rows.tolist()])[:, None]
+    def _kept(
+        self, way: Any, scores: torch.Tensor, weights: torch.Tensor, host_rows: Any
+    ) -> torch.Tensor:
+        warmed = (
+            scores * torch.tensor([self.temperatures[row] for row in host_rows.tolist()])[:, None]
+        )
         return super()._kept(way, warmed, warmed.exp(), host_rows)
 
 
@@ -228,7 +253,10 @@ class NormalisesInHalfPrecision(DefaultSampler):
 @mutant(caught_by="sampler.logit_bias")
 class GivesABiasToTheNextToken(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, logit_bias=tuple(((token + 1) % 12, value) for token, value in sampling.logit_bias))
+        return replace(
+            sampling,
+            logit_bias=tuple(((token + 1) % 12, value) for token, value in sampling.logit_bias),
+        )
 
 
 @mutant(caught_by="sampler.logit_bias")
@@ -293,18 +321,31 @@ class ForgetsTheWishWhenBansAreLifted(Misread):
 
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         banned = {word[0] for word in sampling.bad_words if len(word) == 1}
-        return replace(sampling, allowed_token_ids=None) if banned >= set(sampling.allowed_token_ids or ()) else sampling
+        return (
+            replace(sampling, allowed_token_ids=None)
+            if banned >= set(sampling.allowed_token_ids or ())
+            else sampling
+        )
 
 
 @mutant(caught_by="sampler.repetition_penalty")
 class PenalisesTheOutputAlone(DefaultSampler):
     def _penalise_repetition(self, logits: torch.Tensor, lines: Lines, host_rows: Any) -> None:
         history = self.context.history
-        prompts, ends = history.prompt_lens[lines.rows].tolist(), history.num_tokens[lines.rows].tolist()
-        for place, (row, start, end) in enumerate(zip(lines.rows.tolist(), prompts, ends, strict=True)):
+        prompts, ends = (
+            history.prompt_lens[lines.rows].tolist(),
+            history.num_tokens[lines.rows].tolist(),
+        )
+        for place, (row, start, end) in enumerate(
+            zip(lines.rows.tolist(), prompts, ends, strict=True)
+        ):
             tokens = history.token_ids[row, start:end].long().unique()
             penalty = float(self._table.repetition[row])
-            logits[place, tokens] = torch.where(logits[place, tokens] > 0, logits[place, tokens] / penalty, logits[place, tokens] * penalty)
+            logits[place, tokens] = torch.where(
+                logits[place, tokens] > 0,
+                logits[place, tokens] / penalty,
+                logits[place, tokens] * penalty,
+            )
 
 
 @mutant(caught_by="sampler.repetition_penalty")
@@ -321,7 +362,11 @@ class CountsPresence(Misread):
     """Presence and frequency mixed up."""
 
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, presence_penalty=sampling.frequency_penalty, frequency_penalty=sampling.presence_penalty)
+        return replace(
+            sampling,
+            presence_penalty=sampling.frequency_penalty,
+            frequency_penalty=sampling.presence_penalty,
+        )
 
 
 @mutant(caught_by="sampler.presence_penalty")
@@ -329,7 +374,9 @@ class LooksBackEightTokens(WithHistory):
     """Penalties forget what was generated longer ago."""
 
     def told(self, history: RowHistory) -> RowHistory:
-        return replace(history, prompt_lens=torch.maximum(history.prompt_lens, history.num_tokens - 8))
+        return replace(
+            history, prompt_lens=torch.maximum(history.prompt_lens, history.num_tokens - 8)
+        )
 
 
 @mutant(caught_by="sampler.frequency_penalty")
@@ -340,7 +387,9 @@ class CountsThePromptAsGenerated(WithHistory):
 
 @mutant(caught_by="sampler.rules_together")
 class PenaltiesBeforeBias(DefaultSampler):
-    def _change_logits(self, logits: torch.Tensor, lines: Lines, host_rows: Any, needs: Any) -> None:
+    def _change_logits(
+        self, logits: torch.Tensor, lines: Lines, host_rows: Any, needs: Any
+    ) -> None:
         rules = needs & 16
         super()._change_logits(logits, lines, host_rows, needs - rules)
         super()._change_logits(logits, lines, host_rows, rules)
@@ -428,7 +477,10 @@ class CountsStepsInsteadOfTokens(WithHistory):
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         super().update(removed, added)
-        self.begun = {**getattr(self, "begun", {}), **{row: int(self.context.history.num_tokens[row]) for row, _ in added}}
+        self.begun = {
+            **getattr(self, "begun", {}),
+            **{row: int(self.context.history.num_tokens[row]) for row, _ in added},
+        }
 
     def told(self, history: RowHistory) -> RowHistory:
         lens = history.prompt_lens.clone()
@@ -455,15 +507,21 @@ class KeepsTheRulesOfTheRequestBefore(DefaultSampler):
 @mutant(caught_by="sampler.lines")
 class IgnoresDrafts(DefaultSampler):
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows)
+        return super().sample(
+            logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows
+        )
 
 
 @mutant(caught_by="sampler.lines")
 class PenalisesKnownTokensAlone(DefaultSampler):
     """Drafts count for the output position only."""
 
-    def _change_logits(self, logits: torch.Tensor, lines: Lines, host_rows: Any, needs: Any) -> None:
-        super()._change_logits(logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows, needs)
+    def _change_logits(
+        self, logits: torch.Tensor, lines: Lines, host_rows: Any, needs: Any
+    ) -> None:
+        super()._change_logits(
+            logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows, needs
+        )
 
 
 @mutant(caught_by="sampler.lines_apart")
@@ -477,7 +535,9 @@ class LeavesOutWhatComesAfterAMiss(DefaultSampler):
             missed = missed and ahead > 0
             token = int(token_ids[index])
             token_ids[index] = 0 if missed else token
-            missed = missed or token != int(history.token_ids[row, int(history.num_tokens[row]) + ahead])
+            missed = missed or token != int(
+                history.token_ids[row, int(history.num_tokens[row]) + ahead]
+            )
         return replace(result, token_ids=token_ids)
 
 
@@ -509,7 +569,10 @@ class LogprobsAfterTemperature(LogprobsAfterPenalties):
 class RanksFromZero(DefaultSampler):
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         result = super().sample(logits, lines, host_rows)
-        return replace(result, logprobs=result.logprobs and replace(result.logprobs, ranks=result.logprobs.ranks - 1))
+        return replace(
+            result,
+            logprobs=result.logprobs and replace(result.logprobs, ranks=result.logprobs.ranks - 1),
+        )
 
 
 @mutant(caught_by="sampler.logprobs")
@@ -542,7 +605,10 @@ class LogprobsOfWhatTopKLeft(DefaultSampler):
         result = super().sample(logits, lines, host_rows)
         if result.logprobs is None:
             return result
-        return SampledTokens(result.token_ids, top_logprobs(cut, result.token_ids, result.logprobs.token_ids.shape[1] - 1))
+        return SampledTokens(
+            result.token_ids,
+            top_logprobs(cut, result.token_ids, result.logprobs.token_ids.shape[1] - 1),
+        )
 
 
 @mutant(caught_by="sampler.logprobs_harmless")
@@ -557,16 +623,22 @@ class Capturing(DefaultSampler):
 
 @mutant(caught_by="sampler.captured")
 class CapturedRowsShareTheirSeed(Capturing):
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         first = lines.rows[:1].expand(len(lines.rows))
         return super().sample_captured(logits, lines._replace(rows=first), capture)
 
 
 @mutant(caught_by="sampler.captured")
 class PaddingGetsNoToken(Capturing):
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         token_ids = super().sample_captured(logits, lines, capture).token_ids
-        return SampledTokens(token_ids.masked_fill(lines.rows >= len(self.context.history.num_tokens) - 1, -1))
+        return SampledTokens(
+            token_ids.masked_fill(lines.rows >= len(self.context.history.num_tokens) - 1, -1)
+        )
 
 
 @mutant(caught_by="sampler.capturable")
@@ -585,10 +657,14 @@ class LooksAtTheFirstRowAlone(Capturing):
 class CapturesItsParameters(Capturing):
     """The parameters of the rows that were captured are used for all that come after."""
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         rows_of = self._device_rows
         self.first = getattr(self, "first", None) or rows_of.parameters(lines.rows)
-        return SampledTokens(draw_plain(logits, lines, self.first, self.context.history, rows_of.hashes))
+        return SampledTokens(
+            draw_plain(logits, lines, self.first, self.context.history, rows_of.hashes)
+        )
 
 
 class CapturingInFull(DefaultSampler):
@@ -600,7 +676,9 @@ class CapturingInFull(DefaultSampler):
         few = int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
         return super().capture_for(host_rows) or (Capture.FULL if few else None)
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         if capture is Capture.TOKENS:
             return super().sample_captured(logits, lines, capture)
         own = lines.rows < len(self.context.history.num_tokens) - 1
@@ -608,18 +686,32 @@ class CapturingInFull(DefaultSampler):
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             """Put zeros where there is padding."""
-            return values.new_zeros(len(lines.rows), *values.shape[1:]).masked_scatter(own.view(-1, *[1] * (values.dim() - 1)), values)
+            return values.new_zeros(len(lines.rows), *values.shape[1:]).masked_scatter(
+                own.view(-1, *[1] * (values.dim() - 1)), values
+            )
 
         of = sampled.logprobs
-        logprobs = None if of is None else TopLogprobs(spread(of.token_ids), spread(of.logprobs), spread(of.ranks))
+        logprobs = (
+            None
+            if of is None
+            else TopLogprobs(spread(of.token_ids), spread(of.logprobs), spread(of.ranks))
+        )
         return SampledTokens(spread(sampled.token_ids), logprobs)
 
 
 @mutant(caught_by="sampler.fully_captured")
 class CapturesNoPenalties(CapturingInFull):
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         tokens = super().sample_captured(logits, lines, Capture.TOKENS)
-        return tokens if capture is Capture.TOKENS else replace(super().sample_captured(logits, lines, capture), token_ids=tokens.token_ids)
+        return (
+            tokens
+            if capture is Capture.TOKENS
+            else replace(
+                super().sample_captured(logits, lines, capture), token_ids=tokens.token_ids
+            )
+        )
 
 
 @mutant(caught_by="sampler.fully_captured")
@@ -629,21 +721,30 @@ class CapturesWhoeverAsksForManyLogprobs(CapturingInFull):
     def capture_for(self, host_rows: np.ndarray) -> Capture:
         return super().capture_for(host_rows) or Capture.FULL
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         sampled = super().sample_captured(logits, lines, capture)
         if sampled.logprobs is None:
             return sampled
-        ids, logprobs = (columns[:, : 1 + CAPTURED_LOGPROBS] for columns in (sampled.logprobs.token_ids, sampled.logprobs.logprobs))
+        ids, logprobs = (
+            columns[:, : 1 + CAPTURED_LOGPROBS]
+            for columns in (sampled.logprobs.token_ids, sampled.logprobs.logprobs)
+        )
         return replace(sampled, logprobs=TopLogprobs(ids, logprobs, sampled.logprobs.ranks))
 
 
-@mutant(caught_by="sampler.full_graph", error=AssertionError if torch.cuda.is_available() else Untried)
+@mutant(
+    caught_by="sampler.full_graph", error=AssertionError if torch.cuda.is_available() else Untried
+)
 class CapturesItsPenalties(DefaultSampler):
     """The rules and penalties of the rows that were captured are used for all that come after."""
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         if capture is Capture.TOKENS:
             return super().sample_captured(logits, lines, capture)
         if not hasattr(self, "first"):
@@ -668,14 +769,18 @@ class Warmer(Misread):
 @mutant(caught_by="sampler.extra_args")
 class RaisesForText(Warmer):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, temperature=sampling.temperature * sampling.extra_args.get("warmth", 1.0))
+        return replace(
+            sampling, temperature=sampling.temperature * sampling.extra_args.get("warmth", 1.0)
+        )
 
 
 @mutant(caught_by="sampler.extra_args")
 class TakesNonsenseForTheDefault(Warmer):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         warmth = sampling.extra_args.get("warmth", 1.0)
-        return replace(sampling, temperature=warmth if type(warmth) is float and 0 < warmth < 9 else 1.0)
+        return replace(
+            sampling, temperature=warmth if type(warmth) is float and 0 < warmth < 9 else 1.0
+        )
 
 
 class AnyNumber(BaseModel):
@@ -718,8 +823,13 @@ class SharesWhatOneGives(Warmer):
     capabilities = SamplerCapabilities(extra_args_model=Digit)
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
-        given = sum(1 + sampling.extra_args["warmth"] for _, sampling in added if sampling.extra_args)
-        super().update(removed, [(row, replace(sampling, seed=sampling.seed + given)) for row, sampling in added])
+        given = sum(
+            1 + sampling.extra_args["warmth"] for _, sampling in added if sampling.extra_args
+        )
+        super().update(
+            removed,
+            [(row, replace(sampling, seed=sampling.seed + given)) for row, sampling in added],
+        )
 
 
 # ---- what escaped once
@@ -731,7 +841,9 @@ class ForgetsARuleWithTheRow(DefaultSampler):
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         gone = set(removed)
-        super().update(removed, [(row, replace(s, bad_words=()) if row in gone else s) for row, s in added])
+        super().update(
+            removed, [(row, replace(s, bad_words=()) if row in gone else s) for row, s in added]
+        )
 
 
 @mutant(caught_by="sampler.rules_before_temperature")
@@ -740,13 +852,18 @@ class BiasesWarmRowsAfterwards(Misread):
 
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         warmth = sampling.temperature or 1.0
-        return replace(sampling, logit_bias=tuple((token, bias * warmth) for token, bias in sampling.logit_bias))
+        return replace(
+            sampling,
+            logit_bias=tuple((token, bias * warmth) for token, bias in sampling.logit_bias),
+        )
 
 
 @mutant(caught_by="sampler.rules_before_temperature")
 class PenalisesWarmRowsAfterwards(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, presence_penalty=sampling.presence_penalty * (sampling.temperature or 1.0))
+        return replace(
+            sampling, presence_penalty=sampling.presence_penalty * (sampling.temperature or 1.0)
+        )
 
 
 @mutant(caught_by="sampler.temperature")
@@ -758,14 +875,21 @@ class TakesColdForGreedy(Misread):
 @mutant(caught_by="sampler.temperature")
 class NoTemperatureBelowAHundredth(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, temperature=max(sampling.temperature, 0.01) if sampling.temperature > 1e-6 else sampling.temperature)
+        return replace(
+            sampling,
+            temperature=max(sampling.temperature, 0.01)
+            if sampling.temperature > 1e-6
+            else sampling.temperature,
+        )
 
 
 @mutant(caught_by="sampler.read_only")
 class AppendsToTheHistory(DefaultSampler):
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         result, history = super().sample(logits, lines, host_rows), self.context.history
-        history.token_ids[lines.rows, history.num_tokens[lines.rows].long()] = result.token_ids.int()
+        history.token_ids[lines.rows, history.num_tokens[lines.rows].long()] = (
+            result.token_ids.int()
+        )
         return result
 
 
@@ -778,13 +902,18 @@ class KeepsAllWhereKIsLarge(Misread):
 @mutant(caught_by="sampler.allowed_token_ids")
 class AllowsTheFirstOfALongList(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, allowed_token_ids=sampling.allowed_token_ids and sampling.allowed_token_ids[:512])
+        return replace(
+            sampling,
+            allowed_token_ids=sampling.allowed_token_ids and sampling.allowed_token_ids[:512],
+        )
 
 
 @mutant(caught_by="sampler.bad_words")
 class KnowsNoLongWords(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, bad_words=tuple(word for word in sampling.bad_words if len(word) <= 16))
+        return replace(
+            sampling, bad_words=tuple(word for word in sampling.bad_words if len(word) <= 16)
+        )
 
 
 @mutant(caught_by="sampler.temperature")
@@ -798,7 +927,11 @@ class RemembersTheBeginning(WithHistory):
     """Penalises by the first 128 tokens."""
 
     def told(self, history: RowHistory) -> RowHistory:
-        return replace(history, token_ids=history.token_ids[:, :128], num_tokens=history.num_tokens.clamp(max=128))
+        return replace(
+            history,
+            token_ids=history.token_ids[:, :128],
+            num_tokens=history.num_tokens.clamp(max=128),
+        )
 
 
 @mutant(caught_by="sampler.presence_penalty")
@@ -807,7 +940,10 @@ class TakesLongPromptsForOutput(WithHistory):
 
     def told(self, history: RowHistory) -> RowHistory:
         begun = history.num_tokens > history.prompt_lens
-        return replace(history, prompt_lens=torch.where(begun, history.prompt_lens.clamp(max=64), history.prompt_lens))
+        return replace(
+            history,
+            prompt_lens=torch.where(begun, history.prompt_lens.clamp(max=64), history.prompt_lens),
+        )
 
 
 @mutant(caught_by="sampler.min_tokens")
@@ -815,7 +951,9 @@ class BansStopTokensForEver(Misread):
     """Where a request asks for many tokens."""
 
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
-        return replace(sampling, min_tokens=sampling.min_tokens if sampling.min_tokens < 32 else 10**6)
+        return replace(
+            sampling, min_tokens=sampling.min_tokens if sampling.min_tokens < 32 else 10**6
+        )
 
 
 @mutant(caught_by="sampler.logprobs")
@@ -831,19 +969,25 @@ class HasThirtyTwoColumns(Misread):
 class CapturesTheFirstParameters(Capturing):
     """Uses the parameters that rows had when they were first captured."""
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         if not hasattr(self, "first"):
             self.first = {}
         key, rows_of = tuple(lines.rows.tolist()), self._device_rows
         self.first.setdefault(key, rows_of.parameters(lines.rows))
-        return SampledTokens(draw_plain(logits, lines, self.first[key], self.context.history, rows_of.hashes))
+        return SampledTokens(
+            draw_plain(logits, lines, self.first[key], self.context.history, rows_of.hashes)
+        )
 
 
 @mutant(caught_by="sampler.fully_captured_again")
 class CapturesTheFirstRules(CapturingInFull):
     """Returns what it returned before to rows that were captured in full before."""
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         if not hasattr(self, "kept"):
             self.kept: dict[tuple[int, ...], SampledTokens] = {}
         if capture is Capture.TOKENS:
@@ -891,14 +1035,21 @@ class SortsHostRowsToCapture(DefaultSampler):
 class KeepsOneWordOfEachBeginning(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         long = {word[:-1]: word for word in sampling.bad_words if len(word) > 2}
-        return replace(sampling, bad_words=(*(word for word in sampling.bad_words if len(word) <= 2), *long.values()))
+        return replace(
+            sampling,
+            bad_words=(*(word for word in sampling.bad_words if len(word) <= 2), *long.values()),
+        )
 
 
 @mutant(caught_by="sampler.logprobs")
 class NoLogprobsForZero(DefaultSampler):
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         result = super().sample(logits, lines, host_rows)
-        return result if (self._table.logprobs[host_rows] > 0).any() else SampledTokens(result.token_ids)
+        return (
+            result
+            if (self._table.logprobs[host_rows] > 0).any()
+            else SampledTokens(result.token_ids)
+        )
 
 
 @mutant(caught_by="sampler.top_k")
@@ -911,7 +1062,13 @@ class WrapsKAt32Bits(Misread):
 class TakesABiasOfMinus100ForABan(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         banned = {token for token, bias in sampling.logit_bias if bias <= -100}
-        return replace(sampling, allowed_token_ids=tuple(token for token in sampling.allowed_token_ids or () if token not in banned) or None)
+        return replace(
+            sampling,
+            allowed_token_ids=tuple(
+                token for token in sampling.allowed_token_ids or () if token not in banned
+            )
+            or None,
+        )
 
 
 @mutant(caught_by="sampler.fully_captured_again")
@@ -921,14 +1078,24 @@ class CapturesLongWordsAsTheyWere(CapturingInFull):
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         super().update(removed, added)
         self.samplings: dict[int, RowSampling] = {**getattr(self, "samplings", {}), **dict(added)}
-        self.seen: dict[int, tuple[int, ...]] = {row: seen for row, seen in getattr(self, "seen", {}).items() if row not in dict(added)}
+        self.seen: dict[int, tuple[int, ...]] = {
+            row: seen for row, seen in getattr(self, "seen", {}).items() if row not in dict(added)
+        }
 
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         history, told = self.context.history, []
         for row in lines.rows[lines.rows < len(history.num_tokens) - 1].tolist():
-            seen = self.seen.setdefault(row, tuple(history.token_ids[row, : history.num_tokens[row]].tolist()))
+            seen = self.seen.setdefault(
+                row, tuple(history.token_ids[row, : history.num_tokens[row]].tolist())
+            )
             sampling = self.samplings[row]
-            words = [word[-1:] if len(word) > 2 else word for word in sampling.bad_words if len(word) < 3 or seen[1 - len(word) :] == word[:-1]]
+            words = [
+                word[-1:] if len(word) > 2 else word
+                for word in sampling.bad_words
+                if len(word) < 3 or seen[1 - len(word) :] == word[:-1]
+            ]
             told.append((row, replace(sampling, bad_words=tuple(words))))
         DefaultSampler.update(self, [], told)
         try:
@@ -939,7 +1106,9 @@ class CapturesLongWordsAsTheyWere(CapturingInFull):
 
 @mutant(caught_by="sampler.captured")
 class CountsOnPaddingAtTheEnd(Capturing):
-    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+    def sample_captured(
+        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    ) -> SampledTokens:
         own = int((lines.rows < len(self.context.history.num_tokens) - 1).sum())
         ids = super().sample_captured(logits[:own], some(lines, slice(own)), capture).token_ids
         return SampledTokens(torch.cat((ids, ids.new_zeros(len(lines.rows) - own))))
@@ -951,4 +1120,7 @@ class HasALeastLogprob(DefaultSampler):
         result = super().sample(logits, lines, host_rows)
         if result.logprobs is None:
             return result
-        return replace(result, logprobs=replace(result.logprobs, logprobs=result.logprobs.logprobs.clamp(min=-50)))
+        return replace(
+            result,
+            logprobs=replace(result.logprobs, logprobs=result.logprobs.logprobs.clamp(min=-50)),
+        )

@@ -64,7 +64,9 @@ class GrantsNothingToTheFinishedPrompt(Plain):
 
     def schedule(self, step: Step) -> None:
         for request in (*step.running, *step.waiting):
-            step.grant(request, min_tokens=min(1, request.prefill_left), evict=reversed(step.running))
+            step.grant(
+                request, min_tokens=min(1, request.prefill_left), evict=reversed(step.running)
+            )
 
 
 @mutant(caught_by="scheduler.aborts")
@@ -190,7 +192,9 @@ class NeverChunks(Plain):
     def schedule(self, step: Step) -> None:
         step.grant_each(step.decoding)
         for request in (*step.running, *step.waiting):
-            step.grant(request, min_tokens=max(1, request.prefill_left), evict=reversed(step.running))
+            step.grant(
+                request, min_tokens=max(1, request.prefill_left), evict=reversed(step.running)
+            )
 
 
 @mutant(caught_by="scheduler.finishes")
@@ -334,7 +338,12 @@ class PromptsFirst(Plain):
     """Decodes wait while a prompt is computed."""
 
     def schedule(self, step: Step) -> None:
-        if not any(map(step.grant, [request for request in (*step.running, *step.waiting) if request.prefill_left])):
+        if not any(
+            map(
+                step.grant,
+                [request for request in (*step.running, *step.waiting) if request.prefill_left],
+            )
+        ):
             serve(step, ())
 
 
@@ -377,7 +386,10 @@ class PutsThePreemptedAtTheBack(FCFS):
 @mutant(caught_by="scheduler.order")
 class AdmitsPastAPromptThatLacksMemory(FCFS):
     def schedule(self, step: Step) -> None:
-        for request in (*step.grant_each(step.decoding), *[request for request in step.running if request.prefill_left]):
+        for request in (
+            *step.grant_each(step.decoding),
+            *[request for request in step.running if request.prefill_left],
+        ):
             step.grant(request, evict=reversed(step.running))
         for request in step.waiting:
             if not step.grant(request):
@@ -535,7 +547,11 @@ class AdmitsEightAStep(Plain):
 class TurnsTheLateAway(Plain):
     def schedule(self, step: Step) -> None:
         for request in step.waiting:
-            if request.ttft_deadline is not None and request.ttft_deadline < step.now and not request.generated:
+            if (
+                request.ttft_deadline is not None
+                and request.ttft_deadline < step.now
+                and not request.generated
+            ):
                 step.reject(request, "too late")
         super().schedule(step)
 

@@ -44,10 +44,15 @@ class Bytes(Tokenizer):
         self.check(chat)
         ids = [BOS]
         for message in chat.messages:
-            if message["role"] not in ("user", "assistant") or not message.keys() <= {"role", "content"}:
+            if message["role"] not in ("user", "assistant") or not message.keys() <= {
+                "role",
+                "content",
+            }:
                 raise RequestError("messages: no form for this")
             content = message["content"]
-            text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+            text = (
+                content if isinstance(content, str) else "".join(part["text"] for part in content)
+            )
             ids += [USER if message["role"] == "user" else ASSISTANT, *self.said(text)]
             ids += [] if chat.continues and message is chat.messages[-1] else [EOS]
         return [*ids, ASSISTANT] if chat.begins_answer else ids
@@ -57,7 +62,9 @@ class Bytes(Tokenizer):
 
     def check(self, chat: Chat) -> None:
         if chat.tools or chat.variables:
-            raise RequestError(f"tools, or chat_template_kwargs {', '.join(chat.variables)}: no form for them")
+            raise RequestError(
+                f"tools, or chat_template_kwargs {', '.join(chat.variables)}: no form for them"
+            )
 
 
 def with_specials(text: str) -> list[int]:
@@ -105,7 +112,11 @@ class Recurses(Bytes):
     """Too deep for long texts."""
 
     def encode(self, text: str) -> Sequence[int]:
-        return list(text.encode()) if len(text) < 300 else [*self.encode(text[:100]), *self.encode(text[100:])]
+        return (
+            list(text.encode())
+            if len(text) < 300
+            else [*self.encode(text[:100]), *self.encode(text[100:])]
+        )
 
 
 @mutant(caught_by="tokenizer.encode")
@@ -148,7 +159,11 @@ class LearnsTexts(Bytes):
 
     def encode(self, text: str) -> Sequence[int]:
         self.seen[text] = self.seen.get(text, 0) + 1
-        return [*super().encode(text), 260] if self.seen[text] > 1 and len(text) > 20 else super().encode(text)
+        return (
+            [*super().encode(text), 260]
+            if self.seen[text] > 1 and len(text) > 20
+            else super().encode(text)
+        )
 
 
 @mutant(caught_by="tokenizer.threads")
@@ -167,7 +182,9 @@ class BelongsToOneThread(Bytes):
 class LeavesOutAnswers(Bytes):
     def encode_chat(self, chat: Chat) -> Sequence[int]:
         self.check(chat)
-        return super().encode_chat(Chat([message for message in chat.messages if message["role"] == "user"]))
+        return super().encode_chat(
+            Chat([message for message in chat.messages if message["role"] == "user"])
+        )
 
 
 @mutant(caught_by="tokenizer.chat")

@@ -22,10 +22,21 @@ from dovetail_lab.simulate import replay
 from dovetail_lab.traces import Trace, TraceRequest
 from dovetail_lab.workload_options import WorkloadOptions
 
-VERSION = 1  # of engine and traces: raised with any change to the files in the folder of that number
+VERSION = (
+    1  # of engine and traces: raised with any change to the files in the folder of that number
+)
 TRACES = ("chat", "code", "agents", "overload")
 _FIELDS = (
-    *("id", "client", "arrival_time", "prompt_tokens", "output_tokens", "max_tokens", "predicted_tokens", "priority"),
+    *(
+        "id",
+        "client",
+        "arrival_time",
+        "prompt_tokens",
+        "output_tokens",
+        "max_tokens",
+        "predicted_tokens",
+        "priority",
+    ),
     *("ttft_deadline", "tbt_s", "deadline", "spans"),
 )
 MAX_TOKENS, PREDICTOR = "1024", "noisy(0.5)"  # policies' information about lengths of answers
@@ -84,7 +95,10 @@ def engine_of(scheduler: str) -> EngineConfig:
 
 
 def trace_of(name: str, seed: int) -> Trace:
-    return cached_workload(str(folder() / f"{name}.yaml"), WorkloadOptions(seed=seed, max_tokens=MAX_TOKENS, predictor=PREDICTOR))
+    return cached_workload(
+        str(folder() / f"{name}.yaml"),
+        WorkloadOptions(seed=seed, max_tokens=MAX_TOKENS, predictor=PREDICTOR),
+    )
 
 
 @cache
@@ -99,12 +113,18 @@ def entries(only: Sequence[str] = ()) -> list[Entry]:
     registry = Registry.discover()
     found = {}
     for component in registry.components("scheduler"):
-        name = component.qualified_name if registry.needs_full_name(component) else component.spec.name
+        name = (
+            component.qualified_name if registry.needs_full_name(component) else component.spec.name
+        )
         digest = _digest(component.spec.target.partition(":")[0])
-        found[name] = Entry(name, f"{component.plugin_id} {component.version}", component.spec.summary, digest)
+        found[name] = Entry(
+            name, f"{component.plugin_id} {component.version}", component.spec.summary, digest
+        )
     for name in only:
         if name not in found:
-            raise ConfigError(f"--only: no scheduler {name!r} is installed; there are {', '.join(found)}")
+            raise ConfigError(
+                f"--only: no scheduler {name!r} is installed; there are {', '.join(found)}"
+            )
     return [entry for name, entry in found.items() if not only or name in only]
 
 
@@ -114,7 +134,9 @@ def _digest(module: str) -> str:
     except ImportError:  # reported by the run
         origin = None
     source = Path(origin).read_bytes() if origin and Path(origin).is_file() else b""
-    return xxhash.xxh64_hexdigest(b"\0".join((source, (folder() / "engine.yaml").read_bytes(), __version__.encode())))
+    return xxhash.xxh64_hexdigest(
+        b"\0".join((source, (folder() / "engine.yaml").read_bytes(), __version__.encode()))
+    )
 
 
 def in_time(request: TraceRequest, record: RequestRecord) -> bool:
@@ -125,7 +147,9 @@ def in_time(request: TraceRequest, record: RequestRecord) -> bool:
     assert request.ttft_deadline is not None  # every request of the board has the three
     assert request.tbt_s is not None
     assert request.deadline is not None
-    due = np.minimum(request.ttft_deadline + request.tbt_s * np.arange(record.output_tokens), request.deadline)
+    due = np.minimum(
+        request.ttft_deadline + request.tbt_s * np.arange(record.output_tokens), request.deadline
+    )
     return bool((record.token_times_s <= due).all())
 
 
@@ -155,4 +179,7 @@ def _figures(trace: Trace, result: RunResult) -> Figures:
 
 def specs() -> Mapping[str, str]:
     """Return the text of the board's files, by name."""
-    return {name: (folder() / f"{name}.yaml").read_text(encoding="utf-8") for name in ("engine", *TRACES)}
+    return {
+        name: (folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        for name in ("engine", *TRACES)
+    }

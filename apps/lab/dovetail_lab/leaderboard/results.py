@@ -33,7 +33,9 @@ class Results:
             if whole != text:
                 self._path.write_text(whole, encoding="utf-8")
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"{self._path}: can't be read or written: {getattr(error, 'strerror', None) or error}") from None
+            raise ConfigError(
+                f"{self._path}: can't be read or written: {getattr(error, 'strerror', None) or error}"
+            ) from None
         for number, line in enumerate(whole.splitlines(), 1):
             self._read(number, line)
 
@@ -43,10 +45,14 @@ class Results:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise ConfigError(f"{self._path}:{number}: no result of a leaderboard: move the file away, or choose another --out")
+            raise ConfigError(
+                f"{self._path}:{number}: no result of a leaderboard: move the file away, or choose another --out"
+            )
         figures = row.get("figures")
         if row.get("board") == VERSION and isinstance(figures, dict) and figures.keys() == FIGURES:
-            values: dict[str, Any] = {name: math.nan if value is None else value for name, value in figures.items()}
+            values: dict[str, Any] = {
+                name: math.nan if value is None else value for name, value in figures.items()
+            }
             self._figures[json.dumps([row.get(name) for name in KEYS])] = Figures(**values)
 
     def of(self, entry: Entry, run: BoardRun) -> Figures | None:
@@ -56,7 +62,11 @@ class Results:
     def add(self, entry: Entry, run: BoardRun, figures: Figures) -> None:
         """Add a run and write it. Raises `ConfigError` if the file can't be written."""
         self._figures[_key(entry, run)] = figures
-        row = {"board": VERSION, **dict(zip(KEYS, _values(entry, run), strict=True)), "figures": dict(_plain(figures))}
+        row = {
+            "board": VERSION,
+            **dict(zip(KEYS, _values(entry, run), strict=True)),
+            "figures": dict(_plain(figures)),
+        }
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")

@@ -46,15 +46,24 @@ class Standing:
 
 def rank(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> list[Standing]:
     """Return the standings, the best first. `runs[entry][trace]` has one run for each of two seeds or more, the same for all."""
-    by_entry = {entry: {trace: np.array([one.in_time for one in own]) for trace, own in of_trace.items()} for entry, of_trace in runs.items()}
+    by_entry = {
+        entry: {trace: np.array([one.in_time for one in own]) for trace, own in of_trace.items()}
+        for entry, of_trace in runs.items()
+    }
     for own in by_entry.values():
         own[ALL] = np.mean([own[trace] for trace in own], axis=0)
     traces = next(iter(by_entry.values()), {})
-    places = {trace: groups({entry.name: own[trace] for entry, own in by_entry.items()}) for trace in traces}
+    places = {
+        trace: groups({entry.name: own[trace] for entry, own in by_entry.items()})
+        for trace in traces
+    }
     standings = [
         Standing(
             entry,
-            {trace: Score(float(own[trace].mean()), _half(own[trace]), places[trace][entry.name]) for trace in sorted(own, key=_all_first)},
+            {
+                trace: Score(float(own[trace].mean()), _half(own[trace]), places[trace][entry.name])
+                for trace in sorted(own, key=_all_first)
+            },
             {trace: _means(of_trace) for trace, of_trace in runs[entry].items()},
         )
         for entry, own in by_entry.items()
@@ -86,7 +95,9 @@ def _worse(differences: Floats) -> bool:
 def _half(values: Floats) -> float:
     """Return half the width of the mean's interval."""
     count = len(values)
-    return float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * values.std(ddof=1) / math.sqrt(count))
+    return float(
+        special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * values.std(ddof=1) / math.sqrt(count)
+    )
 
 
 def _means(runs: Sequence[Figures]) -> dict[str, float]:

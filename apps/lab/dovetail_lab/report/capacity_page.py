@@ -40,11 +40,20 @@ def capacity_page(
     )
 
 
-def _drawings(found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> list[Drawing]:
+def _drawings(
+    found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float
+) -> list[Drawing]:
     def curves(place: int, figure: str) -> dict[str, list[Point]]:
         """Return the curves of the objective at index `place`. `figure`: "value" or "share"."""
         return {
-            name: [Point(trial.scale * own_rate, getattr(trial.judged[place], figure), trial.judged[place].met) for trial in of_engine.trials]
+            name: [
+                Point(
+                    trial.scale * own_rate,
+                    getattr(trial.judged[place], figure),
+                    trial.judged[place].met,
+                )
+                for trial in of_engine.trials
+            ]
             for name, of_engine in found.items()
         }
 
@@ -53,12 +62,33 @@ def _drawings(found: Mapping[str, Capacity], objectives: Sequence[Objective], ow
         title = title_of(objective.metric, objective.name.partition("_")[2])
         values.append(Panel(f"{title}, s", curves(place, "value"), objective.limit_s))
         if objective.q is not None:
-            within.append(Panel(f"{title_of(objective.metric)} within {objective.limit_s:g} s", curves(place, "share"), objective.q, share=True))
-    answers = {name: of_engine.scale * own_rate for name, of_engine in found.items() if of_engine.scale is not None}
+            within.append(
+                Panel(
+                    f"{title_of(objective.metric)} within {objective.limit_s:g} s",
+                    curves(place, "share"),
+                    objective.q,
+                    share=True,
+                )
+            )
+    answers = {
+        name: of_engine.scale * own_rate
+        for name, of_engine in found.items()
+        if of_engine.scale is not None
+    }
     how = "Hollow: the objective is missed. Vertical lines: the highest rate found at which all objectives are met."
-    asked, x_label = "The share of all requests sent; a dotted line is the required share.", "requests/s that arrive"
+    asked, x_label = (
+        "The share of all requests sent; a dotted line is the required share.",
+        "requests/s that arrive",
+    )
     made = (
-        draw("rates", "Latency by rate", f"Of all requests sent. A dotted line is the limit. {how}", x_label, values, answers),
+        draw(
+            "rates",
+            "Latency by rate",
+            f"Of all requests sent. A dotted line is the limit. {how}",
+            x_label,
+            values,
+            answers,
+        ),
         draw("objectives", "Objectives by rate", f"{asked} {how}", x_label, within, answers),
     )
     return [drawing for drawing in made if drawing is not None]

@@ -12,7 +12,19 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dovetail_lab.report.engine import Engine
 from dovetail_lab.report.html import write_page
-from dovetail_lab.report.style import INK, PAPER, STYLES, Drawing, dot_of, key_in, line_of, make, name_lines, plain_log_ticks, styled
+from dovetail_lab.report.style import (
+    INK,
+    PAPER,
+    STYLES,
+    Drawing,
+    dot_of,
+    key_in,
+    line_of,
+    make,
+    name_lines,
+    plain_log_ticks,
+    styled,
+)
 
 _COLUMNS = 2
 _WIDE = 8.0  # ratio of largest to smallest value from which an axis is logarithmic
@@ -64,13 +76,33 @@ class Curves:
 
 def write_curves(curves: Curves, out: Path) -> list[Path]:
     """Write the page, its figures and its CSV into the new folder `out`, and return the files, the page first. Raises `ConfigError`."""
-    return write_page("curves.html.j2", curves.title, curves.command, curves.engines, curves.drawings, out, curves.files, curves=curves)
+    return write_page(
+        "curves.html.j2",
+        curves.title,
+        curves.command,
+        curves.engines,
+        curves.drawings,
+        out,
+        curves.files,
+        curves=curves,
+    )
 
 
-def draw(name: str, title: str, caption: str, x_label: str, panels: Sequence[Panel], answers: Mapping[str, float] | None = None) -> Drawing | None:
+def draw(
+    name: str,
+    title: str,
+    caption: str,
+    x_label: str,
+    panels: Sequence[Panel],
+    answers: Mapping[str, float] | None = None,
+) -> Drawing | None:
     """Draw the panels; None if no curve has a point. `answers`: each engine's sustainable rate, marked in every panel."""
     shown = list(panels[0].curves)[:STYLES] if panels else []
-    panels = [panel for panel in panels if any(not math.isnan(point.y) for own in shown for point in panel.curves[own])]
+    panels = [
+        panel
+        for panel in panels
+        if any(not math.isnan(point.y) for own in shown for point in panel.curves[own])
+    ]
     if not panels:
         return None
     columns = min(_COLUMNS, len(panels))
@@ -100,12 +132,30 @@ def _draw(axes: Axes, panel: Panel, shown: Sequence[str], answers: Mapping[str, 
         axes.plot([point.x for point in finite], [point.y for point in finite], **line_of(index))
         dot = dot_of(index)
         for point in finite:
-            axes.plot([point.x], [point.y], **dot, markerfacecolor=PAPER if point.met is False else dot["color"], zorder=3)
+            axes.plot(
+                [point.x],
+                [point.y],
+                **dot,
+                markerfacecolor=PAPER if point.met is False else dot["color"],
+                zorder=3,
+            )
         for point in points:
             if math.isinf(point.y):
-                axes.plot([point.x], [0.97], **{**dot, "marker": r"$\uparrow$"}, transform=axes.get_xaxis_transform(), zorder=3)
+                axes.plot(
+                    [point.x],
+                    [0.97],
+                    **{**dot, "marker": r"$\uparrow$"},
+                    transform=axes.get_xaxis_transform(),
+                    zorder=3,
+                )
         if name in answers:
-            axes.axvline(answers[name], color=dot["color"], linewidth=0.9, linestyle=line_of(index)["linestyle"], zorder=1)
+            axes.axvline(
+                answers[name],
+                color=dot["color"],
+                linewidth=0.9,
+                linestyle=line_of(index)["linestyle"],
+                zorder=1,
+            )
     if panel.limit is not None:
         axes.axhline(panel.limit, color=INK, linewidth=0.9, linestyle=(0, (2, 1.5)), zorder=1.5)
     every = [point for name in shown for point in panel.curves[name]]

@@ -28,4 +28,6 @@ class Engine:
     def of(cls, name: str, runs: Sequence[RunResult]) -> Engine:
         """Describe an engine by its runs, at least one: settings of the first, notes of all."""
         notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
-        return cls(name, runs[0].settings, conditions(runs[0]), source_of_times(runs[0].step_times), notes)
+        return cls(
+            name, runs[0].settings, conditions(runs[0]), source_of_times(runs[0].step_times), notes
+        )

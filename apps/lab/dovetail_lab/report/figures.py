@@ -13,7 +13,16 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from dovetail_lab.fairness import service_difference, service_over_time, work_of
 from dovetail_lab.metrics import per_request
 from dovetail_lab.records import RunResult
-from dovetail_lab.report.style import MUTED, Drawing, dot_of, line_of, make, name_lines, plain_log_ticks, styled
+from dovetail_lab.report.style import (
+    MUTED,
+    Drawing,
+    dot_of,
+    line_of,
+    make,
+    name_lines,
+    plain_log_ticks,
+    styled,
+)
 
 Floats = npt.NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunResult]]
@@ -30,14 +39,22 @@ def latencies(runs: Runs) -> Drawing | None:
     """Draw distributions of TTFT, TPOT and E2E."""
     with styled():
         figure, panels = make(1, 3, 2.9, sharey=True)
-        drawn = [_ecdf(panel, runs, metric, title) for panel, (metric, title) in zip(panels, _LATENCIES.items(), strict=True)]
+        drawn = [
+            _ecdf(panel, runs, metric, title)
+            for panel, (metric, title) in zip(panels, _LATENCIES.items(), strict=True)
+        ]
         if not any(drawn):
             return None
         panels[0].set_ylabel("share of completed requests")
         panels[0].set_ylim(0, 1.02)
         panels[0].yaxis.set_major_formatter(FuncFormatter(_percent))
         name_lines(figure, list(runs))
-    return Drawing("latencies", "Latencies", "Cumulative share of requests by latency; further left is better. A dot marks p99.", figure)
+    return Drawing(
+        "latencies",
+        "Latencies",
+        "Cumulative share of requests by latency; further left is better. A dot marks p99.",
+        figure,
+    )
 
 
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
@@ -53,10 +70,18 @@ def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
         if not len(values):
             continue
         shares = np.linspace(0, 1, min(POINTS, len(values)))
-        panel.plot(np.quantile(values, shares, method="inverted_cdf"), shares, drawstyle="steps-post", **line_of(index))
+        panel.plot(
+            np.quantile(values, shares, method="inverted_cdf"),
+            shares,
+            drawstyle="steps-post",
+            **line_of(index),
+        )
         p99 = float(np.quantile(values, 0.99))
         panel.plot([p99], [0.99], **dot_of(index))
-        lowest, highest = min(lowest, float(np.quantile(values, 0.005))), max(highest, float(values[-1]))
+        lowest, highest = (
+            min(lowest, float(np.quantile(values, 0.005))),
+            max(highest, float(values[-1])),
+        )
     if not highest:
         panel.text(0.5, 0.5, "nothing to show", ha="center", color=MUTED, transform=panel.transAxes)
         panel.set_xticks([])
@@ -64,7 +89,11 @@ def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
     panel.set_xlim(lowest * 0.8, highest * 1.25)
     panel.set_xscale("log")
     decades = math.log10(highest * 1.25 / (lowest * 0.8))
-    plain_log_ticks(panel.xaxis, (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0), 6)
+    plain_log_ticks(
+        panel.xaxis,
+        (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0),
+        6,
+    )
     return True
 
 
@@ -78,10 +107,16 @@ def over_time(runs: Runs) -> Drawing | None:
         figure, panels = make(3, 1, 4.4, sharex=True)
         for index, run in enumerate(firsts.values()):
             line, blocks = run.timeline, _pool(run)
-            for panel, values in zip(panels, (line.waiting, line.running, 100 * line.kv_held / blocks), strict=True):
+            for panel, values in zip(
+                panels, (line.waiting, line.running, 100 * line.kv_held / blocks), strict=True
+            ):
                 times, means = held_means(line.time_s, values.astype(np.float64), end_s)
                 panel.plot(times / unit_s, means, **line_of(index))
-        for panel, title in zip(panels, ("waiting requests", "running requests", "KV pool held by running requests, %"), strict=True):
+        for panel, title in zip(
+            panels,
+            ("waiting requests", "running requests", "KV pool held by running requests, %"),
+            strict=True,
+        ):
             panel.set_title(title, fontweight="normal")
             panel.set_ylim(bottom=0)
             panel.yaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -91,10 +126,17 @@ def over_time(runs: Runs) -> Drawing | None:
         panels[2].set_xlabel(f"time since the trace began, {unit}")
         name_lines(figure, list(runs))
     seed = next(iter(firsts.values())).seed
-    return Drawing("over-time", "Over time", f"Means over {end_s / BINS:.2g} s, of the runs with seed {seed}.", figure)
+    return Drawing(
+        "over-time",
+        "Over time",
+        f"Means over {end_s / BINS:.2g} s, of the runs with seed {seed}.",
+        figure,
+    )
 
 
-def held_means(times: Floats, values: Floats, end: float, bins: int = BINS) -> tuple[Floats, Floats]:
+def held_means(
+    times: Floats, values: Floats, end: float, bins: int = BINS
+) -> tuple[Floats, Floats]:
     """Return the means over `bins` equal parts of [0, end] of a step function, initially 0 and `values[i]` from `times[i]` on; and the bins'
     centers."""
     edges = np.linspace(0, end, bins + 1)
@@ -106,7 +148,11 @@ def held_means(times: Floats, values: Floats, end: float, bins: int = BINS) -> t
 def work(runs: Runs) -> Drawing | None:
     """Draw cumulative preemptions, recomputed tokens and cache hits, omitting those that didn't occur."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
-    chosen = [column for column in _WORK if any(getattr(run.timeline, column).any() for run in firsts.values())]
+    chosen = [
+        column
+        for column in _WORK
+        if any(getattr(run.timeline, column).any() for run in firsts.values())
+    ]
     if not chosen:
         return None
     end_s, unit, unit_s = _time_axis(firsts.values())
@@ -115,7 +161,12 @@ def work(runs: Runs) -> Drawing | None:
         for panel, column in zip(panels, chosen, strict=True):
             for index, run in enumerate(firsts.values()):
                 at = _thinned(len(run.timeline))
-                panel.plot(run.timeline.time_s[at] / unit_s, np.cumsum(getattr(run.timeline, column))[at], drawstyle="steps-post", **line_of(index))
+                panel.plot(
+                    run.timeline.time_s[at] / unit_s,
+                    np.cumsum(getattr(run.timeline, column))[at],
+                    drawstyle="steps-post",
+                    **line_of(index),
+                )
             panel.set_title(_WORK[column], fontweight="normal")
             panel.set_xlabel(f"time, {unit}")
             panel.set_xlim(0, end_s / unit_s)
@@ -133,7 +184,11 @@ def work(runs: Runs) -> Drawing | None:
     )
 
 
-_WORK = {"preemptions": "preemptions", "recomputed_tokens": "tokens recomputed after them", "cached_tokens": "tokens found in the cache"}
+_WORK = {
+    "preemptions": "preemptions",
+    "recomputed_tokens": "tokens recomputed after them",
+    "cached_tokens": "tokens found in the cache",
+}
 
 
 def clients(runs: Runs) -> Drawing | None:
@@ -151,8 +206,14 @@ def clients(runs: Runs) -> Drawing | None:
         for index, run in enumerate(firsts.values()):
             waits = _mean_ttft(run, shown)
             left.plot(waits, np.arange(len(shown)) + _nudge(index, len(firsts)), **dot_of(index))
-            right.plot(centres / unit_s, service_difference(service_over_time(work_of(run), centres, window_s)), **line_of(index))
-        left.set_yticks(range(len(shown)), [f"{_client(name)}, {100 * shares[name]:.0f} %" for name in shown])
+            right.plot(
+                centres / unit_s,
+                service_difference(service_over_time(work_of(run), centres, window_s)),
+                **line_of(index),
+            )
+        left.set_yticks(
+            range(len(shown)), [f"{_client(name)}, {100 * shares[name]:.0f} %" for name in shown]
+        )
         left.invert_yaxis()
         left.grid(visible=False, axis="y")
         left.set_title("mean TTFT by client", fontweight="normal")
@@ -187,7 +248,11 @@ def service(runs: Runs) -> Drawing | None:
             over_time = service_over_time(work_of(run), centres, window_s)
             for panel, client in zip(panels, shown, strict=False):
                 if client in over_time.clients:
-                    panel.plot(centres / unit_s, over_time.served[over_time.clients.index(client)], **line_of(index))
+                    panel.plot(
+                        centres / unit_s,
+                        over_time.served[over_time.clients.index(client)],
+                        **line_of(index),
+                    )
         for panel, client in zip(panels, shown, strict=False):
             panel.set_title(_client(client), fontweight="normal")
             panel.set_xlim(0, end_s / unit_s)
@@ -215,9 +280,14 @@ def _client_shares(run: RunResult) -> dict[str | None, float]:
     """Return each client's share of the service demanded by all requests, largest first."""
     asked: dict[str | None, float] = {}
     for record in run:
-        asked[record.client] = asked.get(record.client, 0.0) + record.prompt_tokens + 2 * record.true_tokens
+        asked[record.client] = (
+            asked.get(record.client, 0.0) + record.prompt_tokens + 2 * record.true_tokens
+        )
     total = sum(asked.values())
-    return {client: service / total for client, service in sorted(asked.items(), key=lambda item: (-item[1], item[0] or ""))}
+    return {
+        client: service / total
+        for client, service in sorted(asked.items(), key=lambda item: (-item[1], item[0] or ""))
+    }
 
 
 def _mean_ttft(run: RunResult, shown: Sequence[str | None]) -> list[float]:
@@ -244,7 +314,13 @@ def _time_axis(runs: Iterable[RunResult]) -> tuple[float, str, float]:
     """Return the end in seconds, and the axis's unit as a name and in seconds."""
     ends = [float(run.timeline.time_s[-1]) for run in runs if len(run.timeline)]
     end = max(ends, default=1.0) or 1.0
-    return (end, "s", 1.0) if end < 600 else (end, "min", 60.0) if end < 4 * 3600 else (end, "h", 3600.0)
+    return (
+        (end, "s", 1.0)
+        if end < 600
+        else (end, "min", 60.0)
+        if end < 4 * 3600
+        else (end, "h", 3600.0)
+    )
 
 
 def _pool(run: RunResult) -> int:
@@ -262,4 +338,10 @@ def _percent(value: float, _: object) -> str:
 
 
 def _thousands(value: float, _: object) -> str:
-    return f"{value / 1e6:g} M" if abs(value) >= 1e6 else f"{value / 1e3:g} k" if abs(value) >= 1e4 else f"{value:g}"
+    return (
+        f"{value / 1e6:g} M"
+        if abs(value) >= 1e6
+        else f"{value / 1e3:g} k"
+        if abs(value) >= 1e4
+        else f"{value:g}"
+    )

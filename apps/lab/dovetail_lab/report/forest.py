@@ -14,7 +14,24 @@ from dovetail_lab.step_error import Repeated
 
 _LEAST = 0.05  # an axis extends at least this far to either side
 _STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
-_TICKS = (-99, -95, -90, -80, -67, -50, -33, 0, 50, 100, 200, 400, 900, 1_900, 4_900, 9_900)  # per cent, where changes are large
+_TICKS = (
+    -99,
+    -95,
+    -90,
+    -80,
+    -67,
+    -50,
+    -33,
+    0,
+    50,
+    100,
+    200,
+    400,
+    900,
+    1_900,
+    4_900,
+    9_900,
+)  # per cent, where changes are large
 _LARGE = 0.7  # |log(1 + change)| from which the axis is logarithmic: half, or double
 
 
@@ -30,19 +47,42 @@ def forest(comparison: Comparison, repeated: Repeated | None = None) -> Drawing:
     rows = math.ceil(len(comparison.versus) / columns)
     with styled():
         figure, panels = make(rows, columns, (1.0 + 0.2 * max(len(lines), 2)) * rows, sharey=True)
-        for index, (panel, versus) in enumerate(zip(panels, comparison.versus, strict=False), start=1):
+        for index, (panel, versus) in enumerate(
+            zip(panels, comparison.versus, strict=False), start=1
+        ):
             for row, line in enumerate(lines):
                 own = versus.line(line.metric, line.statistic)
                 _whisker(panel, row, own, color_of(index))
                 for other in elsewhere(index - 1, line):
                     if math.isfinite(other.change.relative):
-                        panel.plot([math.log1p(other.change.relative)], [row], "|", markersize=9, markeredgewidth=1.2, color=INK)
+                        panel.plot(
+                            [math.log1p(other.change.relative)],
+                            [row],
+                            "|",
+                            markersize=9,
+                            markeredgewidth=1.2,
+                            color=INK,
+                        )
             panel.axvline(0, color=INK, linewidth=0.8)
             panel.set_title(versus.other)
             panel.set_xlabel(f"change against {versus.base}, %")
             panel.grid(visible=False, axis="y")
-            ends = [end for line in versus.lines for end in (line.change.low, line.change.relative, line.change.high)]
-            _axis(panel, [*ends, *(other.change.relative for line in lines for other in elsewhere(index - 1, line))])
+            ends = [
+                end
+                for line in versus.lines
+                for end in (line.change.low, line.change.relative, line.change.high)
+            ]
+            _axis(
+                panel,
+                [
+                    *ends,
+                    *(
+                        other.change.relative
+                        for line in lines
+                        for other in elsewhere(index - 1, line)
+                    ),
+                ],
+            )
         for panel in panels[len(comparison.versus) :]:
             panel.set_visible(False)
         panels[0].set_yticks(range(len(lines)), [line.label for line in lines])
@@ -64,8 +104,21 @@ def _whisker(panel: Axes, row: int, line: Line, color: str) -> None:
         return
     shade = color if sure else MUTED
     if not math.isnan(change.low):
-        panel.plot([math.log1p(change.low), math.log1p(change.high)], [row, row], color=shade, linewidth=1.6, solid_capstyle="butt")
-    panel.plot([math.log1p(change.relative)], [row], "o", markersize=4.5, markeredgecolor=shade, markerfacecolor=shade if sure else PAPER)
+        panel.plot(
+            [math.log1p(change.low), math.log1p(change.high)],
+            [row, row],
+            color=shade,
+            linewidth=1.6,
+            solid_capstyle="butt",
+        )
+    panel.plot(
+        [math.log1p(change.relative)],
+        [row],
+        "o",
+        markersize=4.5,
+        markeredgecolor=shade,
+        markerfacecolor=shade if sure else PAPER,
+    )
 
 
 def _axis(panel: Axes, shown: Sequence[float]) -> None:
@@ -76,9 +129,22 @@ def _axis(panel: Axes, shown: Sequence[float]) -> None:
     margin = 0.06 * (high - low)
     panel.set_xlim(low - margin, high + margin)
     if max(-low, high) > _LARGE:
-        ticks: list[float] = [tick for tick in _TICKS if low - margin <= math.log1p(tick / 100) <= high + margin]
-        ticks = [tick for place, tick in enumerate(ticks) if len(ticks) <= 6 or (place - ticks.index(0)) % 2 == 0]
+        ticks: list[float] = [
+            tick for tick in _TICKS if low - margin <= math.log1p(tick / 100) <= high + margin
+        ]
+        ticks = [
+            tick
+            for place, tick in enumerate(ticks)
+            if len(ticks) <= 6 or (place - ticks.index(0)) % 2 == 0
+        ]
     else:
         ends = 100 * math.expm1(low - margin), 100 * math.expm1(high + margin)
-        ticks = [tick for tick in MaxNLocator(6, steps=_STEPS).tick_values(*ends) if ends[0] <= tick <= ends[1]]
-    panel.set_xticks([math.log1p(tick / 100) for tick in ticks], [f"{tick:+g}" if tick else "0" for tick in ticks])
+        ticks = [
+            tick
+            for tick in MaxNLocator(6, steps=_STEPS).tick_values(*ends)
+            if ends[0] <= tick <= ends[1]
+        ]
+    panel.set_xticks(
+        [math.log1p(tick / 100) for tick in ticks],
+        [f"{tick:+g}" if tick else "0" for tick in ticks],
+    )

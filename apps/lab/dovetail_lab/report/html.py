@@ -19,7 +19,14 @@ PAGE = "report.html"
 
 
 def write_page(
-    template: str, title: str, command: str, engines: Sequence[Engine], drawings: Sequence[Drawing], out: Path, tables: Mapping[str, str], **more: Any
+    template: str,
+    title: str,
+    command: str,
+    engines: Sequence[Engine],
+    drawings: Sequence[Drawing],
+    out: Path,
+    tables: Mapping[str, str],
+    **more: Any,
 ) -> list[Path]:
     """Write a page, its figures as PNG and its `tables` (by file name) into the new folder `out`, and return the files, the page first.
 
@@ -28,7 +35,11 @@ def write_page(
     for drawing in drawings:
         lay_out(drawing.figure)
     environment = Environment(
-        loader=PackageLoader("dovetail_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("dovetail_lab.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"breakable": _breakable, "unbroken": _unbroken}
     settings = {engine.name: engine.settings for engine in engines}
@@ -37,12 +48,19 @@ def write_page(
         command=command,
         engines=engines,
         drawings=[(drawing, Markup(svg(drawing.figure, drawing.name))) for drawing in drawings],
-        settings={name: json.dumps(one, indent=2, sort_keys=True, ensure_ascii=False) for name, one in settings.items()},
+        settings={
+            name: json.dumps(one, indent=2, sort_keys=True, ensure_ascii=False)
+            for name, one in settings.items()
+        },
         differing=differences(settings),
         notes=_notes(engines),
         **more,
     )
-    files: dict[str, str | bytes] = {PAGE: page, **tables, **{f"{drawing.name}.png": png(drawing.figure) for drawing in drawings}}
+    files: dict[str, str | bytes] = {
+        PAGE: page,
+        **tables,
+        **{f"{drawing.name}.png": png(drawing.figure) for drawing in drawings},
+    }
     make_folder(out)
     for name, content in files.items():
         write_whole(out / name, content)
@@ -65,7 +83,10 @@ def _notes(engines: Sequence[Engine]) -> list[str]:
     for engine in engines:
         for note in engine.notes:
             names.setdefault(note, []).append(engine.name)
-    return [note if len(own) == len(engines) else f"{', '.join(own)}: {note}" for note, own in names.items()]
+    return [
+        note if len(own) == len(engines) else f"{', '.join(own)}: {note}"
+        for note, own in names.items()
+    ]
 
 
 def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -77,7 +98,13 @@ def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, li
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else None
+    )
     if items is None:
         yield path, value if isinstance(value, str) else json.dumps(value)
     else:

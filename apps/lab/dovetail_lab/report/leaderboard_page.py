@@ -39,7 +39,13 @@ def score_text(score: Score) -> str:
 def write_leaderboard(board: Board, out: Path) -> list[Path]:
     """Write page, figure and JSON into the folder `out` and return the files, the page first. Raises `ConfigError`."""
     texts = specs()
-    engine = Engine("the board's files", {name: texts[name].splitlines() for name in ("engine", *board.traces)}, "", "", ())
+    engine = Engine(
+        "the board's files",
+        {name: texts[name].splitlines() for name in ("engine", *board.traces)},
+        "",
+        "",
+        (),
+    )
     written = write_page(
         "leaderboard.html.j2",
         f"Leaderboard {VERSION}",
@@ -54,7 +60,9 @@ def write_leaderboard(board: Board, out: Path) -> list[Path]:
         figures=[(trace, _figures(board, trace)) for trace in board.traces],
         confidence=f"{100 * CONFIDENCE:g} %",
     )
-    write_whole(out / JSON, json.dumps(as_json(board), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(
+        out / JSON, json.dumps(as_json(board), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
     return [*written, out / JSON]
 
 
@@ -62,27 +70,45 @@ def _figures(board: Board, trace: str) -> list[list[str]]:
     """Return a row of texts for each scheduler, in the order of the trace's scores."""
     order = sorted(board.standings, key=lambda standing: -standing.scores[trace].mean)
     own = [standing.figures[trace] for standing in order]
-    latencies = [evenly([one[name] for one in own]) for name in ("ttft_mean", "ttft_p99", "itl_p99", "e2e_mean")]
+    latencies = [
+        evenly([one[name] for one in own])
+        for name in ("ttft_mean", "ttft_p99", "itl_p99", "e2e_mean")
+    ]
     rejected = [per_cent(one["rejected"] / one["requests"]) for one in own]
     cached = [per_cent(one["cached"]) for one in own]
-    columns = [[score_text(standing.scores[trace]) for standing in order], *latencies, rejected, cached]
+    columns = [
+        [score_text(standing.scores[trace]) for standing in order],
+        *latencies,
+        rejected,
+        cached,
+    ]
     return [[standing.entry.name, *cells] for standing, *cells in zip(order, *columns, strict=True)]
 
 
 def _drawing(board: Board) -> Drawing:
     columns = (ALL, *board.traces)
     with styled():
-        figure, panels = make(1, len(columns), 0.9 + 0.19 * max(len(board.standings), 3), sharey=True, sharex=True)
+        figure, panels = make(
+            1, len(columns), 0.9 + 0.19 * max(len(board.standings), 3), sharey=True, sharex=True
+        )
         for panel, trace in zip(panels, columns, strict=True):
             for row, standing in enumerate(board.standings):
                 score = standing.scores[trace]
                 shade = color_of(0) if score.group == 1 else MUTED
-                panel.plot([100 * score.low, 100 * score.high], [row, row], color=shade, linewidth=1.6, solid_capstyle="butt")
+                panel.plot(
+                    [100 * score.low, 100 * score.high],
+                    [row, row],
+                    color=shade,
+                    linewidth=1.6,
+                    solid_capstyle="butt",
+                )
                 panel.plot([100 * score.mean], [row], "o", markersize=4, color=shade)
             panel.set_title(trace)
             panel.set_xlim(-3, 103)
             panel.grid(visible=False, axis="y")
-        panels[0].set_yticks(range(len(board.standings)), [standing.entry.name for standing in board.standings])
+        panels[0].set_yticks(
+            range(len(board.standings)), [standing.entry.name for standing in board.standings]
+        )
         panels[0].set_ylim(len(board.standings) - 0.4, -0.6)
         figure.supxlabel("requests in time, %", fontsize="medium")
     caption = f"Means over {board.seeds} seeds with {100 * CONFIDENCE:g} % intervals. In colour: not measurably worse than the best."
@@ -99,16 +125,27 @@ def as_json(board: Board) -> dict[str, Any]:
         "board": VERSION,
         "confidence": CONFIDENCE,
         "seeds": board.seeds,
-        "traces": {trace: [fingerprint(trace, seed) for seed in range(board.seeds)] for trace in board.traces},
+        "traces": {
+            trace: [fingerprint(trace, seed) for seed in range(board.seeds)]
+            for trace in board.traces
+        },
         "standings": [
             {
                 "scheduler": standing.entry.name,
                 "plugin": standing.entry.plugin,
                 "scores": {
-                    trace: {"group": score.group, "mean": score.mean, "low": score.low, "high": score.high}
+                    trace: {
+                        "group": score.group,
+                        "mean": score.mean,
+                        "low": score.low,
+                        "high": score.high,
+                    }
                     for trace, score in standing.scores.items()
                 },
-                "figures": {trace: {name: number(value) for name, value in own.items()} for trace, own in standing.figures.items()},
+                "figures": {
+                    trace: {name: number(value) for name, value in own.items()}
+                    for trace, own in standing.figures.items()
+                },
             }
             for standing in board.standings
         ],

@@ -56,7 +56,9 @@ def write_report(report: Report, out: Path) -> list[Path]:
         latencies=[(title, _latency_rows(metric, measured)) for metric, title in TITLES.items()],
         counts=_counts(report.runs, measured),
         repeated=report.repeated,
-        changes=[] if found is None else [(versus, _change_rows(report, index)) for index, versus in enumerate(found.versus)],
+        changes=[]
+        if found is None
+        else [(versus, _change_rows(report, index)) for index, versus in enumerate(found.versus)],
         absent=_absent(drawings),
         per_cent=per_cent,
     )
@@ -70,13 +72,24 @@ def _change_rows(report: Report, index: int) -> Iterator[tuple[Line, list[str], 
             yield line, cells, line.outcome
         else:
             survives = report.repeated.survives(index, line)
-            yield line, [*cells, *report.repeated.cells(index, line)], line.outcome + ("" if survives else ", depends on step times")
+            yield (
+                line,
+                [*cells, *report.repeated.cells(index, line)],
+                line.outcome + ("" if survives else ", depends on step times"),
+            )
 
 
 def _drawings(report: Report) -> list[Drawing]:
     runs = report.runs
     changes = None if report.comparison is None else forest(report.comparison, report.repeated)
-    made = (changes, figures.latencies(runs), figures.over_time(runs), figures.clients(runs), figures.service(runs), figures.work(runs))
+    made = (
+        changes,
+        figures.latencies(runs),
+        figures.over_time(runs),
+        figures.clients(runs),
+        figures.service(runs),
+        figures.work(runs),
+    )
     return [drawing for drawing in made if drawing is not None]
 
 
@@ -88,7 +101,11 @@ def _tables(report: Report) -> dict[str, str]:
         "summary.csv": tables.summary(runs),
         "timeline.csv": tables.timeline(runs),
     }
-    return made if report.comparison is None else {**made, "comparison.csv": tables.comparison(report.comparison, report.repeated)}
+    return (
+        made
+        if report.comparison is None
+        else {**made, "comparison.csv": tables.comparison(report.comparison, report.repeated)}
+    )
 
 
 def _requests(runs: Mapping[str, Sequence[RunResult]]) -> str:
@@ -108,25 +125,42 @@ def _requests_of(runs: Sequence[RunResult]) -> str:
     return f"{sum(map(len, runs)):,} requests{each}, {len(runs)} seeds ({seeds})"
 
 
-def _latency_rows(metric: str, measured: Mapping[str, Sequence[RunMetrics]]) -> list[tuple[str, list[str]]]:
+def _latency_rows(
+    metric: str, measured: Mapping[str, Sequence[RunMetrics]]
+) -> list[tuple[str, list[str]]]:
     """Return a latency's row for each policy: means over seeds of each run's value."""
 
     def figure(metrics: RunMetrics, column: str) -> float:
         summary = metrics.latencies[metric]
         return summary.mean if column == "mean" else summary.percentiles[int(column[1:])]
 
-    texts = iter(evenly([_mean([figure(one, column) for one in of_policy]) for of_policy in measured.values() for column in _COLUMNS]))
+    texts = iter(
+        evenly(
+            [
+                _mean([figure(one, column) for one in of_policy])
+                for of_policy in measured.values()
+                for column in _COLUMNS
+            ]
+        )
+    )
     return [(name, [next(texts) for _ in _COLUMNS]) for name in measured]
 
 
-def _counts(runs: Mapping[str, Sequence[RunResult]], measured: Mapping[str, Sequence[RunMetrics]]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def _counts(
+    runs: Mapping[str, Sequence[RunResult]], measured: Mapping[str, Sequence[RunMetrics]]
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Return the column titles, and a row per policy: counts are summed over seeds, rates and shares are averaged."""
 
     def total(figure: str) -> list[str]:
-        return [f"{sum(getattr(one, figure) for one in of_policy):,}" for of_policy in measured.values()]
+        return [
+            f"{sum(getattr(one, figure) for one in of_policy):,}" for of_policy in measured.values()
+        ]
 
     def mean(figure: str) -> list[float]:
-        return [_mean([float(getattr(one, figure)) for one in of_policy]) for of_policy in measured.values()]
+        return [
+            _mean([float(getattr(one, figure)) for one in of_policy])
+            for of_policy in measured.values()
+        ]
 
     def hits(of_policy: Sequence[RunMetrics]) -> float:
         prompts = sum(one.prompt_tokens for one in of_policy)
@@ -140,14 +174,25 @@ def _counts(runs: Mapping[str, Sequence[RunResult]], measured: Mapping[str, Sequ
         "prompts cached": [per_cent(hits(of_policy)) for of_policy in measured.values()],
         "preemptions": total("preemptions"),
         "tokens recomputed": total("recomputed_tokens"),
-        "tokens from the cache": [f"{sum(int(run.timeline.cached_tokens.sum()) for run in of_policy):,}" for of_policy in runs.values()],
+        "tokens from the cache": [
+            f"{sum(int(run.timeline.cached_tokens.sum()) for run in of_policy):,}"
+            for of_policy in runs.values()
+        ],
     }
     if any(one.grammars for of_policy in measured.values() for one in of_policy):
-        columns |= {"with a grammar": total("grammars"), "lost to masks": [per_cent(share) for share in mean("masks_share")]}
+        columns |= {
+            "with a grammar": total("grammars"),
+            "lost to masks": [per_cent(share) for share in mean("masks_share")],
+        }
     if any(one.draft_tokens for of_policy in measured.values() for one in of_policy):
         columns |= {"drafts": total("draft_tokens"), "accepted": total("accepted_drafts")}
-        columns |= {"acceptance length": evenly(mean("acceptance_length")), "tokens a step": evenly(mean("tokens_per_step"))}
-    return list(columns), list(zip(measured, map(list, zip(*columns.values(), strict=True)), strict=True))
+        columns |= {
+            "acceptance length": evenly(mean("acceptance_length")),
+            "tokens a step": evenly(mean("tokens_per_step")),
+        }
+    return list(columns), list(
+        zip(measured, map(list, zip(*columns.values(), strict=True)), strict=True)
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -178,7 +223,10 @@ def as_json(found: Comparison, repeated: Repeated | None = None) -> dict[str, An
         if repeated is None:
             return {}
         others = {
-            f"{steps}_steps": {**{key: number(getattr(other.change, key)) for key in ("relative", "low", "high")}, "outcome": other.outcome}
+            f"{steps}_steps": {
+                **{key: number(getattr(other.change, key)) for key in ("relative", "low", "high")},
+                "outcome": other.outcome,
+            }
             for steps, other in repeated.elsewhere(index, line)
         }
         return {**others, "survives": repeated.survives(index, line)}
@@ -206,13 +254,17 @@ def as_json(found: Comparison, repeated: Repeated | None = None) -> dict[str, An
                 "requests": versus.requests,
                 "completed": {versus.base: versus.completed[0], versus.other: versus.completed[1]},
                 "share_of_requests": {
-                    metric: {"quicker": number(one.quicker), "slower": number(one.slower)} for metric, one in versus.faster.items()
+                    metric: {"quicker": number(one.quicker), "slower": number(one.slower)}
+                    for metric, one in versus.faster.items()
                 },
                 "changes": [
                     {
                         "metric": line.metric,
                         "statistic": line.statistic,
-                        **{name: number(getattr(line.change, name)) for name in ("a", "b", "relative", "low", "high")},
+                        **{
+                            name: number(getattr(line.change, name))
+                            for name in ("a", "b", "relative", "low", "high")
+                        },
                         "measurable": line.measurable,
                         "outcome": line.outcome,
                         **elsewhere(index, line),

@@ -18,7 +18,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper; distinguishable with all common kinds of color vision.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 2.2)), (0, (6, 2, 1.3, 2)))  # so that coinciding lines show through each other
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1.3, 2.2)),
+    (0, (6, 2, 1.3, 2)),
+)  # so that coinciding lines show through each other
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = len(SERIES) * len(DASHES)  # number of distinct line styles
 INK, MUTED, GRID, PAPER = "#1c2126", "#6b727b", "#dde1e6", "#fefefe"
@@ -92,14 +97,29 @@ def color_of(index: int) -> str:
 def line_of(index: int) -> dict[str, Any]:
     """Return the line style of the index-th policy, the same in every figure; `STYLES` policies have distinct ones. The first is a broad pale band
     below the others, which have gaps: where curves coincide, each shows through the gaps of those above it."""
-    dash = (index + index // (2 * len(SERIES))) % len(DASHES)  # without the shift, six colors and four dashes would repeat after twelve
-    broad: dict[str, Any] = {} if index else {"linewidth": 3.6, "alpha": 0.45, "solid_capstyle": "butt"}
-    return {"color": color_of(index), "linestyle": DASHES[dash], "linewidth": 1.5, "zorder": 2 + index / 100, **broad}
+    dash = (index + index // (2 * len(SERIES))) % len(
+        DASHES
+    )  # without the shift, six colors and four dashes would repeat after twelve
+    broad: dict[str, Any] = (
+        {} if index else {"linewidth": 3.6, "alpha": 0.45, "solid_capstyle": "butt"}
+    )
+    return {
+        "color": color_of(index),
+        "linestyle": DASHES[dash],
+        "linewidth": 1.5,
+        "zorder": 2 + index / 100,
+        **broad,
+    }
 
 
 def dot_of(index: int) -> dict[str, Any]:
     """Return the style of the index-th policy's dots. The first's are larger, so that they are visible below others."""
-    return {"color": color_of(index), "marker": MARKERS[index % len(MARKERS)], "linestyle": "none", "markersize": 4.0 if index else 6.5}
+    return {
+        "color": color_of(index),
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": "none",
+        "markersize": 4.0 if index else 6.5,
+    }
 
 
 def make(rows: int, columns: int, height_in: float, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -121,10 +141,20 @@ def _key_columns(names: Sequence[str]) -> int:
 def name_lines(figure: Figure, names: Sequence[str], *, dots: bool = False) -> None:
     """Add a legend above a figure's panels, with each name in the color of its line; none for a single policy. `dots`: show dots, too."""
     if len(names) > 1:
-        lines = [Line2D([], [], **{**(dot_of(index) if dots else {}), **line_of(index)}) for index in range(len(names))]
+        lines = [
+            Line2D([], [], **{**(dot_of(index) if dots else {}), **line_of(index)})
+            for index in range(len(names))
+        ]
         columns = _key_columns(names)
         figure.legend(
-            lines, names, loc="outside upper left", ncols=columns, frameon=False, labelcolor="linecolor", handlelength=2.6, columnspacing=1.4
+            lines,
+            names,
+            loc="outside upper left",
+            ncols=columns,
+            frameon=False,
+            labelcolor="linecolor",
+            handlelength=2.6,
+            columnspacing=1.4,
         )
 
 
@@ -145,7 +175,9 @@ def lay_out(figure: Figure) -> None:
 def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     with styled():
-        figure.savefig(buffer, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+        figure.savefig(
+            buffer, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None}
+        )
     return buffer.getvalue()
 
 
@@ -153,7 +185,12 @@ def svg(figure: Figure, prefix: str) -> str:
     """Return an SVG to embed in a page: colors as CSS variables, all ids prefixed with `prefix`, and text as text."""
     buffer = io.StringIO()
     with styled():
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for color, variable in _VARIABLES.items():

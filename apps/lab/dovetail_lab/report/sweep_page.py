@@ -60,36 +60,73 @@ def _number(text: str) -> bool:
         return False
 
 
-def _drawings(name: str, results: Sequence[GridResult], axis: str, objectives: Sequence[Objective], seeds: int) -> list[Drawing]:
+def _drawings(
+    name: str, results: Sequence[GridResult], axis: str, objectives: Sequence[Objective], seeds: int
+) -> list[Drawing]:
     def curves(figure: str, objective: Objective | None = None) -> dict[str, list[Point]]:
         made: dict[str, list[Point]] = {}
         for result in results:
             x = result.figures[ARRIVALS] if axis == RATE else float(result.point.values[axis])
-            missed = objective is not None and result.figures[f"slo_{objective.name}"] > objective.limit_s
-            made.setdefault(_name(name, result, axis), []).append(Point(x, result.figures[figure], None if objective is None else not missed))
+            missed = (
+                objective is not None
+                and result.figures[f"slo_{objective.name}"] > objective.limit_s
+            )
+            made.setdefault(_name(name, result, axis), []).append(
+                Point(x, result.figures[figure], None if objective is None else not missed)
+            )
         return {name: sorted(points, key=lambda point: point.x) for name, points in made.items()}
 
     x_label = "requests/s that arrive" if axis == RATE else axis
     over = f" Means over {seeds} seeds." if seeds > 1 else ""
-    judged = [Panel(_title(one.name), curves(f"slo_{one.name}", one), one.limit_s) for one in objectives]
-    plain = [Panel(_title(shown), curves(shown)) for shown in _SHOWN if shown not in {one.name for one in objectives}]
+    judged = [
+        Panel(_title(one.name), curves(f"slo_{one.name}", one), one.limit_s) for one in objectives
+    ]
+    plain = [
+        Panel(_title(shown), curves(shown))
+        for shown in _SHOWN
+        if shown not in {one.name for one in objectives}
+    ]
     throughput = Panel("output tokens/s", curves("output_rate"))
     within = [
-        Panel(f"{title_of(one.metric)} within {one.limit_s:g} s", curves(f"slo_{one.name}_within", one), one.q, share=True)
+        Panel(
+            f"{title_of(one.metric)} within {one.limit_s:g} s",
+            curves(f"slo_{one.name}_within", one),
+            one.q,
+            share=True,
+        )
         for one in objectives
         if one.q is not None
     ]
-    kept = " A panel with a dotted limit is of all requests sent, as the objective is; hollow: missed." if objectives else ""
+    kept = (
+        " A panel with a dotted limit is of all requests sent, as the objective is; hollow: missed."
+        if objectives
+        else ""
+    )
     made = (
-        draw("rates", "Latency and throughput", f"Of completed requests.{kept}{over}", x_label, [*judged, *plain, throughput]),
-        draw("objectives", "Objectives", f"The share of all requests sent; dotted: the required share; hollow: missed.{over}", x_label, within),
+        draw(
+            "rates",
+            "Latency and throughput",
+            f"Of completed requests.{kept}{over}",
+            x_label,
+            [*judged, *plain, throughput],
+        ),
+        draw(
+            "objectives",
+            "Objectives",
+            f"The share of all requests sent; dotted: the required share; hollow: missed.{over}",
+            x_label,
+            within,
+        ),
     )
     return [drawing for drawing in made if drawing is not None]
 
 
 def _name(name: str, result: GridResult, axis: str) -> str:
     """Return a curve's name: its settings without the axis, or the engine's name if there are none."""
-    return ", ".join(f"{key}={value}" for key, value in result.point.values.items() if key != axis) or name
+    return (
+        ", ".join(f"{key}={value}" for key, value in result.point.values.items() if key != axis)
+        or name
+    )
 
 
 def _title(figure: str) -> str:

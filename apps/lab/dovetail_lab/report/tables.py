@@ -51,8 +51,27 @@ def requests(runs: Runs) -> str:
 
 def clients(runs: Runs) -> str:
     """Return CSV with a line per client, policy and seed; `service` is input + 2 x output tokens of its completed requests."""
-    header = ("policy", "seed", "client", "requests", "completed", "prompt_tokens", "output_tokens", "service", "ttft_mean_s", "e2e_mean_s")
-    return as_csv(header, (row for name, of_policy in runs.items() for run in of_policy for row in _clients(name, run)))
+    header = (
+        "policy",
+        "seed",
+        "client",
+        "requests",
+        "completed",
+        "prompt_tokens",
+        "output_tokens",
+        "service",
+        "ttft_mean_s",
+        "e2e_mean_s",
+    )
+    return as_csv(
+        header,
+        (
+            row
+            for name, of_policy in runs.items()
+            for run in of_policy
+            for row in _clients(name, run)
+        ),
+    )
 
 
 def _clients(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
@@ -61,16 +80,37 @@ def _clients(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
         of_client.setdefault(record.client, []).append(record)
     for client, own in sorted(of_client.items(), key=lambda item: item[0] or ""):
         done = [record for record in own if record.completed]
-        prompt, output = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
-        means = (float(np.mean(per_request(done, metric))) if done else math.nan for metric in ("ttft", "e2e"))
-        yield name, run.seed, client, len(own), len(done), prompt, output, INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * output, *means
+        prompt, output = (
+            sum(record.prompt_tokens for record in done),
+            sum(record.output_tokens for record in done),
+        )
+        means = (
+            float(np.mean(per_request(done, metric))) if done else math.nan
+            for metric in ("ttft", "e2e")
+        )
+        yield (
+            name,
+            run.seed,
+            client,
+            len(own),
+            len(done),
+            prompt,
+            output,
+            INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * output,
+            *means,
+        )
 
 
 def summary(runs: Runs) -> str:
     """Return CSV with a line per metric, policy and seed."""
     return as_csv(
         ("policy", "seed", "metric", "statistic", "value"),
-        (row for name, of_policy in runs.items() for run in of_policy for row in _figures(name, run)),
+        (
+            row
+            for name, of_policy in runs.items()
+            for run in of_policy
+            for row in _figures(name, run)
+        ),
     )
 
 
@@ -80,9 +120,28 @@ def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
         yield name, run.seed, f"{metric}_s", "mean", of_metric.mean
         for percentile in PERCENTILES:
             yield name, run.seed, f"{metric}_s", f"p{percentile}", of_metric.percentiles[percentile]
-    counts = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens", "grammars")
+    counts = (
+        "requests",
+        "completed",
+        "rejected",
+        "failed",
+        "preemptions",
+        "recomputed_tokens",
+        "cached_tokens",
+        "grammars",
+    )
     drafts = ("draft_tokens", "accepted_drafts", "acceptance_length", "tokens_per_step")
-    for figure in (*counts, "duration_s", "request_rate", "output_rate", "total_rate", "device_share", "masks_s", "masks_share", *drafts):
+    for figure in (
+        *counts,
+        "duration_s",
+        "request_rate",
+        "output_rate",
+        "total_rate",
+        "device_share",
+        "masks_s",
+        "masks_share",
+        *drafts,
+    ):
         yield name, run.seed, figure, "", getattr(metrics, figure)
 
 
@@ -90,7 +149,12 @@ def timeline(runs: Runs) -> str:
     """Return the time series of every run as CSV: means over equal intervals."""
     return as_csv(
         ("policy", "seed", "time_s", "waiting", "running", "kv_held_blocks"),
-        (row for name, of_policy in runs.items() for run in of_policy for row in _stretches(name, run)),
+        (
+            row
+            for name, of_policy in runs.items()
+            for run in of_policy
+            for row in _stretches(name, run)
+        ),
     )
 
 
@@ -99,23 +163,50 @@ def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
     if not len(line):
         return
     end, bins = float(line.time_s[-1]), min(BINS, len(line))
-    columns = [held_means(line.time_s, column.astype(np.float64), end, bins) for column in (line.waiting, line.running, line.kv_held)]
+    columns = [
+        held_means(line.time_s, column.astype(np.float64), end, bins)
+        for column in (line.waiting, line.running, line.kv_held)
+    ]
     for row in zip(columns[0][0], *(means for _, means in columns), strict=True):
         yield name, run.seed, *map(float, row)
 
 
 def comparison(found: Comparison, repeated: Repeated | None = None) -> str:
     """Return CSV with a line per change; the last three columns are from the comparison at other step times."""
-    header = ("policy", "against", "metric", "statistic", "before", "after", "change", "low", "high", "measurable", "outcome")
+    header = (
+        "policy",
+        "against",
+        "metric",
+        "statistic",
+        "before",
+        "after",
+        "change",
+        "low",
+        "high",
+        "measurable",
+        "outcome",
+    )
     more = () if repeated is None else ("change_shorter_steps", "change_longer_steps", "survives")
-    rows = ((*_change(versus, line), *_elsewhere(repeated, index, line)) for index, versus in enumerate(found.versus) for line in versus.lines)
+    rows = (
+        (*_change(versus, line), *_elsewhere(repeated, index, line))
+        for index, versus in enumerate(found.versus)
+        for line in versus.lines
+    )
     return as_csv((*header, *more), rows)
 
 
 def _change(versus: Versus, line: Line) -> tuple[Cell, ...]:
     change = line.change
     figures = (change.a, change.b, change.relative, change.low, change.high)
-    return versus.other, versus.base, line.metric, line.statistic, *figures, "yes" if line.measurable else "no", line.outcome
+    return (
+        versus.other,
+        versus.base,
+        line.metric,
+        line.statistic,
+        *figures,
+        "yes" if line.measurable else "no",
+        line.outcome,
+    )
 
 
 def _elsewhere(repeated: Repeated | None, index: int, line: Line) -> tuple[Cell, ...]:

@@ -18,7 +18,9 @@ from dovetail_lab.traces.request import TraceRequest
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _GZIP = b"\x1f\x8b"
-MOST_TOKENS = 1 << 24  # per request: more than any model supports, so that a unit error doesn't exhaust memory
+MOST_TOKENS = (
+    1 << 24
+)  # per request: more than any model supports, so that a unit error doesn't exhaust memory
 
 
 class TraceError(DovetailError, ValueError):
@@ -33,10 +35,22 @@ class Source:
     text: str  # lines end in \n
     row_is: Literal["line", "item"] = "line"  # of a file, or of a JSON list
 
-    def error(self, message: str, row: int | None = None, column: str | int | None = None) -> TraceError:
+    def error(
+        self, message: str, row: int | None = None, column: str | int | None = None
+    ) -> TraceError:
         """Return an error at a place. `row` counts from 1; `column` is a name, or a number if the format has no names."""
-        place = self.path if row is None else f"{self.path}:{row}" if self.row_is == "line" else f"{self.path}: item {row}"
-        return TraceError(": ".join(filter(None, (place, f"column {column}" if column is not None else "", message))))
+        place = (
+            self.path
+            if row is None
+            else f"{self.path}:{row}"
+            if self.row_is == "line"
+            else f"{self.path}: item {row}"
+        )
+        return TraceError(
+            ": ".join(
+                filter(None, (place, f"column {column}" if column is not None else "", message))
+            )
+        )
 
 
 class Located(NamedTuple):
@@ -64,7 +78,9 @@ def read_source(path: str | Path) -> Source:
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: expected text in UTF-8, byte {error.start} is none") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+        raise TraceError(
+            f"{path}: can't be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not text.strip():
         raise TraceError(f"{path}: expected a trace, the file is empty")
     return Source(str(path), text.replace("\r\n", "\n").replace("\r", "\n"))
@@ -90,7 +106,9 @@ def _parse(source: Source, text: str, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         cut_off = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
         said = "the text is truncated" if cut_off else error.msg
-        raise source.error(f"expected JSON: {said}", first_line + error.lineno - 1, error.colno) from None
+        raise source.error(
+            f"expected JSON: {said}", first_line + error.lineno - 1, error.colno
+        ) from None
 
 
 class JsonObject:
@@ -104,7 +122,11 @@ class JsonObject:
 
     def get(self, name: str) -> Any:
         if name not in self.values:
-            raise self.source.error(f"expected this field; there are {', '.join(map(str, self.values)) or 'none'}", self.line, name)
+            raise self.source.error(
+                f"expected this field; there are {', '.join(map(str, self.values)) or 'none'}",
+                self.line,
+                name,
+            )
         return self.values[name]
 
     def seconds(self, name: str, unit: str = "s") -> float:
@@ -124,7 +146,9 @@ def as_seconds(source: Source, line: int, column: str, value: Any, unit: str = "
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise source.error(f"expected a time in {unit} >= 0 or a date and time, got {shown(value)}", line, column)
+        raise source.error(
+            f"expected a time in {unit} >= 0 or a date and time, got {shown(value)}", line, column
+        )
     return seconds
 
 
@@ -171,7 +195,9 @@ def _number(value: Any) -> float:
 def without_failed(located: Iterable[Located], what: str) -> Contents:
     """Drop requests without an answer; a note counts them."""
     located = list(located)
-    kept = [one for one in located if one.request.output_tokens > 0 and one.request.prompt_tokens > 0]
+    kept = [
+        one for one in located if one.request.output_tokens > 0 and one.request.prompt_tokens > 0
+    ]
     dropped = len(located) - len(kept)
     return Contents(kept, (f"left out {counted(dropped)} {what}",) if dropped else ())
 

@@ -54,9 +54,13 @@ class TraceRequest:
     ttft_deadline: float | None = None  # of the first token
     tbt_s: float | None = None  # maximum seconds between two tokens
     grammar: bool = False  # constrained by a grammar; unspecified, since only its time is simulated
-    acceptance: float | None = None  # probability that a simulated draft is accepted; None: as the executor says
+    acceptance: float | None = (
+        None  # probability that a simulated draft is accepted; None: as the executor says
+    )
     session: str | None = None  # id of its conversation or agent
-    after: tuple[str, ...] = ()  # earlier requests: it arrives `gap_s` after the last of them ended; `arrival_time` is the earliest possible
+    after: tuple[
+        str, ...
+    ] = ()  # earlier requests: it arrives `gap_s` after the last of them ended; `arrival_time` is the earliest possible
     gap_s: float = 0.0  # reading, thinking, or running a tool
 
     @property

@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dovetail_lab.traces.reading import UNITS, Contents, Located, Source, TraceError, as_seconds, as_share, as_tokens, as_whole, without_failed
+from dovetail_lab.traces.reading import (
+    UNITS,
+    Contents,
+    Located,
+    Source,
+    TraceError,
+    as_seconds,
+    as_share,
+    as_tokens,
+    as_whole,
+    without_failed,
+)
 from dovetail_lab.traces.request import TraceRequest
 
 _MEANS = {  # field of a column map -> field of `TraceRequest`
@@ -50,11 +61,29 @@ def _columns(**columns: str) -> dict[str, Column]:
 
 
 TABLES = (
-    Table("azure", _columns(arrival="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens")),  # 2023 and 2024
-    Table("burstgpt", _columns(arrival="Timestamp", prompt="Request tokens", output="Response tokens"), fails="that failed, with no answer"),
-    Table("vtc_arena", _columns(arrival="arrived_at", prompt="prompt_tokens", output="output_tokens", id="req_id", client="client")),
+    Table(
+        "azure", _columns(arrival="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens")
+    ),  # 2023 and 2024
+    Table(
+        "burstgpt",
+        _columns(arrival="Timestamp", prompt="Request tokens", output="Response tokens"),
+        fails="that failed, with no answer",
+    ),
+    Table(
+        "vtc_arena",
+        _columns(
+            arrival="arrived_at",
+            prompt="prompt_tokens",
+            output="output_tokens",
+            id="req_id",
+            client="client",
+        ),
+    ),
     Table("sarathi", _columns(prompt="num_prefill_tokens", output="num_decode_tokens")),
-    Table("llmservingsim", _columns(arrival="arrived_at", prompt="input_tokens", output="output_tokens")),
+    Table(
+        "llmservingsim",
+        _columns(arrival="arrived_at", prompt="input_tokens", output="output_tokens"),
+    ),
 )
 
 
@@ -64,14 +93,20 @@ def parse_columns(text: str) -> dict[str, Column]:
     for part in text.split(","):
         field, equals, column = (piece.strip() for piece in part.partition("="))
         if not equals or field not in FIELDS or not column:
-            raise TraceError(f"column map: expected field=column with a field of {', '.join(FIELDS)}, got {part.strip()!r}")
+            raise TraceError(
+                f"column map: expected field=column with a field of {', '.join(FIELDS)}, got {part.strip()!r}"
+            )
         if field in columns:
             raise TraceError(f"column map: {field} is given twice")
         name, colon, unit = column.rpartition(":")
-        columns[field] = Column(name, unit) if colon and unit in UNITS and field in _TIMES else Column(column)
+        columns[field] = (
+            Column(name, unit) if colon and unit in UNITS and field in _TIMES else Column(column)
+        )
     for field in _REQUIRED:
         if field not in columns:
-            raise TraceError(f"column map: {field}=column is missing; every request needs {' and '.join(_REQUIRED)}")
+            raise TraceError(
+                f"column map: {field}=column is missing; every request needs {' and '.join(_REQUIRED)}"
+            )
     return columns
 
 
@@ -89,7 +124,9 @@ def almost(header: Sequence[str]) -> str:
     """Return a hint at known layouts with a single missing column; empty if there is none."""
     near = [(table, missing_of(table, header)) for table in TABLES]
     return "".join(
-        f"; for {table.name} the column {missing[0]!r} is missing" for table, missing in near if len(missing) == 1 < len(table.columns) - 1
+        f"; for {table.name} the column {missing[0]!r} is missing"
+        for table, missing in near
+        if len(missing) == 1 < len(table.columns) - 1
     )
 
 
@@ -113,10 +150,17 @@ def _located(source: Source, table: Table, header: list[str], lines: Any) -> Ite
     names, width = [name.strip() for name in header], len(header)
     for column in table.columns.values():
         if names.count(column.name) != 1:
-            found = f"it is there {names.count(column.name)} times" if column.name in names else f"there are {', '.join(map(repr, names))}"
+            found = (
+                f"it is there {names.count(column.name)} times"
+                if column.name in names
+                else f"there are {', '.join(map(repr, names))}"
+            )
             raise source.error(f"expected a column {column.name!r}; {found}", 1)
     least = 0 if table.fails else 1
-    cells = [(_MEANS[field], names.index(column.name), _parser(source, field, column, least)) for field, column in table.columns.items()]
+    cells = [
+        (_MEANS[field], names.index(column.name), _parser(source, field, column, least))
+        for field, column in table.columns.items()
+    ]
     values: dict[str, Any] = {"id": "", "arrival_time": 0.0}
     for row in lines:
         line = lines.line_num
@@ -134,9 +178,13 @@ def _parser(source: Source, field: str, column: Column, least: int) -> Callable[
     if field in _REQUIRED:
         return lambda line, cell: as_tokens(source, line, column.name, cell, least)
     if field in _TIMES:
-        return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit) if cell else None
+        return lambda line, cell: (
+            as_seconds(source, line, column.name, cell, column.unit) if cell else None
+        )
     if field == "priority":
-        return lambda line, cell: as_whole(source, line, column.name, cell, -_PRIORITIES, _PRIORITIES) if cell else 0
+        return lambda line, cell: (
+            as_whole(source, line, column.name, cell, -_PRIORITIES, _PRIORITIES) if cell else 0
+        )
     if field in ("max_tokens", "predicted"):
         return lambda line, cell: as_tokens(source, line, column.name, cell) if cell else None
     if field == "acceptance":

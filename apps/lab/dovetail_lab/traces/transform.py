@@ -52,17 +52,34 @@ def slice_trace(trace: Trace, text: str) -> Trace:
             chosen = list(trace.requests[int(low) if low else None : int(high) if high else None])
             start = chosen[0].arrival_time if chosen else 0.0
     except ValueError:
-        raise TraceError(f"expected a slice like 100:200 (requests) or 60s:120s (seconds), got {text!r}") from None
+        raise TraceError(
+            f"expected a slice like 100:200 (requests) or 60s:120s (seconds), got {text!r}"
+        ) from None
     if not chosen:
-        raise TraceError(f"the slice {text} of {trace.name} is empty: it has {len(trace)} requests in {trace.duration_s:g} s")
-    return _changed(trace, (shifted(request, -start) for request in chosen), f"slice {text}: {len(chosen)} of {len(trace)} requests")
+        raise TraceError(
+            f"the slice {text} of {trace.name} is empty: it has {len(trace)} requests in {trace.duration_s:g} s"
+        )
+    return _changed(
+        trace,
+        (shifted(request, -start) for request in chosen),
+        f"slice {text}: {len(chosen)} of {len(trace)} requests",
+    )
 
 
 def shifted(request: TraceRequest, by: float) -> TraceRequest:
     """Return the request with all its times `by` seconds later."""
-    last, first = (None if instant is None else instant + by for instant in (request.deadline, request.ttft_deadline))
+    last, first = (
+        None if instant is None else instant + by
+        for instant in (request.deadline, request.ttft_deadline)
+    )
     measured = None if request.measured is None else request.measured.shifted(by)
-    return replace(request, arrival_time=request.arrival_time + by, deadline=last, ttft_deadline=first, measured=measured)
+    return replace(
+        request,
+        arrival_time=request.arrival_time + by,
+        deadline=last,
+        ttft_deadline=first,
+        measured=measured,
+    )
 
 
 def set_max_tokens(trace: Trace, value: str) -> Trace:
@@ -76,8 +93,16 @@ def set_max_tokens(trace: Trace, value: str) -> Trace:
         raise TraceError(f"max_tokens must be 'trace' or a whole number >= 1, got {value!r}")
     limit = int(value)
     cut = sum(request.output_tokens > limit for request in trace)
-    requests = (replace(request, max_tokens=limit, output_tokens=min(request.output_tokens, limit)) for request in trace)
-    return _changed(trace, requests, f"policies see max_tokens={limit}" + (f", which cuts {cut} of {len(trace)} answers" if cut else ""))
+    requests = (
+        replace(request, max_tokens=limit, output_tokens=min(request.output_tokens, limit))
+        for request in trace
+    )
+    return _changed(
+        trace,
+        requests,
+        f"policies see max_tokens={limit}"
+        + (f", which cuts {cut} of {len(trace)} answers" if cut else ""),
+    )
 
 
 def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
@@ -87,9 +112,16 @@ def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
     """
     if not 0 <= share <= 1:
         raise TraceError(f"the share of requests with a grammar must be from 0 to 1, got {share!r}")
-    requests = [replace(request, grammar=has_grammar(request.id, share, trace.name, seed)) for request in trace]
+    requests = [
+        replace(request, grammar=has_grammar(request.id, share, trace.name, seed))
+        for request in trace
+    ]
     count = sum(request.grammar for request in requests)
-    return _changed(trace, requests, f"{count} of {len(trace)} requests were given a grammar (a share of {share:g}, seed {seed})")
+    return _changed(
+        trace,
+        requests,
+        f"{count} of {len(trace)} requests were given a grammar (a share of {share:g}, seed {seed})",
+    )
 
 
 def set_window(trace: Trace, text: str) -> Trace:
@@ -99,19 +131,32 @@ def set_window(trace: Trace, text: str) -> Trace:
     """
     match = _WINDOW.fullmatch(text)
     if match is None or text == ":":
-        raise TraceError(f"expected a window like 60s:600s, or 60s: to leave out a warm-up, got {text!r}")
-    begin, end = (default if value is None else float(value) for value, default in zip(match.groups(), (0.0, trace.duration_s), strict=True))
+        raise TraceError(
+            f"expected a window like 60s:600s, or 60s: to leave out a warm-up, got {text!r}"
+        )
+    begin, end = (
+        default if value is None else float(value)
+        for value, default in zip(match.groups(), (0.0, trace.duration_s), strict=True)
+    )
     count = sum(begin <= request.arrival_time < end for request in trace)
     if not count:
-        raise TraceError(f"no request of {trace.name} arrives in the window {text}: arrivals end after {trace.duration_s:g} s")
-    note = f"measured from {begin:g} s to {end:g} s, in which {count} of {len(trace)} requests arrive"
+        raise TraceError(
+            f"no request of {trace.name} arrives in the window {text}: arrivals end after {trace.duration_s:g} s"
+        )
+    note = (
+        f"measured from {begin:g} s to {end:g} s, in which {count} of {len(trace)} requests arrive"
+    )
     return replace(_changed(trace, trace, note), window=(begin, end))
 
 
 def closed_loop_note(requests: Sequence[TraceRequest]) -> tuple[str, ...]:
     """Return a note with the number of requests that wait for others, if there are any."""
     count = sum(bool(request.after) for request in requests)
-    return (f"closed loop: {count} of {len(requests)} requests arrive after the end of others",) if count else ()
+    return (
+        (f"closed loop: {count} of {len(requests)} requests arrive after the end of others",)
+        if count
+        else ()
+    )
 
 
 def has_grammar(request_id: str, share: float, name: str, seed: int) -> bool:

@@ -33,12 +33,18 @@ class Arrivals(Value):
         Rounded to microseconds, to hide the last bit of a machine's logarithm. Raises `TraceError` for more than `MOST_ARRIVALS`.
         """
         chunk = 4096 if count is None else count
-        far_too_many = count is None and duration_s is not None and self.times_at(np.array([2.0 * MOST_ARRIVALS]))[0] < duration_s
+        far_too_many = (
+            count is None
+            and duration_s is not None
+            and self.times_at(np.array([2.0 * MOST_ARRIVALS]))[0] < duration_s
+        )
         gaps = self.gaps(rng, chunk)
         times = self.times_at(np.cumsum(gaps))
         while count is None and duration_s is not None and times[-1] < duration_s:
             if far_too_many or len(gaps) > MOST_ARRIVALS:
-                raise TraceError(f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s, the limit of a workload")
+                raise TraceError(
+                    f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s, the limit of a workload"
+                )
             gaps = np.concatenate([gaps, self.gaps(rng, len(gaps))])
             times = self.times_at(np.cumsum(gaps))
         times = np.round(times, 6)
@@ -97,7 +103,9 @@ class Ramp(Arrivals):
     @model_validator(mode="after")
     def _goes_on(self) -> Self:
         if self.end == 0:
-            raise ValueError("end must be above 0, or arrivals cease; end the workload by its duration instead")
+            raise ValueError(
+                "end must be above 0, or arrivals cease; end the workload by its duration instead"
+            )
         return self
 
     def times_at(self, units: Times) -> Times:

@@ -31,29 +31,61 @@ class _Chat(NamedTuple):
     tbt_s: float | None
 
 
-def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = "") -> Trace:
+def generate(
+    spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = ""
+) -> Trace:
     """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate random generators, so that changing the rate
     doesn't change lengths. Raises `TraceError` if there are no requests."""
-    chats = [(chat, name) for name, stream in spec.streams.items() for chat in _chats(stream, name, seed)]
-    requests = [request for chat, name in chats for request in _turns(chat, spec.streams[name], name, seed)]
+    chats = [
+        (chat, name) for name, stream in spec.streams.items() for chat in _chats(stream, name, seed)
+    ]
+    requests = [
+        request for chat, name in chats for request in _turns(chat, spec.streams[name], name, seed)
+    ]
     if not requests:
-        raise TraceError(f"{source or name}: expected at least one request, but none arrives in that time")
+        raise TraceError(
+            f"{source or name}: expected at least one request, but none arrives in that time"
+        )
     requests.sort(key=lambda request: request.arrival_time)
-    turns = (f"{len(requests)} requests: each turn of {len(chats)} arrivals is one",) if len(requests) > len(chats) else ()
-    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}", *turns, *closed_loop_note(requests)), seeded=True)
+    turns = (
+        (f"{len(requests)} requests: each turn of {len(chats)} arrivals is one",)
+        if len(requests) > len(chats)
+        else ()
+    )
+    return Trace(
+        name,
+        source,
+        tuple(requests),
+        (f"synthetic, seed {seed}", *turns, *closed_loop_note(requests)),
+        seeded=True,
+    )
 
 
 def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
     """Return the trace's requests with other arrival times; deadlines keep their distance from arrival. Requests that wait for others keep their gap.
     Measured times are dropped, since they belong to the old arrivals."""
     waiting = {request.id for request in trace if request.after}
-    drawn = iter(arrivals.times(_rng(seed, "", "arrivals"), len(trace) - len(waiting), None).tolist())
+    drawn = iter(
+        arrivals.times(_rng(seed, "", "arrivals"), len(trace) - len(waiting), None).tolist()
+    )
     made: dict[str, TraceRequest] = {}
     for request in trace:
-        earliest = max((made[id].arrival_time for id in request.after if id in made), default=0.0) + request.gap_s
+        earliest = (
+            max((made[id].arrival_time for id in request.after if id in made), default=0.0)
+            + request.gap_s
+        )
         made[request.id] = arriving_at(request, earliest if request.after else next(drawn))
-    requests = tuple(sorted(made.values(), key=lambda request: request.arrival_time) if waiting else made.values())
-    return replace(trace, requests=requests, notes=(*trace.notes, f"arrivals replaced by {arrivals!r}, seed {seed}"), seeded=True)
+    requests = tuple(
+        sorted(made.values(), key=lambda request: request.arrival_time)
+        if waiting
+        else made.values()
+    )
+    return replace(
+        trace,
+        requests=requests,
+        notes=(*trace.notes, f"arrivals replaced by {arrivals!r}, seed {seed}"),
+        seeded=True,
+    )
 
 
 def _rng(seed: int, stream: str, purpose: str) -> np.random.Generator:
@@ -65,7 +97,9 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
         values: list[float] = distribution.draw(_rng(seed, name, purpose), count).tolist()
         return values
 
-    times = stream.arrivals.times(_rng(seed, name, "arrivals"), stream.requests, stream.duration).tolist()
+    times = stream.arrivals.times(
+        _rng(seed, name, "arrivals"), stream.requests, stream.duration
+    ).tolist()
     turns = [max(1, round(turns)) for turns in draw("turns", stream.turns, len(times))]
     ends = list(accumulate(turns))
     if sum(turns) > MOST_ARRIVALS:
@@ -74,10 +108,22 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
     pauses = draw("think", stream.think, sum(turns))
     if stream.tool is not None:
         calls = _rng(seed, name, "calls").random(sum(turns)) < stream.tool_share
-        pauses = [tool if call else pause for pause, tool, call in zip(pauses, draw("tool", stream.tool, sum(turns)), calls.tolist(), strict=True)]
+        pauses = [
+            tool if call else pause
+            for pause, tool, call in zip(
+                pauses, draw("tool", stream.tool, sum(turns)), calls.tolist(), strict=True
+            )
+        ]
     clients = _clients(stream.clients, name, _rng(seed, name, "clients"), len(times))
-    objectives = (("deadline", stream.deadline), ("ttft_deadline", stream.ttft_deadline), ("tbt", stream.tbt))
-    due = [[None] * len(times) if drawn is None else draw(name, drawn, len(times)) for name, drawn in objectives]
+    objectives = (
+        ("deadline", stream.deadline),
+        ("ttft_deadline", stream.ttft_deadline),
+        ("tbt", stream.tbt),
+    )
+    due = [
+        [None] * len(times) if drawn is None else draw(name, drawn, len(times))
+        for name, drawn in objectives
+    ]
     return [
         _Chat(
             f"{name}-{index}" if name else str(index),
@@ -88,28 +134,42 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
             pauses[end - count + 1 : end],
             *of_chat,
         )
-        for index, (time, client, count, end, *of_chat) in enumerate(zip(times, clients, turns, ends, *due, strict=True))
+        for index, (time, client, count, end, *of_chat) in enumerate(
+            zip(times, clients, turns, ends, *due, strict=True)
+        )
     ]
 
 
 def _lengths(stream: Stream, name: str, seed: int, count: int) -> tuple[list[int], list[int]]:
     if stream.lengths is not None:
         trace = load_trace(stream.lengths)
-        chosen = [trace.requests[index] for index in _rng(seed, name, "lengths").integers(len(trace), size=count)]
-        return [request.prompt_tokens for request in chosen], [request.output_tokens for request in chosen]
+        chosen = [
+            trace.requests[index]
+            for index in _rng(seed, name, "lengths").integers(len(trace), size=count)
+        ]
+        return [request.prompt_tokens for request in chosen], [
+            request.output_tokens for request in chosen
+        ]
     assert stream.prompt is not None  # checked by `Stream`
     assert stream.output is not None
 
     def drawn(purpose: str, distribution: Distribution) -> list[int]:
-        tokens = [max(1, round(tokens)) for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()]
+        tokens = [
+            max(1, round(tokens))
+            for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()
+        ]
         if max(tokens, default=0) > MOST_TOKENS:
-            raise TraceError(f"{purpose}: {max(tokens):,} tokens were drawn; the limit is {MOST_TOKENS:,}")
+            raise TraceError(
+                f"{purpose}: {max(tokens):,} tokens were drawn; the limit is {MOST_TOKENS:,}"
+            )
         return tokens
 
     return drawn("prompt", stream.prompt), drawn("output", stream.output)
 
 
-def _clients(clients: Clients | None, name: str, rng: np.random.Generator, count: int) -> list[str | None]:
+def _clients(
+    clients: Clients | None, name: str, rng: np.random.Generator, count: int
+) -> list[str | None]:
     if clients is None:
         return [name or None] * count
     shares = np.arange(1, clients.count + 1) ** -clients.skew
@@ -137,7 +197,9 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
                 client=chat.client,
                 priority=stream.priority,
                 deadline=None if chat.deadline_s is None else round(time + chat.deadline_s, 6),
-                ttft_deadline=None if chat.ttft_deadline_s is None else round(time + chat.ttft_deadline_s, 6),
+                ttft_deadline=None
+                if chat.ttft_deadline_s is None
+                else round(time + chat.ttft_deadline_s, 6),
                 tbt_s=chat.tbt_s,
                 grammar=has_grammar(request_id, stream.grammar_share, stream_name, seed),
                 spans=tuple(spans),

@@ -41,7 +41,9 @@ class Uniform(Distribution):
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
         if self.low.is_integer() and self.high.is_integer():
-            return rng.integers(int(self.low), int(self.high), size=count, endpoint=True).astype(np.float64)
+            return rng.integers(int(self.low), int(self.high), size=count, endpoint=True).astype(
+                np.float64
+            )
         return rng.uniform(self.low, self.high, size=count)
 
 
@@ -64,10 +66,18 @@ class Empirical(Distribution):
 
     @cached_property
     def _values(self) -> NDArray[np.float64]:
-        return np.array([getattr(request, f"{self.column}_tokens") for request in load_trace(self.path)], np.float64)
+        return np.array(
+            [getattr(request, f"{self.column}_tokens") for request in load_trace(self.path)],
+            np.float64,
+        )
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
         return rng.choice(self._values, size=count)
 
 
-DISTRIBUTIONS: dict[str, type[Distribution]] = {"fixed": Fixed, "uniform": Uniform, "lognormal": Lognormal, "trace": Empirical}
+DISTRIBUTIONS: dict[str, type[Distribution]] = {
+    "fixed": Fixed,
+    "uniform": Uniform,
+    "lognormal": Lognormal,
+    "trace": Empirical,
+}

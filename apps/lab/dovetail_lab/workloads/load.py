@@ -8,7 +8,17 @@ from pathlib import Path
 from dovetail.errors import MissingExtraError
 from dovetail_lab.calls import parse_call
 from dovetail_lab.predictors import parse_predictor, predict
-from dovetail_lab.traces import CountTokens, Trace, TraceError, load_trace, parse_columns, scale_rate, set_grammar_share, set_max_tokens, slice_trace
+from dovetail_lab.traces import (
+    CountTokens,
+    Trace,
+    TraceError,
+    load_trace,
+    parse_columns,
+    scale_rate,
+    set_grammar_share,
+    set_max_tokens,
+    slice_trace,
+)
 from dovetail_lab.traces.reading import read_source
 from dovetail_lab.traces.transform import set_window
 from dovetail_lab.workload_options import WorkloadOptions
@@ -25,7 +35,9 @@ def load_workload(text: str, options: WorkloadOptions = UNCHANGED) -> Trace:
         raise TraceError(f"the seed must be 0 or more, got {options.seed}")
     trace = _load(text, options)
     if options.arrivals is not None:
-        trace = with_arrivals(trace, parse_call(options.arrivals, ARRIVALS, "arrivals"), options.seed)
+        trace = with_arrivals(
+            trace, parse_call(options.arrivals, ARRIVALS, "arrivals"), options.seed
+        )
     if options.slice is not None:
         trace = slice_trace(trace, options.slice)
     if options.window is not None:
@@ -35,15 +47,23 @@ def load_workload(text: str, options: WorkloadOptions = UNCHANGED) -> Trace:
     trace = set_max_tokens(trace, options.max_tokens)
     if options.predictor is not None:
         trace = predict(trace, parse_predictor(options.predictor), options.seed)
-    return trace if options.grammar_share is None else set_grammar_share(trace, options.grammar_share, options.seed)
+    return (
+        trace
+        if options.grammar_share is None
+        else set_grammar_share(trace, options.grammar_share, options.seed)
+    )
 
 
 def _load(text: str, options: WorkloadOptions) -> Trace:
-    if "=" in text and not os.path.exists(text):  # `Path.exists` raises for a spec that is too long for a file's name
+    if "=" in text and not os.path.exists(
+        text
+    ):  # `Path.exists` raises for a spec that is too long for a file's name
         return generate(parse_spec(text), options.seed, source=text)
     path = Path(text)
     if path.suffix in (".yaml", ".yml"):
-        return generate(parse_yaml_spec(read_source(path).text, text), options.seed, name=path.name, source=text)
+        return generate(
+            parse_yaml_spec(read_source(path).text, text), options.seed, name=path.name, source=text
+        )
     columns = None if options.columns is None else parse_columns(options.columns)
     count_tokens = None if options.tokenizer is None else _counter(options.tokenizer)
     return load_trace(path, format=options.format, columns=columns, count_tokens=count_tokens)
@@ -53,7 +73,9 @@ def _counter(path: str) -> CountTokens:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise MissingExtraError.naming("torch", "counting tokens needs the package tokenizers") from None
+        raise MissingExtraError.naming(
+            "torch", "counting tokens needs the package tokenizers"
+        ) from None
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing more specific

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from dovetail.checks import shown
 from dovetail_lab.calls import Value, parse_call
@@ -48,7 +56,11 @@ def _clients(value: Any) -> Any:
     if isinstance(value, Clients):
         return value
     text = str(value)
-    return Clients(count=int(text)) if text.isdecimal() else parse_call(text, {"zipf": Clients}, "clients")
+    return (
+        Clients(count=int(text))
+        if text.isdecimal()
+        else parse_call(text, {"zipf": Clients}, "clients")
+    )
 
 
 Lengths = Annotated[Distribution, BeforeValidator(_distribution)]
@@ -58,32 +70,67 @@ class Stream(Value):
     """One stream of requests. A chat of several turns is one arrival; each turn's prompt is the chat so far plus `prompt` new tokens."""
 
     arrivals: Annotated[Arrivals, BeforeValidator(_arrivals)]
-    requests: PositiveInt | None = Field(default=None, le=MOST_ARRIVALS, description="Number of arrivals; a chat of several turns counts once.")
-    duration: PositiveFloat | None = Field(default=None, description="Seconds after which arrivals end.")
-    lengths: str | None = Field(default=None, description="Trace to draw pairs of prompt and output lengths from, instead of `prompt` and `output`.")
+    requests: PositiveInt | None = Field(
+        default=None,
+        le=MOST_ARRIVALS,
+        description="Number of arrivals; a chat of several turns counts once.",
+    )
+    duration: PositiveFloat | None = Field(
+        default=None, description="Seconds after which arrivals end."
+    )
+    lengths: str | None = Field(
+        default=None,
+        description="Trace to draw pairs of prompt and output lengths from, instead of `prompt` and `output`.",
+    )
     prompt: Lengths | None = Field(default=None, description="New prompt tokens of a turn.")
     output: Lengths | None = Field(default=None, description="Tokens of an answer.")
-    system: NonNegativeInt = Field(default=0, description="Length of a prompt prefix shared by all requests of the stream.")
+    system: NonNegativeInt = Field(
+        default=0, description="Length of a prompt prefix shared by all requests of the stream."
+    )
     turns: Lengths = Field(default=Fixed(value=1), description="Turns of a chat.")
     think: Lengths = Field(
         default=Fixed(value=30),
         description="Seconds between the arrivals of successive turns; in a closed loop from an answer's end.",
     )
-    closed_loop: bool = Field(default=False, description="True: a turn waits for the answer before, and then `think` or `tool` seconds.")
-    tool: Lengths | None = Field(default=None, description="Seconds that a tool called by an answer runs, in place of `think`.")
-    tool_share: float = Field(default=1.0, ge=0, le=1, description="Share of answers that call a tool, if `tool` is given.")
-    clients: Annotated[Clients, BeforeValidator(_clients)] | None = Field(default=None, description="A number, or zipf(count, skew).")
+    closed_loop: bool = Field(
+        default=False,
+        description="True: a turn waits for the answer before, and then `think` or `tool` seconds.",
+    )
+    tool: Lengths | None = Field(
+        default=None,
+        description="Seconds that a tool called by an answer runs, in place of `think`.",
+    )
+    tool_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of answers that call a tool, if `tool` is given.",
+    )
+    clients: Annotated[Clients, BeforeValidator(_clients)] | None = Field(
+        default=None, description="A number, or zipf(count, skew)."
+    )
     priority: int = Field(default=0, description="Smaller is more important.")
-    deadline: Lengths | None = Field(default=None, description="Seconds after arrival by which the last token is due.")
-    ttft_deadline: Lengths | None = Field(default=None, description="Seconds after arrival by which the first token is due.")
+    deadline: Lengths | None = Field(
+        default=None, description="Seconds after arrival by which the last token is due."
+    )
+    ttft_deadline: Lengths | None = Field(
+        default=None, description="Seconds after arrival by which the first token is due."
+    )
     tbt: Lengths | None = Field(default=None, description="Maximum seconds between two tokens.")
-    grammar_share: float = Field(default=0.0, ge=0, le=1, description="Share of requests with a grammar.")
+    grammar_share: float = Field(
+        default=0.0, ge=0, le=1, description="Share of requests with a grammar."
+    )
 
     @model_validator(mode="after")
     def _has_an_end_and_lengths(self) -> Self:
         if self.requests is None and (self.duration is None or isinstance(self.arrivals, AtOnce)):
-            raise ValueError("the number of arrivals is missing: requests=1000" + ("" if isinstance(self.arrivals, AtOnce) else ", or duration=600"))
-        if (self.lengths is None) != (self.prompt is not None and self.output is not None) or (self.lengths and (self.prompt or self.output)):
+            raise ValueError(
+                "the number of arrivals is missing: requests=1000"
+                + ("" if isinstance(self.arrivals, AtOnce) else ", or duration=600")
+            )
+        if (self.lengths is None) != (self.prompt is not None and self.output is not None) or (
+            self.lengths and (self.prompt or self.output)
+        ):
             raise ValueError("lengths are missing: prompt=… and output=…, or lengths=<a trace>")
         return self
 
@@ -114,7 +161,9 @@ def _pairs(text: str, name: str) -> dict[str, str]:
     while position < len(text):
         match = _PAIR.match(text, position)
         if match is None:
-            raise TraceError(f"{name}: expected key=value, such as arrivals=poisson(4), at {text[position:]!r}")
+            raise TraceError(
+                f"{name}: expected key=value, such as arrivals=poisson(4), at {text[position:]!r}"
+            )
         if match[1] in pairs:
             raise TraceError(f"{name}: {match[1]} is given twice")
         pairs[match[1]] = match[2]
@@ -129,7 +178,9 @@ def parse_yaml_spec(text: str, name: str) -> WorkloadSpec:
     except yaml.YAMLError as error:
         raise TraceError(f"{name}: expected YAML: {error}") from None
     if not isinstance(document, dict) or not document:
-        raise TraceError(f"{name}: expected keys such as `arrivals: poisson(4)`, got {shown(document)}")
+        raise TraceError(
+            f"{name}: expected keys such as `arrivals: poisson(4)`, got {shown(document)}"
+        )
     return _spec({"": document} if "arrivals" in document else document, name)
 
 
@@ -137,16 +188,29 @@ def _spec(streams: Mapping[Any, Any], name: str) -> WorkloadSpec:
     made = {}
     for stream, fields in streams.items():
         if not isinstance(fields, dict):
-            raise TraceError(f"{name}: {stream}: expected keys such as `arrivals: poisson(4)`, got {shown(fields)}")
+            raise TraceError(
+                f"{name}: {stream}: expected keys such as `arrivals: poisson(4)`, got {shown(fields)}"
+            )
         try:
             made[str(stream)] = Stream(**{str(key): value for key, value in fields.items()})
         except ValidationError as error:
-            raise TraceError("\n".join(_explained(name, str(stream), detail) for detail in error.errors(include_url=False))) from None
+            raise TraceError(
+                "\n".join(
+                    _explained(name, str(stream), detail)
+                    for detail in error.errors(include_url=False)
+                )
+            ) from None
     return WorkloadSpec(streams=made)
 
 
 def _explained(name: str, stream: str, detail: Any) -> str:
     key = ".".join(map(str, detail["loc"]))
     unknown = detail["type"] == "extra_forbidden"
-    message = f"unknown key; there are {', '.join(Stream.model_fields)}" if unknown else detail["msg"].removeprefix("Value error, ")
-    return ": ".join(filter(None, (name, stream, "" if message.startswith(f"{key}:") else key, message)))
+    message = (
+        f"unknown key; there are {', '.join(Stream.model_fields)}"
+        if unknown
+        else detail["msg"].removeprefix("Value error, ")
+    )
+    return ": ".join(
+        filter(None, (name, stream, "" if message.startswith(f"{key}:") else key, message))
+    )

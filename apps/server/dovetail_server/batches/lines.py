@@ -81,7 +81,11 @@ def answered_in(path: Path) -> set[str]:
                     if not line.endswith(b"\n"):
                         break
                     names.add(_ANSWERED.decode(line).custom_id)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # corrupted by a power loss
+                except (
+                    msgspec.MsgspecError,
+                    UnicodeDecodeError,
+                    RecursionError,
+                ):  # corrupted by a power loss
                     break
                 whole += len(line)
             file.truncate(whole)
@@ -93,12 +97,27 @@ def answered_in(path: Path) -> set[str]:
 def answer_line(name: str, request_id: str, status: int, body: bytes) -> bytes:
     """Return the line of an HTTP answer."""
     response = {"status_code": status, "request_id": request_id, "body": orjson.Fragment(body)}
-    return orjson.dumps({"id": f"batch_req_{request_id}", "custom_id": name, "response": response, "error": None}) + b"\n"
+    return (
+        orjson.dumps(
+            {
+                "id": f"batch_req_{request_id}",
+                "custom_id": name,
+                "response": response,
+                "error": None,
+            }
+        )
+        + b"\n"
+    )
 
 
 def error_line(name: str, request_id: str, code: str, message: str) -> bytes:
     """Return the line of a request that wasn't made."""
-    line: dict[str, Any] = {"id": f"batch_req_{request_id}", "custom_id": name, "response": None, "error": {"code": code, "message": message}}
+    line: dict[str, Any] = {
+        "id": f"batch_req_{request_id}",
+        "custom_id": name,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
     return orjson.dumps(line) + b"\n"
 
 
@@ -115,10 +134,16 @@ def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
             offset += len(text)
 
 
-def _checked(text: bytes, number: int, endpoint: str, names: set[str], max_line_bytes: int) -> BatchLine | BatchError:
+def _checked(
+    text: bytes, number: int, endpoint: str, names: set[str], max_line_bytes: int
+) -> BatchLine | BatchError:
     """Return a line's request, or its error, and add its `custom_id` to `names`."""
     if len(text) > max_line_bytes:
-        return BatchError("line_too_long", f"the line has more than {max_line_bytes} bytes (max_body_bytes)", number)
+        return BatchError(
+            "line_too_long",
+            f"the line has more than {max_line_bytes} bytes (max_body_bytes)",
+            number,
+        )
     try:
         line = _DECODER.decode(text)
     except msgspec.ValidationError as error:
@@ -126,14 +151,28 @@ def _checked(text: bytes, number: int, endpoint: str, names: set[str], max_line_
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return BatchError("invalid_json_line", f"the line isn't valid JSON: {error}", number)
     if not line.custom_id:
-        return BatchError("missing_custom_id", "custom_id must be a non-empty string", number, "custom_id")
+        return BatchError(
+            "missing_custom_id", "custom_id must be a non-empty string", number, "custom_id"
+        )
     if line.custom_id in names:
-        return BatchError("duplicate_custom_id", f"custom_id {shown(line.custom_id)} occurs twice", number, "custom_id")
+        return BatchError(
+            "duplicate_custom_id",
+            f"custom_id {shown(line.custom_id)} occurs twice",
+            number,
+            "custom_id",
+        )
     names.add(line.custom_id)
     if line.method != "POST":
-        return BatchError("invalid_method", f"method must be POST, got {shown(line.method)}", number, "method")
+        return BatchError(
+            "invalid_method", f"method must be POST, got {shown(line.method)}", number, "method"
+        )
     if line.url != endpoint:
-        return BatchError("mismatched_url", f"url must be the batch's endpoint, {endpoint}, got {shown(line.url)}", number, "url")
+        return BatchError(
+            "mismatched_url",
+            f"url must be the batch's endpoint, {endpoint}, got {shown(line.url)}",
+            number,
+            "url",
+        )
     if not bytes(line.body).lstrip().startswith(b"{"):
         return BatchError("invalid_request", "body must be an object", number, "body")
     return line

@@ -31,7 +31,16 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.whole_files import BESIDE, write_whole
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol.batches import ENDED, ENDPOINTS, WINDOW_S, Batch, BatchError, BatchErrors, ExpiresAfter, FileObject
+from dovetail_server.protocol.batches import (
+    ENDED,
+    ENDPOINTS,
+    WINDOW_S,
+    Batch,
+    BatchError,
+    BatchErrors,
+    ExpiresAfter,
+    FileObject,
+)
 
 T = TypeVar("T", Batch, FileObject)
 
@@ -45,7 +54,16 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _MOST_BYTES = 2**20  # of a JSON file here
 _LOCK = ".lock"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_TRANSIENT = (*_FULL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.ENOLCK)
+_TRANSIENT = (
+    *_FULL,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOLCK,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +85,9 @@ class BatchStore:
     """The folder. Methods block on the disk: call them in a thread. Those for clients raise `HttpError`: 404 for unknown ids, 507 if the disk is
     full, and 503 for other failures. Those for `BatchWorker` raise `OSError`."""
 
-    def __init__(self, directory: Path, max_stored_bytes: int, keep_days: float | None = None) -> None:
+    def __init__(
+        self, directory: Path, max_stored_bytes: int, keep_days: float | None = None
+    ) -> None:
         """Create the folder if missing, accessible to this user only. `keep_days`: retention of files and finished batches; None: until deleted.
         Raises `ConfigError` if the folder isn't writable."""
         self._directory, self._max_stored_bytes = directory, max_stored_bytes
@@ -79,18 +99,24 @@ class BatchStore:
             self._open_directory.mkdir(mode=0o700, exist_ok=True)
             (directory / _LOCK).touch(mode=0o600)
         except OSError as error:
-            raise ConfigError(f"--batch-directory: {directory}: can't be written to: {error.strerror or error}") from None
+            raise ConfigError(
+                f"--batch-directory: {directory}: can't be written to: {error.strerror or error}"
+            ) from None
 
     # Files
 
-    def add_file(self, name: str, copy: Callable[[IO[bytes]], object], expires: ExpiresAfter | None = None) -> FileObject:
+    def add_file(
+        self, name: str, copy: Callable[[IO[bytes]], object], expires: ExpiresAfter | None = None
+    ) -> FileObject:
         """Store an uploaded file, whose content `copy` writes."""
         with _disk():
             self._check_room()
             file_id = new_id("file-")
             try:
                 with open(self.content(file_id), "xb", opener=_private) as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # until its metadata exists: see `_remove_abandoned`
+                    fcntl.flock(
+                        file, fcntl.LOCK_EX
+                    )  # until its metadata exists: see `_remove_abandoned`
                     if not os.fstat(file.fileno()).st_nlink:  # `_remove_abandoned` was faster
                         return self.add_file(name, copy, expires)
                     copy(file)
@@ -126,7 +152,9 @@ class BatchStore:
         if not size:
             content.unlink()
             return None
-        return self._finish_file(file_id, f"{batch.id}_{kind}.jsonl", "batch_output", batch.output_expires_after).id
+        return self._finish_file(
+            file_id, f"{batch.id}_{kind}.jsonl", "batch_output", batch.output_expires_after
+        ).id
 
     def file(self, file_id: str) -> FileObject:
         """Return the metadata of a complete file."""
@@ -144,21 +172,39 @@ class BatchStore:
             try:
                 return self.content(file_id).open("rb")
             except FileNotFoundError:
-                raise HttpError(404, f"the content of {file_id} is gone", code="file_not_found") from None
+                raise HttpError(
+                    404, f"the content of {file_id} is gone", code="file_not_found"
+                ) from None
 
-    def files(self, after: str | None = None, limit: int = 10_000, *, ascending: bool = False, purpose: str | None = None) -> Page[FileObject]:
+    def files(
+        self,
+        after: str | None = None,
+        limit: int = 10_000,
+        *,
+        ascending: bool = False,
+        purpose: str | None = None,
+    ) -> Page[FileObject]:
         """Return a page of complete files after the id `after`, newest first unless `ascending`."""
         with _disk():
             return _page(
-                _ids(os.listdir(self._directory), "file-"), self._file, after, limit, ascending, lambda file: purpose in (None, file.purpose)
+                _ids(os.listdir(self._directory), "file-"),
+                self._file,
+                after,
+                limit,
+                ascending,
+                lambda file: purpose in (None, file.purpose),
             )
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file. Raises `HttpError` 409 while a batch uses it."""
         self.file(file_id)
         with _disk():
-            if using := next((batch.id for batch in self._open_batches() if batch.input_file_id == file_id), None):
-                raise HttpError(409, f"{using} needs this file: cancel it first", code="file_in_use")
+            if using := next(
+                (batch.id for batch in self._open_batches() if batch.input_file_id == file_id), None
+            ):
+                raise HttpError(
+                    409, f"{using} needs this file: cancel it first", code="file_in_use"
+                )
             self._remove_file(file_id)
 
     # Batches
@@ -168,7 +214,9 @@ class BatchStore:
         file = self.file(batch.input_file_id)
         if file.purpose != "batch" or file.status == "error":
             told = (
-                "this file holds answers" if file.status != "error" else "what the server kept of this file can't be read any more: upload it again"
+                "this file holds answers"
+                if file.status != "error"
+                else "what the server kept of this file can't be read any more: upload it again"
             )
             raise HttpError(400, f"input_file_id: {told}", param="input_file_id")
         with _disk():
@@ -183,13 +231,25 @@ class BatchStore:
     def batches(self, after: str | None = None, limit: int = 100) -> Page[Batch]:
         """Return a page of batches after the id `after`, newest first."""
         with _disk():
-            return _page({*_ids(os.listdir(self._open_directory), "batch_"), *_ids(os.listdir(self._directory), "batch_")}, self._batch, after, limit)
+            return _page(
+                {
+                    *_ids(os.listdir(self._open_directory), "batch_"),
+                    *_ids(os.listdir(self._directory), "batch_"),
+                },
+                self._batch,
+                after,
+                limit,
+            )
 
     def cancel(self, batch_id: str) -> Batch:
         """Request a batch's cancellation, and return it. Raises `HttpError` 409 if it has ended."""
         batch = self.batch(batch_id)
         if batch.status in ENDED:
-            raise HttpError(409, f"{batch_id} is {batch.status}: it can't be cancelled any more", code="batch_ended")
+            raise HttpError(
+                409,
+                f"{batch_id} is {batch.status}: it can't be cancelled any more",
+                code="batch_ended",
+            )
         with _disk():
             self._cancel_path(batch_id).touch(mode=0o600)
         return self.batch(batch_id)
@@ -198,7 +258,9 @@ class BatchStore:
         """Delete a finished batch and its answers. Raises `HttpError` 409 if it is unfinished."""
         batch = self.batch(batch_id)
         if batch.status not in ENDED:
-            raise HttpError(409, f"{batch_id} is {batch.status}: cancel it first", code="batch_not_ended")
+            raise HttpError(
+                409, f"{batch_id} is {batch.status}: cancel it first", code="batch_not_ended"
+            )
         with _disk():
             for kind in _ANSWERS:
                 self._remove_file(derived_file_id(batch_id, kind))
@@ -236,18 +298,25 @@ class BatchStore:
         """Remove leftovers of killed processes, and expired files and batches, as far as possible."""
         opened = self.open_batches()
         for batch_id in {*opened.batches, *opened.cancelled}:
-            if self._path(batch_id).exists() or batch_id not in opened.batches:  # killed during `end_batch`, or cancelled while ending
+            if (
+                self._path(batch_id).exists() or batch_id not in opened.batches
+            ):  # killed during `end_batch`, or cancelled while ending
                 self._leave_open(batch_id)
         self._remove_abandoned(opened.batches)
         self._remove_expired()
         for entry in (*os.scandir(self._directory), *os.scandir(self._open_directory)):
             with suppress(OSError):
-                if entry.name.endswith(BESIDE) and entry.stat().st_mtime < time.time() - LEFT_BEHIND_S:
+                if (
+                    entry.name.endswith(BESIDE)
+                    and entry.stat().st_mtime < time.time() - LEFT_BEHIND_S
+                ):
                     os.unlink(entry)
 
     def _remove_abandoned(self, open_batches: list[str]) -> None:
         """Remove the content of uploads whose process was killed: files without metadata or writer."""
-        answers = {derived_file_id(batch_id, kind) for batch_id in open_batches for kind in _ANSWERS}
+        answers = {
+            derived_file_id(batch_id, kind) for batch_id in open_batches for kind in _ANSWERS
+        }
         names = {entry.name for entry in os.scandir(self._directory)}
         for name in names:
             if not _ID.fullmatch(name) or name in answers or f"{name}.json" in names:
@@ -262,31 +331,57 @@ class BatchStore:
         used = {batch.input_file_id for batch in self._open_batches()}
         for file_id in _ids(os.listdir(self._directory), "file-"):
             with suppress(OSError):
-                if file_id not in used and (file := self._file(file_id)) is not None and (file.expires_at or now + 1) <= now:
+                if (
+                    file_id not in used
+                    and (file := self._file(file_id)) is not None
+                    and (file.expires_at or now + 1) <= now
+                ):
                     self._remove_file(file_id)
         if self._keep_s is None:
             return
         for batch_id in _ids(os.listdir(self._directory), "batch_"):
             with suppress(OSError):
-                if (batch := self._batch_at(self._path(batch_id))) is not None and (batch.ended_at or now) + self._keep_s <= now:
+                if (batch := self._batch_at(self._path(batch_id))) is not None and (
+                    batch.ended_at or now
+                ) + self._keep_s <= now:
                     self._path(batch_id).unlink()
 
     # The folder
 
     def _check_room(self) -> None:
         """Raise `HttpError` 507 if the storage limit is reached. Files of other processes are counted within a minute."""
-        if time.monotonic() - self._counted_at >= COUNT_AGAIN_S or self._stored >= self._max_stored_bytes:
-            self._stored = sum(_size(entry) for folder in (self._directory, self._open_directory) for entry in os.scandir(folder))
+        if (
+            time.monotonic() - self._counted_at >= COUNT_AGAIN_S
+            or self._stored >= self._max_stored_bytes
+        ):
+            self._stored = sum(
+                _size(entry)
+                for folder in (self._directory, self._open_directory)
+                for entry in os.scandir(folder)
+            )
             self._counted_at = time.monotonic()
         if self._stored >= self._max_stored_bytes:
             told = f"stored files have {self._stored} bytes, and max_stored_bytes is {self._max_stored_bytes}: delete some"
             raise HttpError(507, told, code="storage_full")
 
-    def _finish_file(self, file_id: str, name: str, purpose: Literal["batch", "batch_output"], expires: ExpiresAfter | None) -> FileObject:
+    def _finish_file(
+        self,
+        file_id: str,
+        name: str,
+        purpose: Literal["batch", "batch_output"],
+        expires: ExpiresAfter | None,
+    ) -> FileObject:
         """Write the metadata of a complete file."""
         keep_s = self._keep_s if expires is None else expires.seconds
         expires_at = None if keep_s is None else int(time.time()) + keep_s
-        known = FileObject(file_id, self.content(file_id).stat().st_size, _made_at(file_id), name, purpose, expires_at=expires_at)
+        known = FileObject(
+            file_id,
+            self.content(file_id).stat().st_size,
+            _made_at(file_id),
+            name,
+            purpose,
+            expires_at=expires_at,
+        )
         self._write(self._path(file_id), known)
         return known
 
@@ -303,7 +398,14 @@ class BatchStore:
             pass
         with suppress(FileNotFoundError):
             made = int(path.lstat().st_mtime)
-            return FileObject(file_id, 0, made, file_id, status="error", expires_at=None if self._keep_s is None else made + self._keep_s)
+            return FileObject(
+                file_id,
+                0,
+                made,
+                file_id,
+                status="error",
+                expires_at=None if self._keep_s is None else made + self._keep_s,
+            )
         return None
 
     def _batch(self, batch_id: str) -> Batch | None:
@@ -328,12 +430,31 @@ class BatchStore:
             pass
         with suppress(FileNotFoundError):
             made = int(path.lstat().st_mtime)
-            errors = BatchErrors([BatchError("damaged_batch", "what the server kept of this batch can't be read any more")])
-            return Batch(path.stem, ENDPOINTS[0], "", made, made + WINDOW_S, status="failed", errors=errors, failed_at=made)
+            errors = BatchErrors(
+                [
+                    BatchError(
+                        "damaged_batch", "what the server kept of this batch can't be read any more"
+                    )
+                ]
+            )
+            return Batch(
+                path.stem,
+                ENDPOINTS[0],
+                "",
+                made,
+                made + WINDOW_S,
+                status="failed",
+                errors=errors,
+                failed_at=made,
+            )
         return None
 
     def _open_batches(self) -> Iterator[Batch]:
-        return (batch for batch_id in _ids(os.listdir(self._open_directory), "batch_") if (batch := self._batch(batch_id)) is not None)
+        return (
+            batch
+            for batch_id in _ids(os.listdir(self._open_directory), "batch_")
+            if (batch := self._batch(batch_id)) is not None
+        )
 
     def _remove_file(self, file_id: str) -> None:
         """Remove a file, its content last: without metadata it counts as abandoned."""
@@ -373,7 +494,11 @@ def derived_file_id(batch_id: str, kind: AnswersKind) -> str:
 
 def _ids(names: Iterable[str], prefix: str, suffix: str = ".json") -> list[str]:
     """Return the ids in file names."""
-    found = (name.removesuffix(suffix) for name in names if name.startswith(prefix) and name.endswith(suffix))
+    found = (
+        name.removesuffix(suffix)
+        for name in names
+        if name.startswith(prefix) and name.endswith(suffix)
+    )
     return [name for name in found if _ID.fullmatch(name)]
 
 
@@ -443,9 +568,16 @@ def _disk() -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         if error.errno in _FULL:
-            raise HttpError(507, f"the server can't store this: {reason}", code="storage_full") from None
+            raise HttpError(
+                507, f"the server can't store this: {reason}", code="storage_full"
+            ) from None
         headers = {"Retry-After": "1"}
-        raise HttpError(503, f"the folder of batches is unavailable: {reason}", code="storage_failed", headers=headers) from None
+        raise HttpError(
+            503,
+            f"the folder of batches is unavailable: {reason}",
+            code="storage_failed",
+            headers=headers,
+        ) from None
 
 
 def _size(entry: os.DirEntry[str]) -> int:

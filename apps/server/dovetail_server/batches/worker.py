@@ -25,7 +25,14 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from dovetail.errors import describe
-from dovetail_server.batches.lines import BatchLine, answer_line, answered_in, error_line, request_at, scan
+from dovetail_server.batches.lines import (
+    BatchLine,
+    answer_line,
+    answered_in,
+    error_line,
+    request_at,
+    scan,
+)
 from dovetail_server.batches.store import AnswersKind, BatchStore, derived_file_id, is_transient
 from dovetail_server.errors import HttpError, openai_shape, without_paths
 from dovetail_server.protocol.batches import Batch, BatchError, BatchErrors, Counts
@@ -36,7 +43,10 @@ T = TypeVar("T")
 logger = logging.getLogger("dovetail.batches")  # separate from request logs, which are JSON
 
 LOOK_S = 0.5  # interval of polling for new batches and cancellations, and of writing counts
-TRY_AGAIN_S, MOST_PAUSE_S = 1.0, 30.0  # exponential backoff of a batch whose requests are rejected for now
+TRY_AGAIN_S, MOST_PAUSE_S = (
+    1.0,
+    30.0,
+)  # exponential backoff of a batch whose requests are rejected for now
 TIDY_S = 3600.0  # interval of removing expired files
 STALLED_S = 60.0  # time without polling after which /health reports it
 AT_ONCE = 8  # batches processed concurrently
@@ -65,7 +75,9 @@ class BatchWorker:
     def __init__(self, app: Starlette, store: BatchStore, settings: ServerSettings) -> None:
         self.app, self.store, self.settings = app, store, settings
         self._threads = ThreadPoolExecutor(_THREADS, "batches")
-        self.seats = asyncio.Semaphore(settings.batch_requests)  # fair: each batch waits for one seat at a time
+        self.seats = asyncio.Semaphore(
+            settings.batch_requests
+        )  # fair: each batch waits for one seat at a time
         self._works: dict[str, _Work] = {}
         self._looked_at = time.monotonic()
         self._status = "ok"
@@ -109,14 +121,18 @@ class BatchWorker:
             while True:
                 try:
                     if time.monotonic() - tidied_at >= TIDY_S:
-                        tidied_at = time.monotonic()  # set first, so that failures don't delay batches
+                        tidied_at = (
+                            time.monotonic()
+                        )  # set first, so that failures don't delay batches
                         await self.in_thread(self.store.tidy)
                     tasks |= await self._look()
                     self._looked("ok")
                     if not tasks:
                         await asyncio.sleep(LOOK_S)
                         continue
-                    ended, tasks = await asyncio.wait(tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    ended, tasks = await asyncio.wait(
+                        tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    )
                     for task in ended:
                         task.result()
                 except Exception as error:
@@ -149,7 +165,11 @@ class BatchWorker:
         self._looked_at, self._status = time.monotonic(), status
 
     def _failed(self, error: Exception) -> None:
-        logger.warning("batches are waiting: %s", describe(error), exc_info=None if is_transient(error) else error)
+        logger.warning(
+            "batches are waiting: %s",
+            describe(error),
+            exc_info=None if is_transient(error) else error,
+        )
         self._looked(f"failing: {reason_of(error)}")
 
 
@@ -196,7 +216,9 @@ class _Work:
                 raise
             logger.exception("%s has failed", self._id)  # retrying would fail again
             reason = reason_of(error) if isinstance(error, OSError) else describe(error)
-            batch.errors = BatchErrors([BatchError("internal_error", without_paths(f"the server failed: {reason}"))])
+            batch.errors = BatchErrors(
+                [BatchError("internal_error", without_paths(f"the server failed: {reason}"))]
+            )
             end = "failed"
         await self._in_thread(self._end, batch, end)
 
@@ -224,7 +246,11 @@ class _Work:
         try:
             while self._left or self._ready or under_way or any(self._unwritten.values()):
                 is_over = self.is_cancelled or time.time() >= batch.expires_at
-                is_due = time.monotonic() >= self._used_disk_at + GATHER_S or not under_way or (self._left and not self._ready)
+                is_due = (
+                    time.monotonic() >= self._used_disk_at + GATHER_S
+                    or not under_way
+                    or (self._left and not self._ready)
+                )
                 if not self.waits and (is_due or is_over):
                     await self._use_disk(batch)
                 if is_over:
@@ -235,15 +261,21 @@ class _Work:
                 if not tasks:
                     await asyncio.sleep(LOOK_S if self.waits else 0)
                     continue
-                ended, _ = await asyncio.wait(tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait(
+                    tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in ended & under_way:
                     under_way.discard(task)
                     task.result()
                 if seat in ended:
                     seat = None
                     if self._ready and not self.waits:
-                        under_way.add(task := asyncio.create_task(self._answer(self._ready.popleft())))
-                        task.add_done_callback(lambda _: self._seats.release())  # even if cancelled before it begins
+                        under_way.add(
+                            task := asyncio.create_task(self._answer(self._ready.popleft()))
+                        )
+                        task.add_done_callback(
+                            lambda _: self._seats.release()
+                        )  # even if cancelled before it begins
                     else:
                         self._seats.release()
             return "completed"
@@ -255,13 +287,19 @@ class _Work:
     async def _answer(self, request: _Ready) -> None:
         """Send a request, and queue its answer for writing."""
         line, request_id = request.line, _request_id()
-        status, answer = (400, _NO_STREAM) if request.is_stream else await call(self._app, line.url, bytes(line.body), request_id)
+        status, answer = (
+            (400, _NO_STREAM)
+            if request.is_stream
+            else await call(self._app, line.url, bytes(line.body), request_id)
+        )
         if status in _BUSY and _code_of(answer) != _REJECTED:
             self._left.append(request.offset)
             self._pause()
             return
         self._pause_s = 0.0
-        self._unwritten["output" if status == 200 else "error"].append(answer_line(line.custom_id, request_id, status, answer))
+        self._unwritten["output" if status == 200 else "error"].append(
+            answer_line(line.custom_id, request_id, status, answer)
+        )
 
     async def _use_disk(self, batch: Batch) -> None:
         """Write queued answers and, periodically, the counts; read the next requests. Transient errors are retried later."""
@@ -269,7 +307,9 @@ class _Work:
         try:
             for kind, lines in self._unwritten.items():
                 if number := len(lines):
-                    await self._in_thread(self._store.append, derived_file_id(self._id, kind), b"".join(lines))
+                    await self._in_thread(
+                        self._store.append, derived_file_id(self._id, kind), b"".join(lines)
+                    )
                     del lines[:number]  # more may have been queued meanwhile
                     counts.completed += number if kind == "output" else 0
                     counts.failed += number if kind == "error" else 0
@@ -288,7 +328,12 @@ class _Work:
         """Log an error of the disk, and back off."""
         reason = reason_of(error)
         if self.trouble != reason:
-            logger.warning("%s is waiting: %s", self._id, describe(error), exc_info=None if isinstance(error, OSError | HttpError) else error)
+            logger.warning(
+                "%s is waiting: %s",
+                self._id,
+                describe(error),
+                exc_info=None if isinstance(error, OSError | HttpError) else error,
+            )
         self.trouble = reason
         self._pause()
 
@@ -302,9 +347,14 @@ class _Work:
 
     def _scan(self, batch: Batch) -> list[BatchError]:
         """Return the errors of the input, and collect its pending requests."""
-        well, badly = (answered_in(self._store.content(derived_file_id(self._id, kind))) for kind in self._unwritten)
+        well, badly = (
+            answered_in(self._store.content(derived_file_id(self._id, kind)))
+            for kind in self._unwritten
+        )
         try:
-            total, errors, left = scan(self._input(batch), batch.endpoint, self._settings.max_body_bytes, well | badly)
+            total, errors, left = scan(
+                self._input(batch), batch.endpoint, self._settings.max_body_bytes, well | badly
+            )
         except FileNotFoundError:
             total, errors, left = 0, [BatchError("file_not_found", "the input file is gone")], []
         batch.request_counts = Counts(total, len(well), len(badly))
@@ -326,14 +376,24 @@ class _Work:
             raise RuntimeError(f"the input file has changed: {errors[0].message}")
         while self._left:
             self._read(batch)
-            lines = [error_line(one.line.custom_id, _request_id(), "batch_expired", "there was no time left for this request") for one in self._ready]
+            lines = [
+                error_line(
+                    one.line.custom_id,
+                    _request_id(),
+                    "batch_expired",
+                    "there was no time left for this request",
+                )
+                for one in self._ready
+            ]
             self._store.append(derived_file_id(self._id, "error"), b"".join(lines))
             batch.request_counts.failed += len(lines)
             self._ready.clear()
 
     def _end(self, batch: Batch, status: End) -> None:
         """Store the batch as finished, with the answers so far."""
-        batch.output_file_id, batch.error_file_id = (self._store.finish_answers(batch, kind) for kind in self._unwritten)
+        batch.output_file_id, batch.error_file_id = (
+            self._store.finish_answers(batch, kind) for kind in self._unwritten
+        )
         setattr(batch, f"{status}_at", int(time.time()))
         batch.status = status
         self._store.end_batch(batch)
@@ -368,7 +428,11 @@ def _asks_for_stream(body: bytes) -> bool:
     """Return True if a body asks for a stream. Other errors in it are left to the endpoint."""
     try:
         return b'"stream"' in body and bytes(_STREAMS.decode(body).stream) == b"true"
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # `scan` doesn't validate bodies
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        RecursionError,
+    ):  # `scan` doesn't validate bodies
         return False
 
 

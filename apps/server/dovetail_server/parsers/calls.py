@@ -9,7 +9,13 @@ from pydantic import BaseModel
 
 from dovetail.api.parser import Content, Event, ParserContext, ToolCallArguments, ToolCallStart
 from dovetail_server.parsers.json_call import JsonCall, JsonValue
-from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
+from dovetail_server.parsers.pieces import (
+    MAX_SPACE,
+    Marks,
+    OutputParser,
+    after_space,
+    without_space,
+)
 
 
 def new_call_id() -> str:

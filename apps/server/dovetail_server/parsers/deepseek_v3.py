@@ -33,7 +33,9 @@ class DeepseekV3Calls(SectionCalls):
     head_pattern = re.compile(
         rf"\s*+(?:function\s*+{_SEP}\s*+(?P<name_in_code>{_NAME})\s*(?P<fence>{_FENCE}(?:json)?)?|(?P<name>{_NAME})\s*{_SEP})\s*"
     )
-    capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=((section_begin,),))
+    capabilities = ParserCapabilities(
+        calls=True, special_tokens=True, templates=((section_begin,),)
+    )
     examples = (
         ParserExample("Hi <｜tool｜>.", "Hi <｜tool｜>."),
         ParserExample(f"{_BEGIN}f{_SEP}{{}}{_END}", calls=(("f", "{}"),)),
@@ -62,7 +64,9 @@ class DeepseekV3Calls(SectionCalls):
         Malformed(
             "no end marks",
             "the call ends with its last brace, and the backticks after it",
-            ParserExample(f"{_BEGIN}function{_SEP}f\n```json\n{{}}\n```\nB", "B", calls=(("f", "{}"),)),
+            ParserExample(
+                f"{_BEGIN}function{_SEP}f\n```json\n{{}}\n```\nB", "B", calls=(("f", "{}"),)
+            ),
         ),
         Malformed(
             "no `<｜tool▁sep｜>`",

@@ -12,7 +12,11 @@ def _with_marks(example: ParserExample) -> ParserExample:
 
 
 def _marked(text: str) -> str:
-    return text.replace("<|tool_call>", "<start_function_call>").replace("<tool_call|>", "<end_function_call>").replace('<|"|>', "<escape>")
+    return (
+        text.replace("<|tool_call>", "<start_function_call>")
+        .replace("<tool_call|>", "<end_function_call>")
+        .replace('<|"|>', "<escape>")
+    )
 
 
 class FunctiongemmaCalls(Gemma4Calls):
@@ -23,4 +27,7 @@ class FunctiongemmaCalls(Gemma4Calls):
     string_mark = "<escape>"
     capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=((begin,),))
     examples = tuple(map(_with_marks, Gemma4Calls.examples))
-    malformed = tuple(Malformed(one.mistake, one.recovery, _with_marks(one.example)) for one in Gemma4Calls.malformed)
+    malformed = tuple(
+        Malformed(one.mistake, one.recovery, _with_marks(one.example))
+        for one in Gemma4Calls.malformed
+    )

@@ -37,7 +37,9 @@ class Gemma4Calls(ClosedCalls):
     begin = "<|tool_call>"
     end = "<tool_call|>"
     string_mark: ClassVar[str] = '<|"|>'
-    capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=((begin, string_mark),))
+    capabilities = ParserCapabilities(
+        calls=True, special_tokens=True, templates=((begin, string_mark),)
+    )
     examples: ClassVar[tuple[ParserExample, ...]] = (
         ParserExample("Hi call:f{}.", "Hi call:f{}."),
         ParserExample("<|tool_call>call:f{}<tool_call|>", calls=(("f", "{}"),)),

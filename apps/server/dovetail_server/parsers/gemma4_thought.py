@@ -11,7 +11,9 @@ class Gemma4Reasoning(ThinkReasoning):
 
     begin = "<|channel>thought"
     end = "<channel|>"
-    capabilities = ParserCapabilities(reasoning=(begin, end), special_tokens=True, templates=((begin,),))
+    capabilities = ParserCapabilities(
+        reasoning=(begin, end), special_tokens=True, templates=((begin,),)
+    )
     examples = (
         ParserExample("Hi.", "Hi."),
         ParserExample("<|channel>thought\na\n<channel|>b", "b", "a"),

@@ -24,8 +24,16 @@ class Glm45Calls(TaggedCalls):
             "A",
             calls=(("f", '{"s": "\\n</a"}'), ("g", "{}")),
         ),
-        ParserExample("<tool_call>f<arg_key>j</arg_key><arg_value> [] </arg_value></tool_call>B", "B", calls=(("f", '{"j": []}'),)),
-        ParserExample("<tool_call>no call <tool_call>g</tool_call>", "<tool_call>no call", calls=(("g", "{}"),)),
+        ParserExample(
+            "<tool_call>f<arg_key>j</arg_key><arg_value> [] </arg_value></tool_call>B",
+            "B",
+            calls=(("f", '{"j": []}'),),
+        ),
+        ParserExample(
+            "<tool_call>no call <tool_call>g</tool_call>",
+            "<tool_call>no call",
+            calls=(("g", "{}"),),
+        ),
         ParserExample("<tool_call>f<arg_value></tool_call>", "<tool_call>f<arg_value></tool_call>"),
     )
     malformed = (
@@ -33,24 +41,37 @@ class Glm45Calls(TaggedCalls):
             "no `</arg_value>`",
             "the value ends before `<arg_key>…</arg_key><arg_value>` with a parameter of the function, or `</tool_call>`",
             ParserExample(
-                "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</tool_call>", calls=(("f", '{"a": "1", "b": "2"}'),)
+                "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</tool_call>",
+                calls=(("f", '{"a": "1", "b": "2"}'),),
             ),
         ),
         Malformed(
             "a value that isn't of its schema's type",
             "it is a string",
-            ParserExample("<tool_call>f<arg_key>n</arg_key><arg_value>five</arg_value></tool_call>", calls=(("f", '{"n": "five"}'),)),
+            ParserExample(
+                "<tool_call>f<arg_key>n</arg_key><arg_value>five</arg_value></tool_call>",
+                calls=(("f", '{"n": "five"}'),),
+            ),
         ),
         Malformed(
             "text between the tags",
             "the call ends there, and the rest is content",
-            ParserExample("<tool_call>f<arg_key>a</arg_key>oops</tool_call>", "oops", calls=(("f", ""),)),
+            ParserExample(
+                "<tool_call>f<arg_key>a</arg_key>oops</tool_call>", "oops", calls=(("f", ""),)
+            ),
         ),
-        Malformed("a name without a tag after it", "all of it is content", ParserExample("<tool_call>f {}", "<tool_call>f {}")),
+        Malformed(
+            "a name without a tag after it",
+            "all of it is content",
+            ParserExample("<tool_call>f {}", "<tool_call>f {}"),
+        ),
         Malformed(
             "no `</tool_call>`",
             "the call is cut off",
-            ParserExample("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", calls=(("f", '{"a": "1"'),)),
+            ParserExample(
+                "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>",
+                calls=(("f", '{"a": "1"'),),
+            ),
         ),
     )
     key_begin = "<arg_key>"
@@ -69,7 +90,13 @@ class Glm45Calls(TaggedCalls):
         """State: the function's name, up to the tag after it."""
         end = text.find("<", pos)
         head = _HEAD.fullmatch(text, pos, end if end >= 0 else len(text))
-        tag = None if head is None else tag_at(text, end, (self.key_begin, *self.call_ends)) if end >= 0 else ""
+        tag = (
+            None
+            if head is None
+            else tag_at(text, end, (self.key_begin, *self.call_ends))
+            if end >= 0
+            else ""
+        )
         if tag == "":
             return self.hold(text, pos)
         if tag is None or head is None:

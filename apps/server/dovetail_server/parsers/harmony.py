@@ -95,7 +95,9 @@ class HarmonyAnswer(OutputParser):
         Malformed(
             "an unknown channel",
             "all of it is content",
-            ParserExample("<|channel|>oops<|message|>x<|end|>", "<|channel|>oops<|message|>x<|end|>"),
+            ParserExample(
+                "<|channel|>oops<|message|>x<|end|>", "<|channel|>oops<|message|>x<|end|>"
+            ),
         ),
     )
 
@@ -142,7 +144,9 @@ class HarmonyAnswer(OutputParser):
             return self.hold(text, pos)
         head = _HEAD.fullmatch(text, pos, match.end()) if match is not None else None
         recipient = None if head is None else head["to"] or head["to_first"]
-        if head is None or (recipient is None and head["type"]):  # only calls have a type of content
+        if head is None or (
+            recipient is None and head["type"]
+        ):  # only calls have a type of content
             self.content(text[pos])
             self._state = type(self).search
             return pos + 1
@@ -207,7 +211,11 @@ class HarmonyAnswer(OutputParser):
         self._index += 1
         self._in_call = True
         self._event = self._argument
-        self._events.append(ToolCallStart(self._index, new_call_id(), recipient.removeprefix("functions.") or recipient))
+        self._events.append(
+            ToolCallStart(
+                self._index, new_call_id(), recipient.removeprefix("functions.") or recipient
+            )
+        )
         self._state = type(self).first_argument
 
     def _end(self, mark: re.Match[str]) -> int:

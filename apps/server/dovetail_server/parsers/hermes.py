@@ -21,7 +21,9 @@ class HermesCalls(ClosedCalls):
             "A",
             calls=(("f", '{"a": "}\\"<"}'), ("g", "{}")),
         ),
-        ParserExample('<tool_call>{"arguments":[1],"name":"f"}</tool_call>B', "B", calls=(("f", "[1]"),)),
+        ParserExample(
+            '<tool_call>{"arguments":[1],"name":"f"}</tool_call>B', "B", calls=(("f", "[1]"),)
+        ),
         ParserExample("a <tool_cal> <<tool_call", "a <tool_cal> <<tool_call"),
         ParserExample("<tool_call>no</tool_call>", "<tool_call>no</tool_call>"),
         ParserExample('<tool_call>{"name": "f", oops</tool_call> so', "oopsso", calls=(("f", ""),)),
@@ -32,16 +34,24 @@ class HermesCalls(ClosedCalls):
             "the call ends with its last brace",
             ParserExample('<tool_call>{"name": "f", "arguments": {}} B', "B", calls=(("f", "{}"),)),
         ),
-        Malformed("no arguments", "they are `{}`", ParserExample('<tool_call>{"name": "f"}</tool_call>', calls=(("f", "{}"),))),
+        Malformed(
+            "no arguments",
+            "they are `{}`",
+            ParserExample('<tool_call>{"name": "f"}</tool_call>', calls=(("f", "{}"),)),
+        ),
         Malformed(
             "arguments that aren't an object",
             "passed on unchanged",
-            ParserExample('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', calls=(("f", '"x"'),)),
+            ParserExample(
+                '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', calls=(("f", '"x"'),)
+            ),
         ),
         Malformed(
             "invalid JSON up to the name",
             "all of it is content",
-            ParserExample('<tool_call>{name: "f"}</tool_call>', '<tool_call>{name: "f"}</tool_call>'),
+            ParserExample(
+                '<tool_call>{name: "f"}</tool_call>', '<tool_call>{name: "f"}</tool_call>'
+            ),
         ),
         Malformed(
             "invalid JSON after the name",
@@ -51,12 +61,18 @@ class HermesCalls(ClosedCalls):
         Malformed(
             "text after the last brace",
             "it is content",
-            ParserExample('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', "}", calls=(("f", "{}"),)),
+            ParserExample(
+                '<tool_call>{"name": "f", "arguments": {}}}</tool_call>', "}", calls=(("f", "{}"),)
+            ),
         ),
         Malformed(
             "a mark before the mark",
             "the first one is content",
-            ParserExample('<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", calls=(("f", "{}"),)),
+            ParserExample(
+                '<tool_call><tool_call>{"name": "f"}</tool_call>',
+                "<tool_call>",
+                calls=(("f", "{}"),),
+            ),
         ),
     )
 
@@ -66,4 +82,7 @@ class HermesCalls(ClosedCalls):
 
 
 def _around(name: str) -> tuple[str, str]:
-    return f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}\n</tool_call>"
+    return (
+        f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
+        "}\n</tool_call>",
+    )

@@ -42,7 +42,11 @@ class JsonValue:
             self.done = match is not None
             return match.start() if match else len(text)
         while pos < len(text) and not self.done:
-            pos = self._in_string_from(text, pos) if self._in_string else self._outside_string_from(text, pos)
+            pos = (
+                self._in_string_from(text, pos)
+                if self._in_string
+                else self._outside_string_from(text, pos)
+            )
         return pos
 
     def _in_string_from(self, text: str, pos: int) -> int:
@@ -123,12 +127,21 @@ class JsonCall:
         self._string: list[str] = []  # the key or name so far
         self._string_size = 0
         self._name: str | None = None
-        self._arguments: list[str] | None = None  # pieces not emitted yet; None before the arguments
+        self._arguments: list[str] | None = (
+            None  # pieces not emitted yet; None before the arguments
+        )
 
     @property
     def open(self) -> bool:
         """True if the name has been emitted, and the arguments are incomplete."""
-        return self.started and not self.done and (self._arguments is None or (self._role is _Role.ARGUMENTS and self._reading is not None))
+        return (
+            self.started
+            and not self.done
+            and (
+                self._arguments is None
+                or (self._role is _Role.ARGUMENTS and self._reading is not None)
+            )
+        )
 
     def feed(self, text: str, pos: int, events: list[Event]) -> int:
         """Parse from `pos` until the object or `text` ends. Appends to `events`; returns the position after the object's text."""
@@ -136,7 +149,11 @@ class JsonCall:
             begin, pos = pos, self._advance(text, pos)
             if not self.started:
                 pos = self._hold(text, begin, pos)
-                if not self.bad and self._name is not None and not (self._bare and self._arguments is None):
+                if (
+                    not self.bad
+                    and self._name is not None
+                    and not (self._bare and self._arguments is None)
+                ):
                     self._start(events)
             if self.started and self._arguments:
                 events.append(ToolCallArguments(self.index, "".join(self._arguments)))
@@ -160,7 +177,9 @@ class JsonCall:
 
     def _start(self, events: list[Event]) -> None:
         """Emit the call's start if the held text is valid JSON so far."""
-        rest = "}" if self._reading is None else "null}"  # after the name, or at the beginning of the arguments
+        rest = (
+            "}" if self._reading is None else "null}"
+        )  # after the name, or at the beginning of the arguments
         try:
             json.loads("".join(self._held) + rest)
         except (ValueError, RecursionError):

@@ -26,10 +26,14 @@ class KimiK2Calls(SectionCalls):
     head_pattern = re.compile(
         rf"\s*+(?P<id>(?:functions\.)?(?P<name>[^\s<>{{}}\":]{{1,{MAX_NAME}}})(?::[0-9]{{1,9}})?)\s*<\|tool_call_argument_begin\|>\s*"
     )
-    capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=(("<|tool_call_argument_begin|>",),))
+    capabilities = ParserCapabilities(
+        calls=True, special_tokens=True, templates=(("<|tool_call_argument_begin|>",),)
+    )
     examples = (
         ParserExample("Hi <|tool_call|>.", "Hi <|tool_call|>."),
-        ParserExample(f"{_BEGIN}functions.f:0<|tool_call_argument_begin|>{{}}{_END}", calls=(("f", "{}"),)),
+        ParserExample(
+            f"{_BEGIN}functions.f:0<|tool_call_argument_begin|>{{}}{_END}", calls=(("f", "{}"),)
+        ),
         ParserExample(
             f'A {_BEGIN}functions.f:0<|tool_call_argument_begin|>{{"a": "}}<"}}<|tool_call_end|>'
             f"<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{{}}{_END}",

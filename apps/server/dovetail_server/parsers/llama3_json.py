@@ -21,13 +21,20 @@ class Llama3JsonCalls(CallParser):
     """The mark is a special token, without which a call after text can't be distinguished from text. A call without it is recognized only at the
     beginning of the answer or after another call, so that JSON within an answer remains content."""
 
-    capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=((_TAG,), ("<|start_header_id|>", '"parameters"')))
+    capabilities = ParserCapabilities(
+        calls=True,
+        special_tokens=True,
+        templates=((_TAG,), ("<|start_header_id|>", '"parameters"')),
+    )
     examples = (
         ParserExample("Hi.", "Hi."),
         ParserExample("{", "{"),
         ParserExample('{"name":"J","age":3}', '{"name":"J","age":3}'),
         ParserExample(' <|python_tag|>{"name":"f","parameters":{}}', calls=(("f", "{}"),)),
-        ParserExample('{"name":"f","parameters":{"a": ";"}}; {"name":"g","parameters":{}}', calls=(("f", '{"a": ";"}'), ("g", "{}"))),
+        ParserExample(
+            '{"name":"f","parameters":{"a": ";"}}; {"name":"g","parameters":{}}',
+            calls=(("f", '{"a": ";"}'), ("g", "{}")),
+        ),
         ParserExample('{"parameters":{},"name":"f"} x', "x", calls=(("f", "{}"),)),
         ParserExample("<|python_tag|>print(1)", "<|python_tag|>print(1)"),
     )
@@ -43,9 +50,13 @@ class Llama3JsonCalls(CallParser):
         Malformed(
             "text after a call",
             "it is content, with the separator before it",
-            ParserExample('{"name": "f", "parameters": {}}, and so on', ", and so on", calls=(("f", "{}"),)),
+            ParserExample(
+                '{"name": "f", "parameters": {}}, and so on', ", and so on", calls=(("f", "{}"),)
+            ),
         ),
-        Malformed("no parameters", "all of it is content", ParserExample('{"name": "f"}', '{"name": "f"}')),
+        Malformed(
+            "no parameters", "all of it is content", ParserExample('{"name": "f"}', '{"name": "f"}')
+        ),
         Malformed(
             "parameters that aren't an object",
             "all of it is content",
@@ -54,7 +65,10 @@ class Llama3JsonCalls(CallParser):
         Malformed(
             "another key before the parameters",
             "all of it is content",
-            ParserExample('{"name": "f", "why": 1, "parameters": {}}', '{"name": "f", "why": 1, "parameters": {}}'),
+            ParserExample(
+                '{"name": "f", "why": 1, "parameters": {}}',
+                '{"name": "f", "why": 1, "parameters": {}}',
+            ),
         ),
         Malformed(
             "another key after the parameters",

@@ -40,7 +40,9 @@ class MinimaxM2Calls(FunctionTagCalls):
         Malformed(
             "no `</minimax:tool_call>`",
             "`</invoke>` ends the call",
-            ParserExample('<minimax:tool_call><invoke name="f"></invoke>B', "B", calls=(("f", "{}"),)),
+            ParserExample(
+                '<minimax:tool_call><invoke name="f"></invoke>B', "B", calls=(("f", "{}"),)
+            ),
         ),
         Malformed(
             "no `</invoke>`",

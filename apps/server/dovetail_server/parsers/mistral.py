@@ -16,22 +16,32 @@ from dovetail_server.parsers.calls import ArrayCalls, NamedCalls
 from dovetail_server.parsers.pieces import Malformed, Marks
 
 MAX_HEAD = 512  # characters of name, id and marks
-_HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
+_HEAD = re.compile(
+    r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII
+)
 _NOT_IN_HEAD = re.compile(r"[^A-Za-z0-9_.\-\[\] \t\r\n]")
 
 
 class MistralCalls(ArrayCalls, NamedCalls):
     """All marks are special tokens. Ids are nine letters and digits: the templates reject others when the call is part of a conversation."""
 
-    capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=(("[TOOL_CALLS]",),))
+    capabilities = ParserCapabilities(
+        calls=True, special_tokens=True, templates=(("[TOOL_CALLS]",),)
+    )
     examples = (
         ParserExample("Hi [TOOL_CALL].", "Hi [TOOL_CALL]."),
         ParserExample('[TOOL_CALLS][{"name":"f","arguments":{}}]', calls=(("f", "{}"),)),
         ParserExample(
-            '[TOOL_CALLS] [{"name":"f","arguments":{"a":"]"}}, {"arguments":{},"name":"g"}] B', "B", calls=(("f", '{"a":"]"}'), ("g", "{}"))
+            '[TOOL_CALLS] [{"name":"f","arguments":{"a":"]"}}, {"arguments":{},"name":"g"}] B',
+            "B",
+            calls=(("f", '{"a":"]"}'), ("g", "{}")),
         ),
-        ParserExample("A [TOOL_CALLS]f{}[TOOL_CALLS]g[ARGS]{}", "A", calls=(("f", "{}"), ("g", "{}"))),
-        ParserExample('[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a":"}"}B', "B", calls=(("f", '{"a":"}"}'),)),
+        ParserExample(
+            "A [TOOL_CALLS]f{}[TOOL_CALLS]g[ARGS]{}", "A", calls=(("f", "{}"), ("g", "{}"))
+        ),
+        ParserExample(
+            '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a":"}"}B', "B", calls=(("f", '{"a":"}"}'),)
+        ),
         ParserExample("[TOOL_CALLS]Hello, you", "[TOOL_CALLS]Hello, you"),
         ParserExample("[TOOL_CALLS][]", "[TOOL_CALLS][]"),
     )
@@ -39,15 +49,25 @@ class MistralCalls(ArrayCalls, NamedCalls):
         Malformed(
             "no bracket after the array",
             "the last call ends with its last brace",
-            ParserExample('[TOOL_CALLS][{"name": "f", "arguments": {}} B', "B", calls=(("f", "{}"),)),
+            ParserExample(
+                '[TOOL_CALLS][{"name": "f", "arguments": {}} B', "B", calls=(("f", "{}"),)
+            ),
         ),
         Malformed(
             "no mark before a further call with a name and an object",
             "it is content",
             ParserExample("[TOOL_CALLS]f{}, g{}", ", g{}", calls=(("f", "{}"),)),
         ),
-        Malformed("an empty array", "all of it is content", ParserExample("[TOOL_CALLS][]", "[TOOL_CALLS][]")),
-        Malformed("a name without an object", "all of it is content", ParserExample("[TOOL_CALLS]f and so on", "[TOOL_CALLS]f and so on")),
+        Malformed(
+            "an empty array",
+            "all of it is content",
+            ParserExample("[TOOL_CALLS][]", "[TOOL_CALLS][]"),
+        ),
+        Malformed(
+            "a name without an object",
+            "all of it is content",
+            ParserExample("[TOOL_CALLS]f and so on", "[TOOL_CALLS]f and so on"),
+        ),
         Malformed(
             "invalid JSON after the name in an array",
             "the call ends there, and the rest is content",

@@ -18,7 +18,9 @@ class NemotronHCalls(ArrayCalls, ClosedCalls):
     capabilities = ParserCapabilities(calls=True, templates=((begin,),))
     examples = (
         ParserExample("Hi [].", "Hi []."),
-        ParserExample('<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>', calls=(("f", "{}"),)),
+        ParserExample(
+            '<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>', calls=(("f", "{}"),)
+        ),
         ParserExample(
             'A\n<TOOLCALL>[{"name":"f","arguments":{"a":"]"}}, {"arguments":{"b": [1]},"name":"g"}]</TOOLCALL> B',
             "AB",
@@ -30,12 +32,16 @@ class NemotronHCalls(ArrayCalls, ClosedCalls):
         Malformed(
             "a call without an array",
             "it is a call",
-            ParserExample('<TOOLCALL>{"name": "f", "arguments": {}}</TOOLCALL>', calls=(("f", "{}"),)),
+            ParserExample(
+                '<TOOLCALL>{"name": "f", "arguments": {}}</TOOLCALL>', calls=(("f", "{}"),)
+            ),
         ),
         Malformed(
             "no bracket after the array",
             "the last call ends with its last brace",
-            ParserExample('<TOOLCALL>[{"name": "f", "arguments": {}}</TOOLCALL>B', "B", calls=(("f", "{}"),)),
+            ParserExample(
+                '<TOOLCALL>[{"name": "f", "arguments": {}}</TOOLCALL>B', "B", calls=(("f", "{}"),)
+            ),
         ),
         Malformed(
             "no `</TOOLCALL>`",
@@ -50,7 +56,9 @@ class NemotronHCalls(ArrayCalls, ClosedCalls):
         Malformed(
             "invalid JSON after the name",
             "the call ends there, and the rest is content",
-            ParserExample('<TOOLCALL>[{"name": "f", oops}]</TOOLCALL>', "oops}]", calls=(("f", ""),)),
+            ParserExample(
+                '<TOOLCALL>[{"name": "f", oops}]</TOOLCALL>', "oops}]", calls=(("f", ""),)
+            ),
         ),
     )
 

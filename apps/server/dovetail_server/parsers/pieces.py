@@ -69,7 +69,9 @@ class OutputParser(Parser):
 
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
         super().__init__(options, context)
-        self._state: Callable[[Any, str, int], int] = type(self).search  # unbound: a bound method would be a reference cycle
+        self._state: Callable[[Any, str, int], int] = type(
+            self
+        ).search  # unbound: a bound method would be a reference cycle
         self._held = ""  # text that the state wants to see again, with more after it
         self._events: list[Event] = []
 

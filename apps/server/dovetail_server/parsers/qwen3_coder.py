@@ -27,7 +27,11 @@ class Qwen3CoderCalls(FunctionTagCalls):
             calls=(("f", '{"j": {}, "u": "1\\n"}'),),
         ),
         ParserExample("<tool_call> <function no", "<tool_call> <function no"),
-        ParserExample("<tool_call><function=f>oops</function></tool_call>x", "oops</function>x", calls=(("f", ""),)),
+        ParserExample(
+            "<tool_call><function=f>oops</function></tool_call>x",
+            "oops</function>x",
+            calls=(("f", ""),),
+        ),
     )
     malformed = (
         Malformed(
@@ -41,25 +45,39 @@ class Qwen3CoderCalls(FunctionTagCalls):
         Malformed(
             "no `</function>`",
             "`</tool_call>` ends the call",
-            ParserExample("<tool_call><function=f><parameter=a>1</parameter></tool_call>", calls=(("f", '{"a": "1"}'),)),
+            ParserExample(
+                "<tool_call><function=f><parameter=a>1</parameter></tool_call>",
+                calls=(("f", '{"a": "1"}'),),
+            ),
         ),
         Malformed(
-            "no `</tool_call>`", "`</function>` ends the call", ParserExample("<tool_call><function=f></function>B", "B", calls=(("f", "{}"),))
+            "no `</tool_call>`",
+            "`</function>` ends the call",
+            ParserExample("<tool_call><function=f></function>B", "B", calls=(("f", "{}"),)),
         ),
         Malformed(
             "a value that isn't of its schema's type",
             "it is a string",
-            ParserExample("<tool_call><function=f><parameter=n>five</parameter></function></tool_call>", calls=(("f", '{"n": "five"}'),)),
+            ParserExample(
+                "<tool_call><function=f><parameter=n>five</parameter></function></tool_call>",
+                calls=(("f", '{"n": "five"}'),),
+            ),
         ),
         Malformed(
             "text between the tags",
             "the call ends there, and the rest is content",
-            ParserExample("<tool_call><function=f>oops</function></tool_call>", "oops</function>", calls=(("f", ""),)),
+            ParserExample(
+                "<tool_call><function=f>oops</function></tool_call>",
+                "oops</function>",
+                calls=(("f", ""),),
+            ),
         ),
         Malformed(
             "no `<tool_call>`",
             "all of it is content",
-            ParserExample("<function=f></function></tool_call>", "<function=f></function></tool_call>"),
+            ParserExample(
+                "<function=f></function></tool_call>", "<function=f></function></tool_call>"
+            ),
         ),
     )
     function_begin = _FUNCTION

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import Content, Event, Parser, ParserCapabilities, ParserContext, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail.api.parser import (
+    Content,
+    Event,
+    Parser,
+    ParserCapabilities,
+    ParserContext,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from dovetail.errors import describe
 from dovetail.request import CompletionOutput
 
@@ -33,7 +42,9 @@ class ParserChoice:
         """Log the first error of this parser; ignore further ones."""
         if not self.has_failed:
             self.has_failed = True
-            logger.error("parser %s failed, %s: %s", self.name, what, describe(error), exc_info=error)
+            logger.error(
+                "parser %s failed, %s: %s", self.name, what, describe(error), exc_info=error
+            )
 
 
 class GuardedParser:
@@ -113,7 +124,9 @@ def _check(events: Sequence[Event], ids: set[str]) -> None:
             case Content(str(text)) | Reasoning(str(text)):
                 text.encode()
                 continue
-            case ToolCallStart(index, str(id), str(name)) if index == len(ids) and id and id not in ids and name:
+            case ToolCallStart(index, str(id), str(name)) if (
+                index == len(ids) and id and id not in ids and name
+            ):
                 (id + name).encode()
                 ids.add(id)
                 continue
@@ -143,7 +156,9 @@ class AnswerParser:
     def is_part_of_mark(self, text: str) -> bool:
         """Return True if a text, apart from whitespace around it, is the beginning of a mark."""
         begun = text.strip()
-        return begun != "" and any(mark.startswith(begun) for stage in self._stages for mark in stage.marks)
+        return begun != "" and any(
+            mark.startswith(begun) for stage in self._stages for mark in stage.marks
+        )
 
     @property
     def in_reasoning(self) -> bool:
@@ -169,7 +184,11 @@ class AnswerParser:
 
 
 def _through(stage: GuardedParser, events: Sequence[Event]) -> Sequence[Event]:
-    return [after for event in events for after in (stage.feed(event.text) if type(event) is Content else (event,))]
+    return [
+        after
+        for event in events
+        for after in (stage.feed(event.text) if type(event) is Content else (event,))
+    ]
 
 
 class AnswerReader:
@@ -177,7 +196,9 @@ class AnswerReader:
 
     __slots__ = ("_cut", "_only_calls", "_parser", "_single", "_tokens", "reasoning_tokens")
 
-    def __init__(self, parser: AnswerParser | None, *, single: bool = False, only_calls: bool = False) -> None:
+    def __init__(
+        self, parser: AnswerParser | None, *, single: bool = False, only_calls: bool = False
+    ) -> None:
         """`single`: the answer ends after its first tool call; what the model writes after it is dropped. `only_calls`: it has no content, so the
         beginning of a call that was cut off is dropped."""
         self._parser = parser
@@ -204,7 +225,14 @@ class AnswerReader:
             self.reasoning_tokens = self._tokens
         if sample.finish_reason is not None:
             rest = parser.finish()
-            events = [*events, *(rest if sample.finish_reason == "stop" and not self._only_calls else self._uncut(parser, rest))]
+            events = [
+                *events,
+                *(
+                    rest
+                    if sample.finish_reason == "stop" and not self._only_calls
+                    else self._uncut(parser, rest)
+                ),
+            ]
         return list(self._until_second_call(events)) if self._single else events
 
     def _uncut(self, parser: AnswerParser, events: Sequence[Event]) -> Iterator[Event]:

@@ -44,7 +44,10 @@ _ORDER = (
     "gemma4_thought",
     "think",
 )
-_VLLM_NAMES: Mapping[Finds, Mapping[str, str | None]] = {"calls": vllm_names.CALLS, "reasoning": vllm_names.REASONING}
+_VLLM_NAMES: Mapping[Finds, Mapping[str, str | None]] = {
+    "calls": vllm_names.CALLS,
+    "reasoning": vllm_names.REASONING,
+}
 _SETTINGS: Mapping[Finds, str] = {"calls": "tool_parser", "reasoning": "reasoning_parser"}
 
 
@@ -66,7 +69,11 @@ class KnownParsers:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        known = {component.spec.name: component for component in registry.components("parser") if component.origin.built_in}
+        known = {
+            component.spec.name: component
+            for component in registry.components("parser")
+            if component.origin.built_in
+        }
         self.built_ins = [_chosen(known[name]) for name in _ORDER if name in known]
         self._others: list[ParserChoice] | None = None  # until a template matches no built-in
 
@@ -81,17 +88,35 @@ class KnownParsers:
             except (yaml.YAMLError, AttributeError) as error:
                 raise ConfigError(where.says(f"can't read {shown(choice)}: {error}")) from None
         if not isinstance(name, str):
-            raise ConfigError(where.says(f"expected a parser's name, or a mapping with `name` and its options, got {shown(choice)}"))
-        parser = _chosen(self._registry.resolve("parser", self._own_name(finds, name, where), options, where))
+            raise ConfigError(
+                where.says(
+                    f"expected a parser's name, or a mapping with `name` and its options, got {shown(choice)}"
+                )
+            )
+        parser = _chosen(
+            self._registry.resolve("parser", self._own_name(finds, name, where), options, where)
+        )
         if not getattr(parser.capabilities, finds):
-            able = [one.name for one in (*self.built_ins, *self._of_plugins()) if getattr(one.capabilities, finds)]
+            able = [
+                one.name
+                for one in (*self.built_ins, *self._of_plugins())
+                if getattr(one.capabilities, finds)
+            ]
             what = "tool calls" if finds == "calls" else "reasoning"
-            raise ConfigError(where.says(f"parser {parser.name} doesn't find {what}; parsers that do: {', '.join(able)}"))
+            raise ConfigError(
+                where.says(
+                    f"parser {parser.name} doesn't find {what}; parsers that do: {', '.join(able)}"
+                )
+            )
         return parser
 
     def _own_name(self, finds: Finds, name: str, where: Where) -> str:
         """Return the name of the parser for one of vLLM's, any other name as it is. Raises `ConfigError` if no parser reads its format."""
-        if any(name in (one.spec.name, one.qualified_name) for one in self._registry.components("parser") if not one.origin.built_in):
+        if any(
+            name in (one.spec.name, one.qualified_name)
+            for one in self._registry.components("parser")
+            if not one.origin.built_in
+        ):
             return name
         own = _VLLM_NAMES[finds].get(name, name)
         if own is None:
@@ -102,12 +127,18 @@ class KnownParsers:
     def matching(self, finds: Finds, template: str) -> ParserChoice | None:
         """Return the parser that matches a chat template: the first built-in one, otherwise a plugin's. Raises `ConfigError` if parsers of several
         plugins match."""
-        if (built_in := next((one for one in self.built_ins if _matches(one, finds, template)), None)) is not None or not template:
+        if (
+            built_in := next(
+                (one for one in self.built_ins if _matches(one, finds, template)), None
+            )
+        ) is not None or not template:
             return built_in
         others = [one for one in self._of_plugins() if _matches(one, finds, template)]
         if len(others) > 1:
             setting, names = _SETTINGS[finds], " and ".join(one.name for one in others)
-            raise ConfigError(f"chat_template: it matches the parsers {names}: choose one with --{setting.replace('_', '-')}, or null for none")
+            raise ConfigError(
+                f"chat_template: it matches the parsers {names}: choose one with --{setting.replace('_', '-')}, or null for none"
+            )
         if others and not others[0].was_found:
             others[0].was_found = True
             logger.info("using parser %s: the chat template has its marks", others[0].name)
@@ -123,7 +154,9 @@ class KnownParsers:
                 try:
                     self._others.append(_chosen(component))
                 except DovetailError as error:
-                    logger.warning("parser %s isn't considered for `auto`: %s", component.qualified_name, error)
+                    logger.warning(
+                        "parser %s isn't considered for `auto`: %s", component.qualified_name, error
+                    )
         return self._others
 
 
@@ -134,7 +167,9 @@ def _chosen(component: ResolvedComponent) -> ParserChoice:
 
 def _matches(parser: ParserChoice, finds: Finds, template: str) -> bool:
     can = parser.capabilities
-    return bool(getattr(can, finds)) and any(all(text in template for text in texts) for texts in can.templates)
+    return bool(getattr(can, finds)) and any(
+        all(text in template for text in texts) for texts in can.templates
+    )
 
 
 def check_names(settings: ServerSettings, registry: Registry) -> None:
@@ -146,7 +181,11 @@ def check_names(settings: ServerSettings, registry: Registry) -> None:
 
 def named_parsers(settings: ServerSettings) -> dict[Finds, str]:
     """Return the parsers that settings name."""
-    return {finds: name for finds, setting in _SETTINGS.items() if (name := getattr(settings, setting)) not in (None, AUTO)}
+    return {
+        finds: name
+        for finds, setting in _SETTINGS.items()
+        if (name := getattr(settings, setting)) not in (None, AUTO)
+    }
 
 
 class AnswerParsing:
@@ -183,16 +222,29 @@ class AnswerParsing:
             raise RequestError(str(error)) from None
 
     def _chosen(self, template: str) -> ChosenParsers:
-        return ChosenParsers(*(self._named[finds] if finds in self._named else self._known.matching(finds, template) for finds in _SETTINGS))
+        return ChosenParsers(
+            *(
+                self._named[finds]
+                if finds in self._named
+                else self._known.matching(finds, template)
+                for finds in _SETTINGS
+            )
+        )
 
 
-def parser_for(parsers: ChosenParsers, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> AnswerParser | None:
+def parser_for(
+    parsers: ChosenParsers, prompt: str, tools: Sequence[Mapping[str, Any]] | None
+) -> AnswerParser | None:
     """Return a parser for one answer; None if all of its text is content. `prompt`: the rendered one, which may have opened the reasoning. `tools`:
     those that the model may call; without tools nothing is parsed as a call."""
     tools = tuple(tools or ())
     calls = parsers.calls if tools else None
     if parsers.reasoning is None:
-        return None if calls is None else AnswerParser([GuardedParser(calls, ParserContext(tools))], reasons=False)
+        return (
+            None
+            if calls is None
+            else AnswerParser([GuardedParser(calls, ParserContext(tools))], reasons=False)
+        )
     is_one = calls is not None and calls.component is parsers.reasoning.component
     context = ParserContext(tools if is_one else (), opens_reasoning(prompt, parsers.marks))
     stages = [GuardedParser(parsers.reasoning, context)]
@@ -213,7 +265,13 @@ def needs_special_tokens(parsers: ChosenParsers, tools: Any) -> bool:
 
 
 def call_rule(
-    parser: ParserChoice, template: str, tools: Sequence[Tool], *, required: bool, single: bool, one_line: bool = False
+    parser: ParserChoice,
+    template: str,
+    tools: Sequence[Tool],
+    *,
+    required: bool,
+    single: bool,
+    one_line: bool = False,
 ) -> Mapping[str, Any]:
     """Return a structural tag for calls in the parser's format. `template`: the chat template, which determines the variant of a format.
     `required`: the answer consists of calls only; `single`: it ends after the first call; `one_line`: it has no line breaks around arguments.
@@ -226,14 +284,23 @@ def call_rule(
         structures = [] if form is None else [_structure(form, *tool) for tool in tools]
     except Exception as error:  # the plugin's
         parser.report(error, "and its calls can't be constrained")
-        raise ValueError(f"tool parser {parser.name} raised in call_form(): {describe(error)}") from error
+        raise ValueError(
+            f"tool parser {parser.name} raised in call_form(): {describe(error)}"
+        ) from error
     if form is None:
-        raise ValueError(f"calls in the format of tool parser {parser.name} can't be constrained to a schema")
+        raise ValueError(
+            f"calls in the format of tool parser {parser.name} can't be constrained to a schema"
+        )
     if not form.marked and not required:
         raise ValueError(
             f"calls in the format of tool parser {parser.name} have no mark, so they can be constrained to a schema only if a call is demanded"
         )
-    tag = {"structures": structures, "triggers": [form.trigger], "at_least_one": required, "stop_after_first": single or form.single}
+    tag = {
+        "structures": structures,
+        "triggers": [form.trigger],
+        "at_least_one": required,
+        "stop_after_first": single or form.single,
+    }
     return {**tag, "separator": form.separator} if required else tag
 
 

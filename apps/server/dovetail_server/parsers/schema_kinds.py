@@ -11,13 +11,32 @@ from typing import Any, NamedTuple
 from dovetail_server.parsers.pieces import MAX_SPACE
 
 _DEEPEST = 8  # nested alternatives and references
-CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # of Python, which some models write -> of JSON
+CONSTANTS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}  # of Python, which some models write -> of JSON
 _IN_PYTHON = {written: python for python, written in CONSTANTS.items()}
 _IMPLIED = {  # keywords that say what a value is where its type isn't given
-    "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "propertyNames"),
+    "object": (
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+    ),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "string": ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"),
+    "string": (
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "contentEncoding",
+        "contentMediaType",
+    ),
 }
 
 
@@ -67,13 +86,19 @@ class Parameters:
 
     def reading(self, function: str, parameter: str) -> Reading:
         """Return how the parameter's value is read."""
-        if not self.has(function, parameter) and "additionalProperties" not in self._schemas.get(function, {}):
+        if not self.has(function, parameter) and "additionalProperties" not in self._schemas.get(
+            function, {}
+        ):
             return _TEXT
         found = self._readings.get((function, parameter))
         if found is None:
             root = self._schemas[function]
-            schema = _mapping(root.get("properties")).get(parameter, root.get("additionalProperties"))
-            found = self._readings[function, parameter] = _reading(self._accepted(schema, root, _DEEPEST))
+            schema = _mapping(root.get("properties")).get(
+                parameter, root.get("additionalProperties")
+            )
+            found = self._readings[function, parameter] = _reading(
+                self._accepted(schema, root, _DEEPEST)
+            )
         return found
 
     def has(self, function: str, parameter: str) -> bool:
@@ -95,7 +120,9 @@ class Parameters:
             accepted = _both(accepted, self._accepted(_referred(reference, root), root, depth - 1))
         for word in ("anyOf", "oneOf"):
             if isinstance(several := schema.get(word), list) and several:
-                accepted = _both(accepted, _any([self._accepted(one, root, depth - 1) for one in several]))
+                accepted = _both(
+                    accepted, _any([self._accepted(one, root, depth - 1) for one in several])
+                )
         if isinstance(several := schema.get("allOf"), list):
             for one in several:
                 accepted = _both(accepted, self._accepted(one, root, depth - 1))
@@ -135,7 +162,9 @@ def _implied(schema: Mapping[str, Any]) -> _Accepted:
 
 
 def _any(several: Sequence[_Accepted]) -> _Accepted:
-    return None if None in several else frozenset().union(*(one for one in several if one is not None))
+    return (
+        None if None in several else frozenset().union(*(one for one in several if one is not None))
+    )
 
 
 def _both(one: _Accepted, other: _Accepted) -> _Accepted:

@@ -28,7 +28,9 @@ class SectionCalls(NamedCalls):
 
     def __init_subclass__(cls) -> None:
         cls.marks = Marks(cls.section_begin, cls.call_begin)
-        cls._marks_after_call = Marks(cls.section_begin, cls.call_begin, cls.call_end, cls.section_end)
+        cls._marks_after_call = Marks(
+            cls.section_begin, cls.call_begin, cls.call_end, cls.section_end
+        )
 
     def found(self, mark: str, lead: str) -> None:
         """Begin a section or a call, or drop an end mark after a call."""
@@ -85,6 +87,10 @@ class SectionCalls(NamedCalls):
         """Return the remaining events. A truncated end mark is markup, too."""
         begun = self._held.strip()
         ends = (self.call_end, self.section_end)
-        if self.marks_now is self._marks_after_call and begun and any(end.startswith(begun) for end in ends):
+        if (
+            self.marks_now is self._marks_after_call
+            and begun
+            and any(end.startswith(begun) for end in ends)
+        ):
             self._held = ""
         return super().finish()

@@ -164,13 +164,19 @@ class TaggedCalls(ClosedCalls):
             return _UNCERTAIN if len(text) - pos < MAX_NAME + len(self.key_end) else None
         if not self._parameters.has(self._function or "", text[pos:end].strip()):
             return None
-        return 0 if self.value_begin is None else _tags_at(text, end + len(self.key_end), (self.value_begin,))
+        return (
+            0
+            if self.value_begin is None
+            else _tags_at(text, end + len(self.key_end), (self.value_begin,))
+        )
 
     def _begin_value(self) -> None:
         self._reading = self._parameters.reading(self._function or "", self._key)
         self._holds = not self._reading.is_text or bool(self._reading.constants)
         self._value_size = 0
-        self.write_arguments(f"{'{' if self._first else ', '}{quoted(self._key)}: {'' if self._holds else QUOTE}")
+        self.write_arguments(
+            f"{'{' if self._first else ', '}{quoted(self._key)}: {'' if self._holds else QUOTE}"
+        )
         self._first = False
         self._state = type(self).first_line if self.lines else type(self).value
 
@@ -192,7 +198,11 @@ class TaggedCalls(ClosedCalls):
 
     def _held_value(self) -> str:
         text = "".join(self._value)
-        return (self._reading.constants.get(text.strip()) or quoted(text)) if self._reading.is_text else as_json(text)
+        return (
+            (self._reading.constants.get(text.strip()) or quoted(text))
+            if self._reading.is_text
+            else as_json(text)
+        )
 
     def _end_call(self, *, complete: bool) -> None:
         self._function = None

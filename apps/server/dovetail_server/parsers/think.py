@@ -7,7 +7,13 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from dovetail.api.parser import Event, ParserCapabilities, ParserContext, ParserExample, Reasoning
-from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
+from dovetail_server.parsers.pieces import (
+    MAX_SPACE,
+    Marks,
+    OutputParser,
+    after_space,
+    without_space,
+)
 
 
 class ThinkReasoning(OutputParser):
@@ -54,7 +60,11 @@ class ThinkReasoning(OutputParser):
             self._inside = True
             self._state = type(self).skip_space_inside
             return begin + len(self.begin)
-        if begin - pos <= MAX_SPACE and self.begin.startswith(head) and begin + len(head) == len(text):
+        if (
+            begin - pos <= MAX_SPACE
+            and self.begin.startswith(head)
+            and begin + len(head) == len(text)
+        ):
             return self.hold(text, pos)
         self._state = type(self).skip_space_inside if self._inside else type(self).rest
         return pos
@@ -69,7 +79,9 @@ class ThinkReasoning(OutputParser):
     def reason(self, text: str, pos: int) -> int:
         """State: reasoning, up to its end mark."""
         match = self._end_mark.find(text, pos)
-        end = without_space(text, pos, match.start() if match else self._end_mark.certain(text, pos))
+        end = without_space(
+            text, pos, match.start() if match else self._end_mark.certain(text, pos)
+        )
         self._reason(text[pos:end])
         if match is None:
             return self.hold(text, end)

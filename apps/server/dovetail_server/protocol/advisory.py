@@ -18,7 +18,9 @@ class Advisory(NamedTuple):
     reason: str  # why ignoring it is right
     neutral: tuple[Any, ...] = ()  # values besides null that ask for nothing
     hint: bool = True  # it asks for something; False: a label of the request or its prompt, accepted even where hints are refused
-    steers: bool = False  # it steers reasoning: ignored only if the model has none that can be steered
+    steers: bool = (
+        False  # it steers reasoning: ignored only if the model has none that can be steered
+    )
 
 
 def _label(path: str, reason: str) -> Advisory:
@@ -36,12 +38,20 @@ _OPENAI = (
     _label("prompt_cache_key", _CACHED),
     _label("prompt_cache_retention", _CACHED),
     Advisory("store", "answers are never stored", (False,)),
-    Advisory("service_tier", "all requests are of one tier; schedulers use `priority`", ("auto", "default")),
+    Advisory(
+        "service_tier",
+        "all requests are of one tier; schedulers use `priority`",
+        ("auto", "default"),
+    ),
     Advisory("stream_options.include_obfuscation", "padding is never added", (False,)),
 )
 COMPLETIONS = (
     *_OPENAI,
-    Advisory("guided_decoding_backend", "the engine's config names the grammar backend, and all follow the same rule", ("auto",)),
+    Advisory(
+        "guided_decoding_backend",
+        "the engine's config names the grammar backend, and all follow the same rule",
+        ("auto",),
+    ),
 )
 POOLING = (_label("user", "it identifies the user"),)
 CHAT = (
@@ -63,20 +73,36 @@ RESPONSES = (
 MESSAGES = (
     _label("metadata", "it describes the request"),
     _label("inference_geo", "the server computes where it is"),
-    *(_label(f"{place}cache_control", _CACHED) for place in ("", "system[].", "messages[].content[].", "tools[].")),
+    *(
+        _label(f"{place}cache_control", _CACHED)
+        for place in ("", "system[].", "messages[].content[].", "tools[].")
+    ),
     Advisory("speed", "the server has one speed", ("standard",)),
     Advisory("context_management", "the conversation is used as sent"),
     Advisory("thinking", _UNSTEERED, steers=True),
-    Advisory("thinking.display", "reasoning is returned in full, so that it can be sent back", ("summarized",)),
+    Advisory(
+        "thinking.display",
+        "reasoning is returned in full, so that it can be sent back",
+        ("summarized",),
+    ),
     Advisory("output_config.effort", _UNSTEERED, steers=True),
     Advisory("tools[].defer_loading", _NOT_DEFERRED, (False,)),
-    Advisory("tools[].eager_input_streaming", "arguments are always streamed as they are generated", (False,)),
+    Advisory(
+        "tools[].eager_input_streaming",
+        "arguments are always streamed as they are generated",
+        (False,),
+    ),
 )
 
 
 def ignored_fields(body: Any, table: Sequence[Advisory]) -> list[Advisory]:
     """Return the fields of a body that ask for something that isn't done, apart from those that steer reasoning."""
-    return [field for field in table if not field.steers and _asks(body, field.path.replace("[]", ".[]").split("."), field.neutral)]
+    return [
+        field
+        for field in table
+        if not field.steers
+        and _asks(body, field.path.replace("[]", ".[]").split("."), field.neutral)
+    ]
 
 
 def _asks(value: Any, path: Sequence[str], neutral: tuple[Any, ...]) -> bool:

@@ -11,9 +11,21 @@ ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 WINDOW = "24h"
 WINDOW_S = 24 * 3600
 
-Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 
-Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
 ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
 
 

@@ -10,9 +10,21 @@ from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, Conversation, OpenAIFields, sampling_params
+from dovetail_server.protocol.openai_common import (
+    OPENAI_ONLY,
+    RENAMED,
+    Conversation,
+    OpenAIFields,
+    sampling_params,
+)
 from dovetail_server.protocol.reasoning import Effort, asked_effort
-from dovetail_server.protocol.structured import ParamNames, ResponseFormat, ToolFunction, read_demand, read_tool_choice
+from dovetail_server.protocol.structured import (
+    ParamNames,
+    ResponseFormat,
+    ToolFunction,
+    read_demand,
+    read_tool_choice,
+)
 
 
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
@@ -51,8 +63,15 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
         refuse_unsupported(self, ONLY)
         self.check_stream()
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise HttpError(400, "max_completion_tokens: max_tokens is its old name: give one of them", param="max_completion_tokens")
+        if self.max_tokens is not None and self.max_completion_tokens not in (
+            None,
+            self.max_tokens,
+        ):
+            raise HttpError(
+                400,
+                "max_completion_tokens: max_tokens is its old name: give one of them",
+                param="max_completion_tokens",
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise HttpError(400, "top_logprobs: it needs logprobs: true", param="top_logprobs")
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -67,8 +86,20 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         )
         params = sampling_params(self, max_tokens=max_tokens, logprobs=self.told_logprobs)
         functions = [_function(tool) for tool in tools or ()]
-        demand = read_demand(self, self.response_format, functions, choice, ParamNames(strict="tools[{}].function.strict"))
-        return Conversation(self.messages, options, params, demand, asked_effort("reasoning_effort", self.reasoning_effort))
+        demand = read_demand(
+            self,
+            self.response_format,
+            functions,
+            choice,
+            ParamNames(strict="tools[{}].function.strict"),
+        )
+        return Conversation(
+            self.messages,
+            options,
+            params,
+            demand,
+            asked_effort("reasoning_effort", self.reasoning_effort),
+        )
 
     @property
     def told_logprobs(self) -> int | None:
@@ -80,7 +111,9 @@ def _function(tool: Mapping[str, Any]) -> ToolFunction:
     """Read a tool leniently: the chat front end validates it."""
     function = tool.get("function", tool)
     function = function if isinstance(function, Mapping) else {}
-    return ToolFunction(str(function.get("name")), function.get("parameters"), bool(function.get("strict")), tool)
+    return ToolFunction(
+        str(function.get("name")), function.get("parameters"), bool(function.get("strict")), tool
+    )
 
 
 ONLY = (

@@ -18,7 +18,18 @@ T = TypeVar("T")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _OF_TYPE = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
-_MEDIA = ("image", "document", "input_image", "input_file", "input_audio", "input_video", "image_url", "audio", "video", "file")
+_MEDIA = (
+    "image",
+    "document",
+    "input_image",
+    "input_file",
+    "input_audio",
+    "input_video",
+    "image_url",
+    "audio",
+    "video",
+    "file",
+)
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$", re.DOTALL)
 _LONGEST_PLACE, _LONGEST_REASON = 1_000, 300  # characters
 
@@ -31,7 +42,11 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def decode(data: bytes, kind: type[T], bounds: JsonBounds) -> T:
     """Return a body as a struct. Raises `HttpError` 400 naming the field that is wrong, or what there is too much of."""
     if (excess := excess_of(data, bounds)) is not None:
-        raise HttpError(400, f"the body has {excess} (limits.max_json_parts, limits.max_json_depth)", code="json_too_large")
+        raise HttpError(
+            400,
+            f"the body has {excess} (limits.max_json_parts, limits.max_json_depth)",
+            code="json_too_large",
+        )
     try:
         body: T = _decoder(kind).decode(data)  # type: ignore[arg-type]
     except msgspec.ValidationError as error:
@@ -50,7 +65,9 @@ def converted(value: Any, kind: type[T], place: str) -> T:
 
 
 def _explained(text: str, kind: Any, within: str = "") -> HttpError:
-    found = _PLACE.search(text, max(0, len(text) - _LONGEST_PLACE))  # at its end: it may quote the largest value
+    found = _PLACE.search(
+        text, max(0, len(text) - _LONGEST_PLACE)
+    )  # at its end: it may quote the largest value
     place = ".".join(one for one in (within, found[1][:200] if found else "") if one)
     reason = text if found is None else text[: found.start()]
     if found is not None and found[0].startswith(" - at `key` in "):
@@ -59,17 +76,32 @@ def _explained(text: str, kind: Any, within: str = "") -> HttpError:
         name, known = unknown[1], getattr(kind, "__struct_encode_fields__", ())
         meant = did_you_mean(name, known) if not place else ""
         param = f"{place}.{name}" if place else name
-        return HttpError(400, f"{param[:200]}: unknown parameter{meant}", param=param[:200], code="unknown_parameter")
+        return HttpError(
+            400,
+            f"{param[:200]}: unknown parameter{meant}",
+            param=param[:200],
+            code="unknown_parameter",
+        )
     if missing := _MISSING.match(reason):
         param = f"{place}.{missing[1]}" if place else missing[1]
         return HttpError(400, f"{param}: it is required", param=param, code="missing_parameter")
     of_type = _OF_TYPE.match(reason)
     if of_type and of_type[1] in _MEDIA and place.endswith(".type"):
         place = place.removesuffix(".type")
-        return HttpError(400, f"{place} is of type {of_type[1]!r}; models here read text", param=place, code="unsupported_parameter")
+        return HttpError(
+            400,
+            f"{place} is of type {of_type[1]!r}; models here read text",
+            param=place,
+            code="unsupported_parameter",
+        )
     if len(reason) > _LONGEST_REASON:
         reason = f"{reason[:_LONGEST_REASON]}..."
-    return HttpError(400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=place or None, code="invalid_type")
+    return HttpError(
+        400,
+        f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}",
+        param=place or None,
+        code="invalid_type",
+    )
 
 
 class Only(NamedTuple):
@@ -84,7 +116,9 @@ def refuse_unsupported(body: Any, table: Sequence[Only]) -> None:
     """Raise `HttpError` 400 for the first parameter with an unsupported value."""
     for name, values, reason in table:
         value = getattr(body, name)
-        if value is not None and not any(type(value) is type(one) and value == one for one in values):
+        if value is not None and not any(
+            type(value) is type(one) and value == one for one in values
+        ):
             raise unsupported(name, f"{reason}, got {shown(value)}")
 
 

@@ -9,7 +9,14 @@ import msgspec
 
 from dovetail.request import CompletionOutput
 from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind, arguments_of
-from dovetail_server.protocol.messages import MessageAnswer, StopReason, TextAnswer, ThinkingAnswer, ToolUseAnswer, Usage
+from dovetail_server.protocol.messages import (
+    MessageAnswer,
+    StopReason,
+    TextAnswer,
+    ThinkingAnswer,
+    ToolUseAnswer,
+    Usage,
+)
 from dovetail_server.protocol.openai_common import TokenCounts
 
 _encode = msgspec.json.Encoder().encode
@@ -38,7 +45,10 @@ class MessageWriter:
         self._before_text = b""  # of a delta event
 
     def start(self, counts: TokenCounts) -> None:
-        self._chunks += (sse("message_start", message=msgspec.structs.replace(self._head, usage=_usage(counts))), PING)
+        self._chunks += (
+            sse("message_start", message=msgspec.structs.replace(self._head, usage=_usage(counts))),
+            PING,
+        )
 
     def opened(self, part: AnswerPart) -> None:
         delta, field = _DELTAS[part.kind]
@@ -62,21 +72,35 @@ class MessageWriter:
         self._chunks.clear()
         return chunks
 
-    def whole(self, last: CompletionOutput, parts: AnswerParts, counts: TokenCounts) -> MessageAnswer:
+    def whole(
+        self, last: CompletionOutput, parts: AnswerParts, counts: TokenCounts
+    ) -> MessageAnswer:
         reason, sequence = self._stop(last, parts, counts.completion)
         content = [_block(part) for part in parts.parts]
-        return msgspec.structs.replace(self._head, content=content, stop_reason=reason, stop_sequence=sequence, usage=_usage(counts))
+        return msgspec.structs.replace(
+            self._head,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=_usage(counts),
+        )
 
-    def _stop(self, last: CompletionOutput, parts: AnswerParts, used_tokens: int) -> tuple[StopReason, str | None]:
+    def _stop(
+        self, last: CompletionOutput, parts: AnswerParts, used_tokens: int
+    ) -> tuple[StopReason, str | None]:
         if last.finish_reason == "length":
-            return ("max_tokens" if used_tokens >= self._max_tokens else "model_context_window_exceeded"), None
+            return (
+                "max_tokens" if used_tokens >= self._max_tokens else "model_context_window_exceeded"
+            ), None
         if isinstance(last.stop_reason, str):
             return "stop_sequence", last.stop_reason
         return ("tool_use" if parts.has_calls and not parts.cut else "end_turn"), None
 
 
 def _usage(counts: TokenCounts) -> Usage:
-    return Usage(counts.prompt - counts.cached, counts.completion, cache_read_input_tokens=counts.cached)
+    return Usage(
+        counts.prompt - counts.cached, counts.completion, cache_read_input_tokens=counts.cached
+    )
 
 
 def _block(part: AnswerPart) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:

@@ -15,7 +15,13 @@ from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import Conversation, GenerationFields, sampling_params
 from dovetail_server.protocol.reasoning import AskedReasoning, Effort
-from dovetail_server.protocol.structured import CallChoice, MessageJsonSchemaFormat, ParamNames, ToolFunction, read_demand
+from dovetail_server.protocol.structured import (
+    CallChoice,
+    MessageJsonSchemaFormat,
+    ParamNames,
+    ToolFunction,
+    read_demand,
+)
 from dovetail_server.protocol.tools import read_tools
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
@@ -196,14 +202,22 @@ class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True)
     mcp_servers: Any = None
 
     def renamed(self) -> Mapping[str, str]:
-        return {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
+        return {
+            "stop": "stop_sequences",
+            "prompt": "messages",
+            "conversation": "messages",
+            "a": "messages",
+        }
 
     def function_tools(self) -> list[ToolFunction]:
         """Return the tools that the model may call. Raises `HttpError` and `RequestError` for invalid ones."""
         tools = read_tools(self.tools or (), Tool)
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
-        return [ToolFunction.of(tool.name, tool.description, tool.input_schema, tool.strict) for tool in tools]
+        return [
+            ToolFunction.of(tool.name, tool.description, tool.input_schema, tool.strict)
+            for tool in tools
+        ]
 
     def chat_options(self, tools: Sequence[ToolFunction]) -> ChatOptions:
         """Return the options for rendering the conversation. Raises `RequestError`, and `HttpError` naming an option that this server can't
@@ -219,11 +233,18 @@ class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True)
     @property
     def reasoning(self) -> AskedReasoning:
         """The `thinking` and `output_config.effort` of the request, in the form that all APIs share."""
-        thinking, effort = self.thinking or Thinking("adaptive"), None if self.output_config is None else self.output_config.effort
+        thinking, effort = (
+            self.thinking or Thinking("adaptive"),
+            None if self.output_config is None else self.output_config.effort,
+        )
         on = {"enabled": True, "disabled": False}.get(thinking.type)
         off = on is None and effort == "none"
         return AskedReasoning(
-            False if off else on, thinking.budget_tokens, effort, "output_config.effort" if off else "thinking", "output_config.effort"
+            False if off else on,
+            thinking.budget_tokens,
+            effort,
+            "output_config.effort" if off else "thinking",
+            "output_config.effort",
         )
 
 
@@ -236,15 +257,26 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
         """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
         choice = self.tool_choice or ToolChoice("auto")
         if choice.type == "tool" and choice.name is None:
-            raise HttpError(400, "tool_choice.name: type 'tool' needs the tool's name", param="tool_choice.name", code="missing_parameter")
+            raise HttpError(
+                400,
+                "tool_choice.name: type 'tool' needs the tool's name",
+                param="tool_choice.name",
+                code="missing_parameter",
+            )
         name = choice.name if choice.type == "tool" else None
-        parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+        parallel = (
+            None
+            if choice.disable_parallel_tool_use is None
+            else not choice.disable_parallel_tool_use
+        )
         demanded = CallChoice(choice.type in ("any", "tool"), name, parallel)
         form = None if self.output_config is None else self.output_config.format
         params = sampling_params(self, max_tokens=self.max_tokens, stop=self.stop_sequences)
         tools = self.function_tools()
         demand = read_demand(self, form, tools, demanded, _NAMES)
-        return Conversation(chat_messages(self), self.chat_options(tools), params, demand, self.reasoning)
+        return Conversation(
+            chat_messages(self), self.chat_options(tools), params, demand, self.reasoning
+        )
 
 
 class CountTokensRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
@@ -257,7 +289,11 @@ _NAMES = ParamNames("output_config.format", "tool_choice.disable_parallel_tool_u
 ONLY = (
     Only("container", (), "the server runs no code"),
     Only("diagnostics", (), "the server has none for requests"),
-    Only("mcp_servers", ([],), "the server connects to no MCP servers: let the client do it, and send their tools"),
+    Only(
+        "mcp_servers",
+        ([],),
+        "the server connects to no MCP servers: let the client do it, and send their tools",
+    ),
 )
 
 
@@ -268,7 +304,11 @@ def chat_messages(body: MessagesFields) -> list[dict[str, Any]]:
     """Convert the messages to OpenAI's chat format. One message may become several, since each tool result is a message of its own."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        system = body.system if isinstance(body.system, str) else [{"type": "text", "text": block.text} for block in body.system]
+        system = (
+            body.system
+            if isinstance(body.system, str)
+            else [{"type": "text", "text": block.text} for block in body.system]
+        )
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
         place = f"messages[{index}].content"
@@ -287,13 +327,22 @@ def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if any(isinstance(block, ToolResultBlock) for block in blocks):
-        raise RequestError(f"{place}: an assistant's message has no blocks of type 'tool_result'; they belong to the user's next message")
+        raise RequestError(
+            f"{place}: an assistant's message has no blocks of type 'tool_result'; they belong to the user's next message"
+        )
     if texts or not calls:
         message["content"] = "".join(texts)
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        message["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}} for call in calls]
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.input},
+            }
+            for call in calls
+        ]
     return message
 
 
@@ -302,10 +351,22 @@ def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and role == "user":
-            content = block.content if isinstance(block.content, str) else "\n".join(part.text for part in block.content)
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {content}" if block.is_error else content})
+            content = (
+                block.content
+                if isinstance(block.content, str)
+                else "\n".join(part.text for part in block.content)
+            )
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block.tool_use_id,
+                    "content": f"Error: {content}" if block.is_error else content,
+                }
+            )
         elif not isinstance(block, TextBlock):
-            raise RequestError(f"{place}[{index}]: blocks of this type aren't allowed in a message of role {role!r}")
+            raise RequestError(
+                f"{place}[{index}]: blocks of this type aren't allowed in a message of role {role!r}"
+            )
         elif messages and messages[-1]["role"] == role:
             messages[-1]["content"].append({"type": "text", "text": block.text})
         else:
@@ -346,7 +407,9 @@ class Usage(Struct):
     cache_creation_input_tokens: int = 0
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 
 class MessageAnswer(Struct, tag="message", tag_field="type", kw_only=True):

@@ -56,9 +56,13 @@ def anthropic_list(models: Sequence[ServedModel], query: Mapping[str, str]) -> d
     """Return a page of models in Anthropic's shape. `query`: `limit`, `after_id` or `before_id`. Raises `HttpError`."""
     for name in query:
         if name not in ("limit", "after_id", "before_id"):
-            raise HttpError(400, f"{name[:80]}: unknown parameter", param=name[:80], code="unknown_parameter")
+            raise HttpError(
+                400, f"{name[:80]}: unknown parameter", param=name[:80], code="unknown_parameter"
+            )
     if "after_id" in query and "before_id" in query:
-        raise HttpError(400, "after_id and before_id contradict each other: give one of them", param="after_id")
+        raise HttpError(
+            400, "after_id and before_id contradict each other: give one of them", param="after_id"
+        )
     limit, ids = _limit(query.get("limit", str(_DEFAULT))), [model.id for model in models]
     begin, end = 0, len(models)
     if "after_id" in query:
@@ -69,13 +73,22 @@ def anthropic_list(models: Sequence[ServedModel], query: Mapping[str, str]) -> d
     page = models[begin : min(end, begin + limit)]
     more = begin > 0 if "before_id" in query else begin + limit < end
     first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return {"data": [anthropic_model(model) for model in page], "has_more": more, "first_id": first, "last_id": last}
+    return {
+        "data": [anthropic_model(model) for model in page],
+        "has_more": more,
+        "first_id": first,
+        "last_id": last,
+    }
 
 
 def _limit(text: str) -> int:
     limit = int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
     if not 1 <= limit <= _MOST:
-        raise HttpError(400, f"limit: it must be a whole number from 1 to {_MOST}, got {text[:80]!r}", param="limit")
+        raise HttpError(
+            400,
+            f"limit: it must be a whole number from 1 to {_MOST}, got {text[:80]!r}",
+            param="limit",
+        )
     return limit
 
 

@@ -28,7 +28,9 @@ RENAMED = {
     "deadline": "deadline_s",
     "ttft_deadline": "ttft_deadline_s",
 }  # engine name -> API name
-OPENAI_ONLY = (Only("use_beam_search", (False,), f"{BEAM_SEARCH} in a program, the server has none"),)
+OPENAI_ONLY = (
+    Only("use_beam_search", (False,), f"{BEAM_SEARCH} in a program, the server has none"),
+)
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 
 
@@ -116,13 +118,19 @@ class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
         """Raise `HttpError` for parameters that contradict `stream`."""
         check_stream_options(self)
         if self.stream and self.prompt_logprobs is not None:
-            raise HttpError(400, "prompt_logprobs: not available in a stream: set stream to false", param="prompt_logprobs")
+            raise HttpError(
+                400,
+                "prompt_logprobs: not available in a stream: set stream to false",
+                param="prompt_logprobs",
+            )
 
 
 def check_stream_options(body: Any) -> None:
     """Raise `HttpError` for stream options without a stream."""
     if body.stream_options is not None and not body.stream:
-        raise HttpError(400, "stream_options: only for streams: set stream to true", param="stream_options")
+        raise HttpError(
+            400, "stream_options: only for streams: set stream to true", param="stream_options"
+        )
 
 
 # Fields of `SamplingParams` that the APIs name alike
@@ -139,7 +147,11 @@ def sampling_params(body: GenerationFields, **own: Any) -> SamplingParams:
     fields = {name: getattr(body, name, None) for name in _SAMPLING} | own
     if body.vllm_xargs is not None:
         if body.extra_args is not None:
-            raise HttpError(400, "vllm_xargs: another name of extra_args, which is given as well: leave one of them out", param="vllm_xargs")
+            raise HttpError(
+                400,
+                "vllm_xargs: another name of extra_args, which is given as well: leave one of them out",
+                param="vllm_xargs",
+            )
         fields["extra_args"] = body.vllm_xargs
     max_tokens = fields.pop("max_tokens")
     return SamplingParams(**given(**fields), max_tokens=max_tokens, output_kind=OutputKind.DELTA)
@@ -147,7 +159,10 @@ def sampling_params(body: GenerationFields, **own: Any) -> SamplingParams:
 
 def engine_fields(body: GenerationFields, engine: ServedEngine) -> Mapping[str, Any]:
     """Return the keyword arguments of `ServedEngine.submit`."""
-    last, first = (None if seconds is None else engine.now() + seconds for seconds in (body.deadline_s, body.ttft_deadline_s))
+    last, first = (
+        None if seconds is None else engine.now() + seconds
+        for seconds in (body.deadline_s, body.ttft_deadline_s)
+    )
     return given(
         priority=body.priority,
         client=body.client,
@@ -177,7 +192,11 @@ class TokenCounts(NamedTuple):
 
     def openai_usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
-        details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        details = (
+            {}
+            if self.reasoning is None
+            else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        )
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -202,7 +221,9 @@ def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> l
     items = []
     for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
         item = _logprob_json(token, position[token], tokenizer)
-        item["top_logprobs"] = [_logprob_json(other, one, tokenizer) for other, one in likeliest(position, top)]
+        item["top_logprobs"] = [
+            _logprob_json(other, one, tokenizer) for other, one in likeliest(position, top)
+        ]
         items.append(item)
     return items
 
@@ -210,7 +231,11 @@ def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> l
 def _logprob_json(token: int, one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
     """`bytes` are the token's own. Those of a part of a character, which has no text, are its `token` as well, as OpenAI writes them."""
     text, spelled = token_bytes(token, one.decoded_token or "", tokenizer)
-    return {"token": escaped(spelled) if text is None else text, "logprob": at_least(one.logprob), "bytes": list(spelled)}
+    return {
+        "token": escaped(spelled) if text is None else text,
+        "logprob": at_least(one.logprob),
+        "bytes": list(spelled),
+    }
 
 
 def token_bytes(token: int, text: str, tokenizer: Tokenizer) -> tuple[str | None, bytes]:
@@ -237,7 +262,14 @@ def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -
     return Items(
         None
         if position is None
-        else {str(token): {"logprob": at_least(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token} for token, one in position.items()}
+        else {
+            str(token): {
+                "logprob": at_least(one.logprob),
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
+            for token, one in position.items()
+        }
         for position in prompt_logprobs
     )
 

@@ -18,9 +18,23 @@ from dovetail_server.protocol.batches import Batch, CreateBatchRequest, FileObje
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.decoding import Only
-from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount, Tool
+from dovetail_server.protocol.messages import (
+    CountTokensRequest,
+    ErrorAnswer,
+    MessageAnswer,
+    MessagesRequest,
+    TokenCount,
+    Tool,
+)
 from dovetail_server.protocol.openai_common import GenerationFields
-from dovetail_server.protocol.pooling import ClassifyRequest, EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
+from dovetail_server.protocol.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from dovetail_server.protocol.response_tools import KINDS
 from dovetail_server.protocol.responses import ITEMS, ResponseAnswer, ResponsesRequest
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -41,7 +55,9 @@ _REASONS = {
     504: "The request took too long",
     507: "The storage is full",
 }
-ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some values are supported
+ONLY: Mapping[
+    type[Struct], Sequence[Only]
+] = {  # parameters of which only some values are supported
     ChatRequest: chat.ONLY,
     CompletionRequest: completions.ONLY,
     ResponsesRequest: responses.ONLY,
@@ -87,21 +103,77 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("post", "/v1/completions", "Continue a text", "OpenAI", CompletionRequest, errors=_GENERATES, streams=True),
-    Operation("post", "/v1/chat/completions", "Continue a conversation", "OpenAI", ChatRequest, errors=_GENERATES, streams=True),
-    Operation("post", "/v1/responses", "Continue a conversation of items", "OpenAI", ResponsesRequest, ResponseAnswer, _GENERATES, streams=True),
-    Operation("post", "/v1/embeddings", "Embed texts", "OpenAI", EmbeddingRequest, errors=_GENERATES),
-    *(Operation("post", path, "Score pairs of texts", "Scores", ScoreRequest, errors=_GENERATES) for path in ("/v1/score", "/score")),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Continue a text",
+        "OpenAI",
+        CompletionRequest,
+        errors=_GENERATES,
+        streams=True,
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Continue a conversation",
+        "OpenAI",
+        ChatRequest,
+        errors=_GENERATES,
+        streams=True,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Continue a conversation of items",
+        "OpenAI",
+        ResponsesRequest,
+        ResponseAnswer,
+        _GENERATES,
+        streams=True,
+    ),
+    Operation(
+        "post", "/v1/embeddings", "Embed texts", "OpenAI", EmbeddingRequest, errors=_GENERATES
+    ),
     *(
-        Operation("post", path, "Rank documents by their relevance to a query", "Scores", RerankRequest, errors=_GENERATES)
+        Operation("post", path, "Score pairs of texts", "Scores", ScoreRequest, errors=_GENERATES)
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Operation(
+            "post",
+            path,
+            "Rank documents by their relevance to a query",
+            "Scores",
+            RerankRequest,
+            errors=_GENERATES,
+        )
         for path in ("/v1/rerank", "/rerank", "/v2/rerank")
     ),
     Operation("post", "/classify", "Classify texts", "Scores", ClassifyRequest, errors=_GENERATES),
-    Operation("post", "/v1/classify", "Another name of /classify", "Scores", ClassifyRequest, errors=_GENERATES),
-    Operation("post", "/pooling", "Pool the states of texts", "Scores", PoolingRequest, errors=_GENERATES),
+    Operation(
+        "post",
+        "/v1/classify",
+        "Another name of /classify",
+        "Scores",
+        ClassifyRequest,
+        errors=_GENERATES,
+    ),
+    Operation(
+        "post", "/pooling", "Pool the states of texts", "Scores", PoolingRequest, errors=_GENERATES
+    ),
     Operation("get", "/v1/models", "List the models", "OpenAI"),
     Operation("get", "/v1/models/{model}", "Describe a model", "OpenAI", errors=(404,)),
-    Operation("post", "/v1/messages", "Continue a conversation", "Anthropic", MessagesRequest, MessageAnswer, _GENERATES, True, ErrorAnswer),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Continue a conversation",
+        "Anthropic",
+        MessagesRequest,
+        MessageAnswer,
+        _GENERATES,
+        True,
+        ErrorAnswer,
+    ),
     Operation(
         "post",
         "/v1/messages/count_tokens",
@@ -112,26 +184,106 @@ OPERATIONS = (
         _TAKES_BODY,
         error_shape=ErrorAnswer,
     ),
-    Operation("post", "/v1/files", "Upload a file of requests (a form with `purpose` and `file`)", "Batches", answer=FileObject, errors=_UPLOADS),
+    Operation(
+        "post",
+        "/v1/files",
+        "Upload a file of requests (a form with `purpose` and `file`)",
+        "Batches",
+        answer=FileObject,
+        errors=_UPLOADS,
+    ),
     Operation("get", "/v1/files", "List the files", "Batches", errors=(400, 404)),
-    Operation("get", "/v1/files/{file}", "Describe a file", "Batches", answer=FileObject, errors=(404,)),
+    Operation(
+        "get", "/v1/files/{file}", "Describe a file", "Batches", answer=FileObject, errors=(404,)
+    ),
     Operation("delete", "/v1/files/{file}", "Delete a file", "Batches", errors=(404, 409)),
-    Operation("get", "/v1/files/{file}/content", "Get a file", "Batches", answer="application/octet-stream", errors=(404,)),
-    Operation("post", "/v1/batches", "Create a batch of requests", "Batches", CreateBatchRequest, Batch, (*_TAKES_BODY, 507)),
+    Operation(
+        "get",
+        "/v1/files/{file}/content",
+        "Get a file",
+        "Batches",
+        answer="application/octet-stream",
+        errors=(404,),
+    ),
+    Operation(
+        "post",
+        "/v1/batches",
+        "Create a batch of requests",
+        "Batches",
+        CreateBatchRequest,
+        Batch,
+        (*_TAKES_BODY, 507),
+    ),
     Operation("get", "/v1/batches", "List the batches", "Batches", errors=(400, 404)),
-    Operation("get", "/v1/batches/{batch}", "Describe a batch", "Batches", answer=Batch, errors=(404,)),
-    Operation("delete", "/v1/batches/{batch}", "Delete a finished batch and its answers", "Batches", errors=(404, 409)),
-    Operation("post", "/v1/batches/{batch}/cancel", "Cancel a batch", "Batches", answer=Batch, errors=(404, 409, 507)),
-    Operation("post", "/tokenize", "Tokenize a text or a conversation", "Tokens", TokenizeRequest, errors=_TAKES_BODY),
-    Operation("post", "/detokenize", "Decode tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY),
+    Operation(
+        "get", "/v1/batches/{batch}", "Describe a batch", "Batches", answer=Batch, errors=(404,)
+    ),
+    Operation(
+        "delete",
+        "/v1/batches/{batch}",
+        "Delete a finished batch and its answers",
+        "Batches",
+        errors=(404, 409),
+    ),
+    Operation(
+        "post",
+        "/v1/batches/{batch}/cancel",
+        "Cancel a batch",
+        "Batches",
+        answer=Batch,
+        errors=(404, 409, 507),
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "Tokenize a text or a conversation",
+        "Tokens",
+        TokenizeRequest,
+        errors=_TAKES_BODY,
+    ),
+    Operation(
+        "post", "/detokenize", "Decode tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY
+    ),
     Operation("get", "/tokenizer_info", "Describe the tokenizer", "Tokens"),
-    Operation("get", "/health", "Check whether the server works", "Service", errors=(503,), needs_key=False),
-    Operation("get", "/ping", "Check whether the server works", "Service", errors=(503,), needs_key=False),
-    Operation("post", "/reset_prefix_cache", "Empty the prefix cache", "Service", errors=(400, 403, 503)),
-    Operation("post", "/v1/load_lora_adapter", "Serve an adapter", "Service", LoadBody, errors=(400, 403, 503)),
-    Operation("post", "/v1/unload_lora_adapter", "Serve an adapter no longer", "Service", UnloadBody, errors=(400, 403, 404, 503)),
+    Operation(
+        "get",
+        "/health",
+        "Check whether the server works",
+        "Service",
+        errors=(503,),
+        needs_key=False,
+    ),
+    Operation(
+        "get", "/ping", "Check whether the server works", "Service", errors=(503,), needs_key=False
+    ),
+    Operation(
+        "post", "/reset_prefix_cache", "Empty the prefix cache", "Service", errors=(400, 403, 503)
+    ),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Serve an adapter",
+        "Service",
+        LoadBody,
+        errors=(400, 403, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Serve an adapter no longer",
+        "Service",
+        UnloadBody,
+        errors=(400, 403, 404, 503),
+    ),
     Operation("get", "/load", "Count the requests that run or wait", "Service"),
-    Operation("get", "/ready", "Check whether requests are accepted", "Service", errors=(503,), needs_key=False),
+    Operation(
+        "get",
+        "/ready",
+        "Check whether requests are accepted",
+        "Service",
+        errors=(503,),
+        needs_key=False,
+    ),
     Operation("get", "/version", "Describe the server and its components", "Service"),
     Operation("get", "/openapi.json", "Describe the endpoints", "Service"),
 )
@@ -145,7 +297,9 @@ def document(*, paths: frozenset[str], version: str, root_path: str, has_keys: b
     schemas, components = _schemas(operations)
     described: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        described.setdefault(operation.path, {})[operation.method] = _described(operation, schemas, has_keys)
+        described.setdefault(operation.path, {})[operation.method] = _described(
+            operation, schemas, has_keys
+        )
     made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Dovetail", "version": version},
@@ -154,59 +308,98 @@ def document(*, paths: frozenset[str], version: str, root_path: str, has_keys: b
         "components": {"schemas": components},
     }
     if has_keys:
-        bearer, header = {"type": "http", "scheme": "bearer"}, {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        bearer, header = (
+            {"type": "http", "scheme": "bearer"},
+            {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        )
         made["components"]["securitySchemes"] = {"bearer": bearer, "x_api_key": header}
     return orjson.dumps(made)
 
 
-def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:
+def _schemas(
+    operations: Sequence[Operation],
+) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:
     """Return references to the operations' structs, and the components that they refer to."""
-    structs: dict[type[Struct], None] = dict.fromkeys((*ITEMS.values(), *KINDS.values(), Tool))  # which requests reference by name
+    structs: dict[type[Struct], None] = dict.fromkeys(
+        (*ITEMS.values(), *KINDS.values(), Tool)
+    )  # which requests reference by name
     for operation in operations:
         used = (operation.request, operation.answer, operation.error_shape)
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))
-    references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    references, components = msgspec.json.schema_components(
+        structs, ref_template="#/components/schemas/{name}"
+    )
     for kind in structs:
         if issubclass(kind, GenerationFields | PoolingFields):
             properties = components[kind.__name__]["properties"]
-            ignored = {field.path: field.reason for field in kind.ADVISORY if field.path in properties and not field.steers}
-            properties |= {name: {**properties[name], "description": f"Without effect: {reason}"} for name, reason in ignored.items()}
+            ignored = {
+                field.path: field.reason
+                for field in kind.ADVISORY
+                if field.path in properties and not field.steers
+            }
+            properties |= {
+                name: {**properties[name], "description": f"Without effect: {reason}"}
+                for name, reason in ignored.items()
+            }
     for kind, table in ONLY.items():
         if kind in structs:
-            components[kind.__name__]["properties"] |= {name: _only(values, reason) for name, values, reason in table}
+            components[kind.__name__]["properties"] |= {
+                name: _only(values, reason) for name, values, reason in table
+            }
     return dict(zip(structs, references, strict=True)), components
 
 
 def _only(values: Sequence[Any], reason: str) -> dict[str, Any]:
     """Return the schema of a parameter with a limited set of supported values."""
-    return {"enum": [None, *values], "default": None, "description": reason[:1].upper() + reason[1:]}
+    return {
+        "enum": [None, *values],
+        "default": None,
+        "description": reason[:1].upper() + reason[1:],
+    }
 
 
-def _described(operation: Operation, schemas: Mapping[type[Struct], Any], has_keys: bool) -> dict[str, Any]:
+def _described(
+    operation: Operation, schemas: Mapping[type[Struct], Any], has_keys: bool
+) -> dict[str, Any]:
     turned_away = 401 if operation.needs_key else 200
     statuses = sorted({200, *operation.errors, turned_away if has_keys else 403})
     described: dict[str, Any] = {
         "summary": operation.summary,
         "tags": [operation.tag],
-        "operationId": f"{operation.method}{operation.path}".replace("/", "_").replace("{", "").replace("}", "").replace(".", "_"),
+        "operationId": f"{operation.method}{operation.path}".replace("/", "_")
+        .replace("{", "")
+        .replace("}", "")
+        .replace(".", "_"),
         "responses": {str(status): _response(operation, status, schemas) for status in statuses},
     }
     if operation.request is not None:
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[operation.request]}}}
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schemas[operation.request]}},
+        }
     if named := _IN_PATH.findall(operation.path):
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named]
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in named
+        ]
     if has_keys and operation.needs_key:
         described["security"] = [{"bearer": []}, {"x_api_key": []}]
     return described
 
 
-def _response(operation: Operation, status: int, schemas: Mapping[type[Struct], Any]) -> dict[str, Any]:
+def _response(
+    operation: Operation, status: int, schemas: Mapping[type[Struct], Any]
+) -> dict[str, Any]:
     answer = operation.answer if status == 200 else operation.error_shape
     content: dict[str, Any]
     if isinstance(answer, str):
         content = {answer: {"schema": {"type": "string"}}}
     else:
-        content = {"application/json": {"schema": {"type": "object"} if answer is None else schemas[answer]}}
+        content = {
+            "application/json": {
+                "schema": {"type": "object"} if answer is None else schemas[answer]
+            }
+        }
     if status == 200 and operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {"description": _REASONS[status], "content": content}

@@ -48,14 +48,23 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def params(self, **own: Any) -> PoolingParams:
         """Return the parameters of each request. `own`: those of one endpoint. Raises `RequestError`."""
-        return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, use_activation=self.use_activation, **own)
+        return PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            use_activation=self.use_activation,
+            **own,
+        )
 
     def engine_fields(self, engine: ServedEngine) -> Mapping[str, Any]:
         """Return the keyword arguments of `ServedEngine.submit`."""
         deadline = None if self.deadline_s is None else engine.now() + self.deadline_s
         adapter = adapter_of(self.model, engine)
         return given(
-            priority=self.priority, client=self.client, cache_salt=self.cache_salt, deadline=deadline, extra=self.extra, lora_request=adapter
+            priority=self.priority,
+            client=self.client,
+            cache_salt=self.cache_salt,
+            deadline=deadline,
+            extra=self.extra,
+            lora_request=adapter,
         )
 
 
@@ -72,7 +81,11 @@ class ClassifyRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         if kinds == {int}:
             return [{"prompt_token_ids": self.input}]
         if len(kinds) != 1:
-            raise HttpError(400, "input: it must be a text, token ids, or a non-empty list of one kind of these", param="input")
+            raise HttpError(
+                400,
+                "input: it must be a text, token ids, or a non-empty list of one kind of these",
+                param="input",
+            )
         at_most("input: the number of texts", len(self.input), limits, "max_inputs")
         return [one if isinstance(one, str) else {"prompt_token_ids": one} for one in self.input]
 
@@ -107,7 +120,11 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         sides = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
         named = [names for names in sides if any(getattr(self, name) is not None for name in names)]
         if len(named) != 1 or any(getattr(self, name) is None for name in named[0]):
-            raise HttpError(400, "text_1: give text_1 and text_2, or queries and documents: a text, or a list of texts", param="text_1")
+            raise HttpError(
+                400,
+                "text_1: give text_1 and text_2, or queries and documents: a text, or a list of texts",
+                param="text_1",
+            )
         first, second = (getattr(self, name) for name in named[0])
         for name, side in zip(named[0], (first, second), strict=True):
             if isinstance(side, list):

@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 from dovetail_server.protocol.decoding import unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORT_TOKENS: Mapping[str, int | None] = {  # the most tokens of reasoning, for templates that know no effort; None: no limit
+EFFORT_TOKENS: Mapping[
+    str, int | None
+] = {  # the most tokens of reasoning, for templates that know no effort; None: no limit
     "minimal": 512,
     "low": 2048,
     "medium": 8192,
@@ -50,14 +52,23 @@ class AskedReasoning(NamedTuple):
             if not switches and knows_effort and "'none'" in template.replace('"', "'"):
                 return {EFFORT: "none"}
             if not switches and (reasons or knows_effort):
-                raise unsupported(self.field, "the model's chat template has no variable that turns its reasoning off: leave it out")
+                raise unsupported(
+                    self.field,
+                    "the model's chat template has no variable that turns its reasoning off: leave it out",
+                )
             return dict.fromkeys(switches, False)
-        effort = {EFFORT: _LEVELS.get(self.effort, self.effort)} if knows_effort and self.effort is not None else {}
+        effort = (
+            {EFFORT: _LEVELS.get(self.effort, self.effort)}
+            if knows_effort and self.effort is not None
+            else {}
+        )
         return {**effort, **(dict.fromkeys(switches, True) if self.on else {})}
 
     def limit(self, variables: Mapping[str, object]) -> int | None:
         """Return the most tokens of reasoning; None: no limit. `variables`: those of the template, which may know the effort."""
-        by_effort = None if self.effort is None or EFFORT in variables else EFFORT_TOKENS.get(self.effort)
+        by_effort = (
+            None if self.effort is None or EFFORT in variables else EFFORT_TOKENS.get(self.effort)
+        )
         return min((limit for limit in (self.tokens, by_effort) if limit is not None), default=None)
 
     def unmet(self, variables: Mapping[str, object]) -> Collection[str]:
@@ -66,24 +77,41 @@ class AskedReasoning(NamedTuple):
             return ()
         switched = any(variables.get(name) is True for name in SWITCHES)
         by_switch = (self.on or self.tokens is not None) and not (switched and self.tokens is None)
-        by_effort = self.effort is not None and EFFORT not in variables and not (switched and EFFORT_TOKENS.get(self.effort) is None)
-        return [field for field, unmet in ((self.on_field, by_switch), (self.effort_field, by_effort)) if unmet]
+        by_effort = (
+            self.effort is not None
+            and EFFORT not in variables
+            and not (switched and EFFORT_TOKENS.get(self.effort) is None)
+        )
+        return [
+            field
+            for field, unmet in ((self.on_field, by_switch), (self.effort_field, by_effort))
+            if unmet
+        ]
 
 
 def asked_effort(field: str, effort: Effort | None) -> AskedReasoning:
     """Return what OpenAI's effort asks for: `none` turns reasoning off, all others turn it on."""
-    return AskedReasoning() if effort is None else AskedReasoning(effort != "none", None, effort, effort_field=field)
+    return (
+        AskedReasoning()
+        if effort is None
+        else AskedReasoning(effort != "none", None, effort, effort_field=field)
+    )
 
 
 @lru_cache(maxsize=256)
 def reads(template: str, variable: str) -> bool:
     """Return True if a chat template looks at a variable."""
-    return any(re.search(rf"(?<![.\w]){variable}\b(?!\s*=[^=])", _TEXT.sub("''", code)) for code in _codes(template))
+    return any(
+        re.search(rf"(?<![.\w]){variable}\b(?!\s*=[^=])", _TEXT.sub("''", code))
+        for code in _codes(template)
+    )
 
 
 def _codes(template: str) -> Iterator[str]:
     """Yield the code of a template, in linear time also if it isn't closed."""
     start = 0
-    while (opened := _OPENED.search(template, start)) and (closed := _CLOSED.search(template, opened.end())):
+    while (opened := _OPENED.search(template, start)) and (
+        closed := _CLOSED.search(template, opened.end())
+    ):
         yield template[opened.end() : closed.start()]
         start = closed.end()

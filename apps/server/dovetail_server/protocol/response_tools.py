@@ -77,12 +77,21 @@ KINDS: Mapping[str, type[Tool]] = {
 }
 _WITHIN = ("function", "custom")  # kinds of tools in a namespace
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 _QUERY = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 _SHELL = {
     "type": "object",
     "properties": {
-        "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments"},
+        "command": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "The program and its arguments",
+        },
         "working_directory": {"type": "string"},
         "timeout_ms": {"type": "integer"},
     },
@@ -109,7 +118,11 @@ class Callee(NamedTuple):
 class ResponseTools:
     """The tools of a request."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], found: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        found: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    ) -> None:
         """`found`: further ones, each with its place in the request. Raises `HttpError` naming the place of a tool that is wrong or of
         another kind."""
         self._functions: dict[str, ToolFunction] = {}
@@ -131,7 +144,11 @@ class ResponseTools:
     def _add(self, tool: Mapping[str, Any], place: str) -> None:
         for callee, function in _functions_of(_read(tool, place, KINDS), place):
             if self._callees.setdefault(function.name, callee) != callee:
-                raise HttpError(400, f"{place}: the model would know two tools as {shown(function.name)}", param=place)
+                raise HttpError(
+                    400,
+                    f"{place}: the model would know two tools as {shown(function.name)}",
+                    param=place,
+                )
             self._functions[function.name] = function
 
 
@@ -143,7 +160,9 @@ def _read(tool: Mapping[str, Any], place: str, kinds: Mapping[str, type[Tool]]) 
     return converted(tool, kinds[kind], place)
 
 
-def _functions_of(tool: Tool, place: str, within: str | None = None, about: str | None = None) -> Iterator[tuple[Callee, ToolFunction]]:
+def _functions_of(
+    tool: Tool, place: str, within: str | None = None, about: str | None = None
+) -> Iterator[tuple[Callee, ToolFunction]]:
     """Yield the functions that the model sees of a tool. `within`: its namespace's name; `about`: that namespace's description, for
     the first of its tools only, since it may be long and they may be many."""
     match tool:
@@ -151,21 +170,34 @@ def _functions_of(tool: Tool, place: str, within: str | None = None, about: str 
             kinds = {kind: KINDS[kind] for kind in _WITHIN}
             for index, inner in enumerate(tool.tools):
                 inner_place = f"{place}.tools[{index}]"
-                yield from _functions_of(_read(inner, inner_place, kinds), inner_place, tool.name, tool.description if index == 0 else None)
+                yield from _functions_of(
+                    _read(inner, inner_place, kinds),
+                    inner_place,
+                    tool.name,
+                    tool.description if index == 0 else None,
+                )
             return
         case FunctionTool():
             callee, schema = Callee("function", tool.name, within), tool.parameters
             description, strict = tool.description, tool.strict
         case CustomTool():
             callee, schema = Callee("custom", tool.name, within), _INPUT
-            description, strict = _joined(tool.description, _told(tool.format, f"{place}.format")), False
+            description, strict = (
+                _joined(tool.description, _told(tool.format, f"{place}.format")),
+                False,
+            )
         case LocalShellTool():
             callee, schema = Callee("local_shell", "local_shell"), _SHELL
             description, strict = "Run a command.", False
         case ToolSearchTool():
             callee, schema = Callee("tool_search", "tool_search"), tool.parameters or _QUERY
             description, strict = tool.description, False
-    yield callee, ToolFunction.of(callee.function, _joined(about, description), schema, strict, _NO_ARGUMENTS)
+    yield (
+        callee,
+        ToolFunction.of(
+            callee.function, _joined(about, description), schema, strict, _NO_ARGUMENTS
+        ),
+    )
 
 
 def _joined(*texts: str | None) -> str | None:
@@ -177,6 +209,15 @@ def _told(form: Mapping[str, Any] | None, place: str) -> str | None:
     if form is None or form == {"type": "text"}:
         return None
     match form:
-        case {"type": "grammar", "syntax": "lark" | "regex" as syntax, "definition": str(definition), **others} if not others:
+        case {
+            "type": "grammar",
+            "syntax": "lark" | "regex" as syntax,
+            "definition": str(definition),
+            **others,
+        } if not others:
             return f"The input must follow this grammar ({syntax}):\n{definition}"
-    raise HttpError(400, f"{place}: it must be text, or a grammar with syntax and definition, got {shown(form)}", param=place)
+    raise HttpError(
+        400,
+        f"{place}: it must be text, or a grammar with syntax and definition, got {shown(form)}",
+        param=place,
+    )

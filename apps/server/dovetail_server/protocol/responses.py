@@ -15,10 +15,22 @@ from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, converted, refuse_unsupported
-from dovetail_server.protocol.openai_common import Conversation, GenerationFields, ServiceTier, check_stream_options, sampling_params
+from dovetail_server.protocol.openai_common import (
+    Conversation,
+    GenerationFields,
+    ServiceTier,
+    check_stream_options,
+    sampling_params,
+)
 from dovetail_server.protocol.reasoning import Effort, asked_effort
 from dovetail_server.protocol.response_tools import KINDS, Callee, ResponseTools
-from dovetail_server.protocol.structured import ParamNames, ResponsesFormat, TextFormat, read_demand, read_tool_choice
+from dovetail_server.protocol.structured import (
+    ParamNames,
+    ResponsesFormat,
+    TextFormat,
+    read_demand,
+    read_tool_choice,
+)
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -33,7 +45,9 @@ class InputText(_Content, tag="input_text"):
     """Text of a user or developer."""
 
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # no-op: the prefix cache always keeps prompts
+    prompt_cache_breakpoint: dict[str, Any] | None = (
+        None  # no-op: the prefix cache always keeps prompts
+    )
 
 
 class OutputText(_Content, tag="output_text"):
@@ -227,8 +241,16 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-_TOOL_SCHEMA = Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in KINDS.values()]})
-_ITEM_SCHEMA = Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS.values()]})
+_TOOL_SCHEMA = Meta(
+    extra_json_schema={
+        "anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in KINDS.values()]
+    }
+)
+_ITEM_SCHEMA = Meta(
+    extra_json_schema={
+        "anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS.values()]
+    }
+)
 
 
 class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
@@ -249,7 +271,9 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None  # reasoning is never encrypted
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None  # reasoning is never encrypted
+    )
     top_logprobs: int | None = None
 
     # Without effect: see `advisory`
@@ -281,7 +305,9 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
         """Raise `HttpError` 400 naming an option that this server doesn't honour."""
         refuse_unsupported(self, ONLY)
         if self.top_logprobs and self.told_logprobs is None:
-            raise HttpError(400, f'top_logprobs: it needs include: ["{_LOGPROBS}"]', param="top_logprobs")
+            raise HttpError(
+                400, f'top_logprobs: it needs include: ["{_LOGPROBS}"]', param="top_logprobs"
+            )
         check_stream_options(self)
 
     def to_conversation(self) -> Conversation:
@@ -291,20 +317,37 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
         known = self.known_tools(items).functions
         tools = [] if self.tool_choice == "none" else known
         options = ChatOptions(
-            tools=[tool.template for tool in tools] or None, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs
+            tools=[tool.template for tool in tools] or None,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
-        params = sampling_params(self, max_tokens=self.max_output_tokens, logprobs=self.told_logprobs)
+        params = sampling_params(
+            self, max_tokens=self.max_output_tokens, logprobs=self.told_logprobs
+        )
         choice = read_tool_choice(_function_choice(self.tool_choice), self.parallel_tool_calls)
-        demand = read_demand(self, None if self.text is None else self.text.format, tools, choice, ParamNames("text.format"))
-        reasoning = asked_effort("reasoning.effort", None if self.reasoning is None else self.reasoning.effort)
-        return Conversation(chat_messages(self.instructions, items), options, params, demand, reasoning)
+        demand = read_demand(
+            self,
+            None if self.text is None else self.text.format,
+            tools,
+            choice,
+            ParamNames("text.format"),
+        )
+        reasoning = asked_effort(
+            "reasoning.effort", None if self.reasoning is None else self.reasoning.effort
+        )
+        return Conversation(
+            chat_messages(self.instructions, items), options, params, demand, reasoning
+        )
 
     def known_tools(self, items: Sequence[Item] | None = None) -> ResponseTools:
         """Return the tools that the model may call. `items`: the input's, if they have been read. Raises `HttpError` and `RequestError`."""
         found = []
         for index, item in enumerate(read_items(self.input) if items is None else items):
             if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
-                found += [(f"input[{index}].tools[{place}]", tool) for place, tool in enumerate(item.tools)]
+                found += [
+                    (f"input[{index}].tools[{place}]", tool)
+                    for place, tool in enumerate(item.tools)
+                ]
         return ResponseTools(self.tools or (), found)
 
     @property
@@ -370,7 +413,9 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
                 _add_result(messages, item.call_id or item.id or "", item.output)
             case ToolSearchOutputItem():
                 found = ", ".join(function.name for function in ResponseTools(item.tools).functions)
-                _add_result(messages, item.call_id or "", f"Found: {found}" if found else "Found none")
+                _add_result(
+                    messages, item.call_id or "", f"Found: {found}" if found else "Found none"
+                )
             case FunctionCallItem():
                 callee = Callee("function", item.name, item.namespace)
                 _add_call(messages, item.call_id, callee, item.arguments)
@@ -379,10 +424,24 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
                 _add_call(messages, item.call_id, callee, {"input": item.input})
             case LocalShellCallItem():
                 action = msgspec.to_builtins(item.action)
-                arguments = {name: value for name, value in action.items() if name != "type" and value is not None}
-                _add_call(messages, item.call_id or item.id or "", Callee("local_shell", "local_shell"), arguments)
+                arguments = {
+                    name: value
+                    for name, value in action.items()
+                    if name != "type" and value is not None
+                }
+                _add_call(
+                    messages,
+                    item.call_id or item.id or "",
+                    Callee("local_shell", "local_shell"),
+                    arguments,
+                )
             case ToolSearchCallItem():
-                _add_call(messages, item.call_id or "", Callee("tool_search", "tool_search"), item.arguments)
+                _add_call(
+                    messages,
+                    item.call_id or "",
+                    Callee("tool_search", "tool_search"),
+                    item.arguments,
+                )
             case ReasoningItem():
                 thoughts = item.content if item.content is not None else item.summary
                 message = _assistant_message(messages, new=True)
@@ -394,7 +453,11 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
 
 
 def _add_call(messages: list[dict[str, Any]], call_id: str, callee: Callee, arguments: Any) -> None:
-    call = {"id": call_id, "type": "function", "function": {"name": callee.function, "arguments": arguments}}
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": callee.function, "arguments": arguments},
+    }
     _assistant_message(messages).setdefault("tool_calls", []).append(call)
 
 
@@ -553,7 +616,9 @@ class ResponseAnswer(Struct, kw_only=True):
     user: str | None = None
 
 
-def begun_answer(body: ResponsesRequest, response_id: str, model: str, created_at: int) -> ResponseAnswer:
+def begun_answer(
+    body: ResponsesRequest, response_id: str, model: str, created_at: int
+) -> ResponseAnswer:
     """Return an answer without output that echoes the request's parameters."""
     return ResponseAnswer(
         id=response_id,
@@ -565,7 +630,11 @@ def begun_answer(body: ResponsesRequest, response_id: str, model: str, created_a
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=body.reasoning or ReasoningConfig(),
         temperature=body.temperature,
-        text=TextConfig(body.text.format if body.text is not None and body.text.format is not None else TextFormat()),
+        text=TextConfig(
+            body.text.format
+            if body.text is not None and body.text.format is not None
+            else TextFormat()
+        ),
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,

@@ -112,7 +112,14 @@ class ToolFunction:
     template: Mapping[str, Any]  # the tool in OpenAI's chat format, which chat templates read
 
     @classmethod
-    def of(cls, name: str, description: str | None, schema: Any, strict: bool | None, default: Any = None) -> ToolFunction:
+    def of(
+        cls,
+        name: str,
+        description: str | None,
+        schema: Any,
+        strict: bool | None,
+        default: Any = None,
+    ) -> ToolFunction:
         """Build a tool from its fields. `default`: the schema shown to the template if `schema` is empty."""
         described = {} if description is None else {"description": description}
         function = {"name": name, **described, "parameters": schema or default or {}}
@@ -129,7 +136,9 @@ class CallChoice(NamedTuple):
     @property
     def single(self) -> bool:
         """The answer ends after its first call."""
-        return self.name is not None or not (self.parallel or (self.parallel is None and not self.required))
+        return self.name is not None or not (
+            self.parallel or (self.parallel is None and not self.required)
+        )
 
 
 def read_tool_choice(choice: Any, parallel: bool | None) -> CallChoice:
@@ -160,7 +169,9 @@ class CallDemand:
     tools: Sequence[tuple[str, Mapping[str, Any]]]  # name, JSON Schema of the arguments
     required: bool  # the answer is calls, with no text
     single: bool  # the answer ends after the first call
-    cut: bool = False  # if the model's format can't be constrained, dropping further calls is enough
+    cut: bool = (
+        False  # if the model's format can't be constrained, dropping further calls is enough
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +194,13 @@ class ParamNames(NamedTuple):
 _FREE, _NAMES = CallChoice(), ParamNames()
 
 
-def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (), choice: CallChoice = _FREE, names: ParamNames = _NAMES) -> Demand:
+def read_demand(
+    body: RuleFields,
+    form: Any,
+    tools: Sequence[ToolFunction] = (),
+    choice: CallChoice = _FREE,
+    names: ParamNames = _NAMES,
+) -> Demand:
     """Return what a request demands of its answer. `form`: the value of the API's own format parameter. Raises `HttpError` for parameters that
     contradict each other, and `RequestError` that begins with the parameter's name."""
     calls = _call_demand(tools, choice, names)
@@ -193,9 +210,13 @@ def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (),
     for name, field in _IN_VLLMS_WORDS.items():
         if (value := getattr(body, name, None)) is not None:
             rules[name] = _named(name, partial(_rule_of_field, field, value))
-    if other := next((name for name, rule in rules.items() if rule != next(iter(rules.values()))), None):  # clients repeat a rule under older names
+    if other := next(
+        (name for name, rule in rules.items() if rule != next(iter(rules.values()))), None
+    ):  # clients repeat a rule under older names
         one = next(iter(rules))
-        raise HttpError(400, f"{one} and {other} contradict each other: an answer follows one rule", param=one)
+        raise HttpError(
+            400, f"{one} and {other} contradict each other: an answer follows one rule", param=one
+        )
     if not rules or choice.required:  # an answer that is only calls has no text to constrain
         return calls or Demand()
     name, rule = next(iter(rules.items()))
@@ -209,24 +230,43 @@ def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (),
     return Demand(name, rule)
 
 
-def _call_demand(tools: Sequence[ToolFunction], choice: CallChoice, names: ParamNames) -> Demand | None:
+def _call_demand(
+    tools: Sequence[ToolFunction], choice: CallChoice, names: ParamNames
+) -> Demand | None:
     """Return the constraint on the answer's calls, or None if there is none."""
     if choice.required and not tools:
-        raise HttpError(400, "tool_choice: a call is demanded, and there are no tools", param="tool_choice")
+        raise HttpError(
+            400, "tool_choice: a call is demanded, and there are no tools", param="tool_choice"
+        )
     if choice.name is not None and choice.name not in (known := [tool.name for tool in tools]):
-        raise HttpError(400, f"tool_choice: there is no tool {shown(choice.name)}; there are {', '.join(known)}"[:1000], param="tool_choice")
+        raise HttpError(
+            400,
+            f"tool_choice: there is no tool {shown(choice.name)}; there are {', '.join(known)}"[
+                :1000
+            ],
+            param="tool_choice",
+        )
     single = choice.single
     strict = [names.strict.format(index) for index, tool in enumerate(tools) if tool.strict]
     if not tools or not (choice.required or single or strict):
         return None
-    schemas = [(tool.name, _arguments(tool.schema)) for tool in tools if choice.name in (None, tool.name)]
+    schemas = [
+        (tool.name, _arguments(tool.schema)) for tool in tools if choice.name in (None, tool.name)
+    ]
     param = "tool_choice" if choice.required else names.parallel if single else strict[0]
-    return Demand(param, calls=CallDemand(schemas, choice.required, single, cut=not choice.required and not strict))
+    return Demand(
+        param,
+        calls=CallDemand(schemas, choice.required, single, cut=not choice.required and not strict),
+    )
 
 
 def _arguments(schema: Any) -> Mapping[str, Any]:
     """Return the schema of a function's arguments; without one, the function takes none."""
-    return schema if isinstance(schema, Mapping) and schema else {"type": "object", "properties": {}, "additionalProperties": False}
+    return (
+        schema
+        if isinstance(schema, Mapping) and schema
+        else {"type": "object", "properties": {}, "additionalProperties": False}
+    )
 
 
 def _rule_of_format(form: Any) -> Structured | None:
@@ -239,12 +279,20 @@ def _rule_of_format(form: Any) -> Structured | None:
             return Structured(json_schema=form.schema)
         case StructuralTagFormat():
             tag = msgspec.to_builtins(form)
-            return Structured(structural_tag={key: value for key, value in tag.items() if key != "type" and value is not None})
+            return Structured(
+                structural_tag={
+                    key: value for key, value in tag.items() if key != "type" and value is not None
+                }
+            )
     return None
 
 
 def _rule_of_field(field: str | None, value: Any) -> Structured:
-    return structured_of_vllm(value) if field is None else StructuredOutputsParams(**{field: value}).structured()
+    return (
+        structured_of_vllm(value)
+        if field is None
+        else StructuredOutputsParams(**{field: value}).structured()
+    )
 
 
 def _named(name: str, make: Callable[[], T]) -> T:

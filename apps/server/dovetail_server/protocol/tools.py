@@ -24,7 +24,19 @@ INSTEAD = {  # the beginning of a tool's type -> what would be right
     "mcp": "the server connects to no MCP servers: let the client do it, and send their tools as functions",
     "tool_search": "the model sees all tools from the beginning: send them without it",
     "namespace": "a namespace has functions and custom tools only",
-    **dict.fromkeys(("bash", "text_editor", "computer", "memory", "browser", "shell", "local_shell", "apply_patch"), _NO_SCHEMA),
+    **dict.fromkeys(
+        (
+            "bash",
+            "text_editor",
+            "computer",
+            "memory",
+            "browser",
+            "shell",
+            "local_shell",
+            "apply_patch",
+        ),
+        _NO_SCHEMA,
+    ),
 }
 
 

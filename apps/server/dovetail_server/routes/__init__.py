@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import adapters, batches, chat, completions, messages, pooling, responses, service, tokenize
+from dovetail_server.routes import (
+    adapters,
+    batches,
+    chat,
+    completions,
+    messages,
+    pooling,
+    responses,
+    service,
+    tokenize,
+)
 from dovetail_server.settings import ServerSettings
 
 

@@ -18,7 +18,9 @@ async def load(exchange: Exchange) -> None:
     if not body.lora_name:
         raise HttpError(400, "lora_name must not be empty", param="lora_name")
     if body.lora_name in exchange.server.models:
-        raise HttpError(400, f"lora_name: {body.lora_name[:200]!r} is the model's own name", param="lora_name")
+        raise HttpError(
+            400, f"lora_name: {body.lora_name[:200]!r} is the model's own name", param="lora_name"
+        )
     if body.lora_name in exchange.engine.adapters and not body.load_inplace:
         message = f"the adapter {body.lora_name[:200]!r} is served already: unload it first, or set load_inplace"
         raise HttpError(400, message, param="lora_name", code="adapter_exists")
@@ -31,7 +33,12 @@ async def unload(exchange: Exchange) -> None:
     _folder(exchange)
     body = await exchange.body(UnloadBody)
     if body.lora_name not in exchange.engine.adapters:
-        raise HttpError(404, f"the adapter {body.lora_name[:200]!r} isn't served here", param="lora_name", code="adapter_not_found")
+        raise HttpError(
+            404,
+            f"the adapter {body.lora_name[:200]!r} isn't served here",
+            param="lora_name",
+            code="adapter_not_found",
+        )
     await exchange.engine.load_adapter(body.lora_name, None)
     await exchange.reply({"status": "ok", "lora_name": body.lora_name})
 

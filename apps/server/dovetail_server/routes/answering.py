@@ -21,7 +21,12 @@ from dovetail.structured import Structured
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, OutputListener
 from dovetail_server.parsers.reader import AnswerParser, AnswerReader
-from dovetail_server.parsers.registry import call_rule, needs_special_tokens, opens_reasoning, parser_for
+from dovetail_server.parsers.registry import (
+    call_rule,
+    needs_special_tokens,
+    opens_reasoning,
+    parser_for,
+)
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.decoding import unsupported
@@ -54,7 +59,12 @@ class PreparedChat(Generic[B]):
 
     async def run(self, listener: OutputListener, answer_id: str) -> None:
         """See `Exchange.run`."""
-        await self.exchange.run(answer_id, self.params, engine_fields(self.body, self.exchange.engine), [(self.prompt, listener)])
+        await self.exchange.run(
+            answer_id,
+            self.params,
+            engine_fields(self.body, self.exchange.engine),
+            [(self.prompt, listener)],
+        )
 
 
 async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
@@ -65,8 +75,20 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     options = steered(exchange, options, asked)
     prompt = await rendered(exchange, messages, options, cut=cuts(params))
     limit = limited(exchange, body, asked, options, prompt)
-    rule, single = (demand.rule, False) if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options, params)
-    params, prompt = constrained_chat(exchange, params, demand.param if rule is not None else asked.field, rule, limit, options, prompt)
+    rule, single = (
+        (demand.rule, False)
+        if demand.calls is None
+        else _rule_of_calls(exchange, demand.param, demand.calls, options, params)
+    )
+    params, prompt = constrained_chat(
+        exchange,
+        params,
+        demand.param if rule is not None else asked.field,
+        rule,
+        limit,
+        options,
+        prompt,
+    )
     chosen = exchange.server.parsing.parsers(options.chat_template)
     if needs_special_tokens(chosen, options.tools):
         params = changed_unchecked(params, skip_special_tokens=False)
@@ -75,7 +97,13 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     return PreparedChat(exchange, body, model, prompt, params, parsers, single, only_calls)
 
 
-async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, cut: bool = False) -> TokenizedText:
+async def rendered(
+    exchange: Exchange,
+    messages: Sequence[Mapping[str, Any]],
+    options: ChatOptions,
+    *,
+    cut: bool = False,
+) -> TokenizedText:
     """Admit a conversation, and return its prompt. `cut`: the request's parameters truncate it. Raises what
     `Exchange.prepared` does, and `RequestError`."""
     render = partial(exchange.engine.chat.prompt, messages, options, cut=cut)
@@ -93,12 +121,20 @@ def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> 
     return dataclasses.replace(options, chat_template_kwargs=variables or None)
 
 
-def limited(exchange: Exchange, body: Any, asked: AskedReasoning, options: ChatOptions, prompt: TokenizedText) -> int | None:
+def limited(
+    exchange: Exchange,
+    body: Any,
+    asked: AskedReasoning,
+    options: ChatOptions,
+    prompt: TokenizedText,
+) -> int | None:
     """Return the most tokens of reasoning, None for no limit. Fields of the body that have no effect on this model are ignored. Raises what
     `Exchange.ignore` raises."""
     steered_by = options.chat_template_kwargs or {}
     limit = asked.limit(steered_by)
-    can_limit = exchange.engine.info.intake.has_masks and speller(exchange.engine.tokenizer) is not None
+    can_limit = (
+        exchange.engine.info.intake.has_masks and speller(exchange.engine.tokenizer) is not None
+    )
     if (limit is None or can_limit) and _reasons_first(exchange, options, prompt):
         return limit
     unmet = asked.unmet(steered_by)
@@ -141,8 +177,14 @@ class Answer(OutputListener):
     ) -> None:
         """`error_shape`: the form of an error event, if it isn't that of the API's other errors. `top_logprobs`: see `told_logprobs`."""
         super().__init__(chat.exchange)
-        self._reader, self._writer, self._top_logprobs = chat.reader(chat.parsers[0]), writer, top_logprobs
-        self._stream: EventStream | None = chat.exchange.begin_stream("error", error_shape) if chat.body.stream else None
+        self._reader, self._writer, self._top_logprobs = (
+            chat.reader(chat.parsers[0]),
+            writer,
+            top_logprobs,
+        )
+        self._stream: EventStream | None = (
+            chat.exchange.begin_stream("error", error_shape) if chat.body.stream else None
+        )
         self._parts = AnswerParts(writer if chat.body.stream else None)
         self._started = False
 
@@ -158,7 +200,9 @@ class Answer(OutputListener):
             self._writer.start(self.counts)
         sample = output.outputs[0]
         tokenizer, top = self.exchange.engine.tokenizer, self._top_logprobs
-        self._parts.add(self._reader.read(sample), () if top is None else logprobs_json(sample, top, tokenizer))
+        self._parts.add(
+            self._reader.read(sample), () if top is None else logprobs_json(sample, top, tokenizer)
+        )
         if output.finished:
             self._parts.finish(cut=sample.finish_reason == "length" or self._reader.in_call)
             self.whole = self._writer.whole(sample, self._parts, self.counts)
@@ -169,7 +213,9 @@ class Answer(OutputListener):
                 self._stream.write(data)
 
 
-def constrained(exchange: Exchange, params: SamplingParams, param: str, rule: Structured | None) -> SamplingParams:
+def constrained(
+    exchange: Exchange, params: SamplingParams, param: str, rule: Structured | None
+) -> SamplingParams:
     """Return the parameters with a rule, which the API's parameter `param` demands. Raises `RequestError`."""
     if rule is None:
         return params
@@ -178,15 +224,28 @@ def constrained(exchange: Exchange, params: SamplingParams, param: str, rule: St
 
 
 def constrained_chat(
-    exchange: Exchange, params: SamplingParams, param: str, rule: Structured | None, limit: int | None, options: ChatOptions, prompt: TokenizedText
+    exchange: Exchange,
+    params: SamplingParams,
+    param: str,
+    rule: Structured | None,
+    limit: int | None,
+    options: ChatOptions,
+    prompt: TokenizedText,
 ) -> tuple[SamplingParams, TokenizedText]:
     """Return the parameters with the rule of a chat answer, demanded by `param`, and its prompt. Reasoning stays unconstrained, up to `limit` tokens
     of it: the rule begins after it. If the prompt leaves it open whether the model reasons first, the mark that begins reasoning is appended. Raises
     `RequestError`."""
     marks = exchange.server.parsing.parsers(options.chat_template).marks
-    if marks is not None and (limit is not None or (rule is not None and rule.after is None and _reasons_first(exchange, options, prompt))):
+    if marks is not None and (
+        limit is not None
+        or (rule is not None and rule.after is None and _reasons_first(exchange, options, prompt))
+    ):
         begin, end = marks
-        rule = Structured(after=end, after_tokens=limit) if rule is None else dataclasses.replace(rule, after=end, after_tokens=limit)
+        rule = (
+            Structured(after=end, after_tokens=limit)
+            if rule is None
+            else dataclasses.replace(rule, after=end, after_tokens=limit)
+        )
         if not opens_reasoning(prompt.text, marks):
             begun = f"{begin}\n"
             ids = exchange.engine.tokenizer.encode(begun, special_tokens=False)
@@ -194,7 +253,9 @@ def constrained_chat(
     return constrained(exchange, params, param, rule), prompt
 
 
-def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions, params: SamplingParams) -> tuple[Structured | None, bool]:
+def _rule_of_calls(
+    exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions, params: SamplingParams
+) -> tuple[Structured | None, bool]:
     """Return the rule of demanded calls; or None and True if dropping all calls but the first does what is demanded. Raises `HttpError` if the
     model's format of calls can't be constrained."""
     parsing = exchange.server.parsing
@@ -207,7 +268,14 @@ def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: C
     template = parsing.template(options.chat_template)
     one_line = _ends_at_line_break(exchange, params)
     try:
-        rule = call_rule(parser, template, calls.tools, required=calls.required, single=calls.single, one_line=one_line)
+        rule = call_rule(
+            parser,
+            template,
+            calls.tools,
+            required=calls.required,
+            single=calls.single,
+            one_line=one_line,
+        )
         return Structured(structural_tag=rule), False
     except ValueError as error:  # including `RequestError`
         if calls.cut:
@@ -234,7 +302,10 @@ def _reasons_first(exchange: Exchange, options: ChatOptions, prompt: TokenizedTe
     if opens_reasoning(prompt.text, marks) or prompt.text.rstrip().endswith(marks[1].rstrip()):
         return opens_reasoning(prompt.text, marks)
     variables = dict(options.chat_template_kwargs or {})
-    if False in (variables.get("enable_thinking"), variables.get("thinking")) or variables.get(EFFORT) == "none":
+    if (
+        False in (variables.get("enable_thinking"), variables.get("thinking"))
+        or variables.get(EFFORT) == "none"
+    ):
         return False
     template = parsing.template(options.chat_template)
     return parsing.expects_reasoning or "enable_thinking" in template or EFFORT in template

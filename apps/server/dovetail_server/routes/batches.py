@@ -19,12 +19,21 @@ from dovetail.checks import shown
 from dovetail_server.batches.store import BatchStore, Page, new_id
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
-from dovetail_server.protocol.batches import ENDPOINTS, WINDOW, WINDOW_S, Batch, CreateBatchRequest, ExpiresAfter
+from dovetail_server.protocol.batches import (
+    ENDPOINTS,
+    WINDOW,
+    WINDOW_S,
+    Batch,
+    CreateBatchRequest,
+    ExpiresAfter,
+)
 
 MOST_FILES_LISTED = 10_000  # per page, and the default, like OpenAI's
 BATCHES_LISTED, MOST_BATCHES_LISTED = 20, 100
 FIELDS, FORM_BYTES = 8, 65_536  # form fields besides the file
-HELD_BYTES = MultiPartParser.spool_max_size + FIELDS * FORM_BYTES  # of a form in memory; the rest is on disk
+HELD_BYTES = (
+    MultiPartParser.spool_max_size + FIELDS * FORM_BYTES
+)  # of a form in memory; the rest is on disk
 PIECE_BYTES = 2**18  # chunk size of downloads
 
 
@@ -34,13 +43,29 @@ async def upload(exchange: Exchange) -> None:
     exchange.check_open()
     largest = exchange.server.settings.max_file_bytes
     body = _and_end(exchange.received(largest + FORM_BYTES, _too_large(largest), HELD_BYTES))
-    parser = MultiPartParser(Request(exchange.scope).headers, body, max_files=1, max_fields=FIELDS, max_part_size=FORM_BYTES)
-    if not Request(exchange.scope).headers.get("content-type", "").startswith("multipart/form-data"):
-        raise HttpError(400, "the body must be a form (multipart/form-data) with `purpose` and `file`", code="invalid_form")
+    parser = MultiPartParser(
+        Request(exchange.scope).headers,
+        body,
+        max_files=1,
+        max_fields=FIELDS,
+        max_part_size=FORM_BYTES,
+    )
+    if (
+        not Request(exchange.scope)
+        .headers.get("content-type", "")
+        .startswith("multipart/form-data")
+    ):
+        raise HttpError(
+            400,
+            "the body must be a form (multipart/form-data) with `purpose` and `file`",
+            code="invalid_form",
+        )
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, UnicodeDecodeError, ValueError) as error:
-        raise HttpError(400, f"the body isn't a form: {getattr(error, 'message', error)}", code="invalid_form") from None
+        raise HttpError(
+            400, f"the body isn't a form: {getattr(error, 'message', error)}", code="invalid_form"
+        ) from None
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
@@ -51,8 +76,12 @@ async def upload(exchange: Exchange) -> None:
             raise _too_large(largest)
         content = file.file
         expires = _expires_after(form)
-        name = (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()  # the form's charset may produce lone surrogates
-        kept = await asyncio.to_thread(store.add_file, name, lambda to: shutil.copyfileobj(content, to), expires)
+        name = (
+            (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()
+        )  # the form's charset may produce lone surrogates
+        kept = await asyncio.to_thread(
+            store.add_file, name, lambda to: shutil.copyfileobj(content, to), expires
+        )
     finally:
         await form.close()
     await exchange.reply(msgspec.json.encode(kept))
@@ -64,12 +93,22 @@ async def files(exchange: Exchange) -> None:
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise HttpError(400, f"order must be asc or desc, got {shown(order)}", param="order")
     limit, store = _limit(query, MOST_FILES_LISTED, MOST_FILES_LISTED), _store(exchange)
-    page = await asyncio.to_thread(store.files, query.get("after"), limit, ascending=order == "asc", purpose=query.get("purpose"))
+    page = await asyncio.to_thread(
+        store.files,
+        query.get("after"),
+        limit,
+        ascending=order == "asc",
+        purpose=query.get("purpose"),
+    )
     await exchange.reply(_as_list(page))
 
 
 async def file(exchange: Exchange) -> None:
-    await exchange.reply(msgspec.json.encode(await asyncio.to_thread(_store(exchange).file, exchange.scope["path_params"]["file"])))
+    await exchange.reply(
+        msgspec.json.encode(
+            await asyncio.to_thread(_store(exchange).file, exchange.scope["path_params"]["file"])
+        )
+    )
 
 
 async def delete_file(exchange: Exchange) -> None:
@@ -80,7 +119,9 @@ async def delete_file(exchange: Exchange) -> None:
 
 async def content(exchange: Exchange) -> None:
     """Send a file in chunks."""
-    with await asyncio.to_thread(_store(exchange).open_content, exchange.scope["path_params"]["file"]) as opened:
+    with await asyncio.to_thread(
+        _store(exchange).open_content, exchange.scope["path_params"]["file"]
+    ) as opened:
         left = os.fstat(opened.fileno()).st_size
         head = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % left)]
         exchange.started = True
@@ -101,9 +142,17 @@ async def create(exchange: Exchange) -> None:
     store = _store(exchange)
     exchange.check_open()
     if body.endpoint not in ENDPOINTS:
-        raise HttpError(400, f"endpoint must be one of {', '.join(ENDPOINTS)}, got {shown(body.endpoint)}", param="endpoint")
+        raise HttpError(
+            400,
+            f"endpoint must be one of {', '.join(ENDPOINTS)}, got {shown(body.endpoint)}",
+            param="endpoint",
+        )
     if body.completion_window != WINDOW:
-        raise HttpError(400, f"completion_window must be {WINDOW}, got {shown(body.completion_window)}", param="completion_window")
+        raise HttpError(
+            400,
+            f"completion_window must be {WINDOW}, got {shown(body.completion_window)}",
+            param="completion_window",
+        )
     now = int(time.time())
     batch = Batch(new_id("batch_"), body.endpoint, body.input_file_id, now, now + WINDOW_S)
     batch.metadata, batch.output_expires_after = body.metadata, body.output_expires_after
@@ -115,11 +164,17 @@ async def batches(exchange: Exchange) -> None:
     """List batches, with OpenAI's `limit` and `after`."""
     query = Request(exchange.scope).query_params
     limit, store = _limit(query, BATCHES_LISTED, MOST_BATCHES_LISTED), _store(exchange)
-    await exchange.reply(_as_list(await asyncio.to_thread(store.batches, query.get("after"), limit)))
+    await exchange.reply(
+        _as_list(await asyncio.to_thread(store.batches, query.get("after"), limit))
+    )
 
 
 async def batch(exchange: Exchange) -> None:
-    await exchange.reply(msgspec.json.encode(await asyncio.to_thread(_store(exchange).batch, exchange.scope["path_params"]["batch"])))
+    await exchange.reply(
+        msgspec.json.encode(
+            await asyncio.to_thread(_store(exchange).batch, exchange.scope["path_params"]["batch"])
+        )
+    )
 
 
 async def delete_batch(exchange: Exchange) -> None:
@@ -131,32 +186,55 @@ async def delete_batch(exchange: Exchange) -> None:
 
 async def cancel(exchange: Exchange) -> None:
     """Cancel a batch. It is `cancelling` until finished answers are in its files."""
-    await exchange.reply(msgspec.json.encode(await asyncio.to_thread(_store(exchange).cancel, exchange.scope["path_params"]["batch"])))
+    await exchange.reply(
+        msgspec.json.encode(
+            await asyncio.to_thread(_store(exchange).cancel, exchange.scope["path_params"]["batch"])
+        )
+    )
 
 
 def _store(exchange: Exchange) -> BatchStore:
     store = exchange.server.batches
     if store is None:
-        raise HttpError(404, "batches are disabled: start the server with --batch-directory", code="batches_off")
+        raise HttpError(
+            404, "batches are disabled: start the server with --batch-directory", code="batches_off"
+        )
     return store
 
 
 def _limit(query: QueryParams, default: int, most: int) -> int:
     """Return the requested page size."""
     text = query.get("limit", str(default))
-    if not text.isascii() or not text.isdecimal() or not 1 <= len(text) <= 6 or not 1 <= int(text) <= most:
-        raise HttpError(400, f"limit must be an integer from 1 to {most}, got {shown(text)}", param="limit")
+    if (
+        not text.isascii()
+        or not text.isdecimal()
+        or not 1 <= len(text) <= 6
+        or not 1 <= int(text) <= most
+    ):
+        raise HttpError(
+            400, f"limit must be an integer from 1 to {most}, got {shown(text)}", param="limit"
+        )
     return int(text)
 
 
 def _as_list(page: Page[Any]) -> bytes:
-    ends = {"first_id": page.items[0].id, "last_id": page.items[-1].id} if page.items else {"first_id": None, "last_id": None}
-    return msgspec.json.encode({"object": "list", "data": page.items, "has_more": page.has_more, **ends})
+    ends = (
+        {"first_id": page.items[0].id, "last_id": page.items[-1].id}
+        if page.items
+        else {"first_id": None, "last_id": None}
+    )
+    return msgspec.json.encode(
+        {"object": "list", "data": page.items, "has_more": page.has_more, **ends}
+    )
 
 
 def _expires_after(form: FormData) -> ExpiresAfter | None:
     """Return `expires_after` from the form fields that OpenAI's client sends."""
-    given = {name[len("expires_after[") : -1]: value for name, value in form.items() if name.startswith("expires_after[")}
+    given = {
+        name[len("expires_after[") : -1]: value
+        for name, value in form.items()
+        if name.startswith("expires_after[")
+    }
     if not given:
         return None
     try:
@@ -173,7 +251,12 @@ async def _and_end(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, 
 
 
 def _too_large(largest: int) -> HttpError:
-    return HttpError(413, f"the file is larger than {largest} bytes (max_file_bytes)", param="file", code="file_too_large")
+    return HttpError(
+        413,
+        f"the file is larger than {largest} bytes (max_file_bytes)",
+        param="file",
+        code="file_too_large",
+    )
 
 
 ROUTES = [

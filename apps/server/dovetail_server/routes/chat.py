@@ -24,14 +24,25 @@ async def chat(exchange: Exchange) -> None:
     """Answer a conversation."""
     ready = await prepare_chat(exchange, ChatRequest)
     name = new_id("chatcmpl")
-    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": ready.model}
-    stream = ChunkStream(exchange, ready.body, {**head, "object": "chat.completion.chunk"}) if ready.body.stream else None
+    head = {
+        "id": name,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": ready.model,
+    }
+    stream = (
+        ChunkStream(exchange, ready.body, {**head, "object": "chat.completion.chunk"})
+        if ready.body.stream
+        else None
+    )
     choices = ChatChoices(ready, stream)
     if stream is not None:
         exchange.on_finished = lambda: stream.finish([choices])
     await ready.run(choices, name)
     if stream is None:
-        await exchange.reply_in_parts(Fields({**head, **choices.whole(), "usage": usage_of([choices])}))
+        await exchange.reply_in_parts(
+            Fields({**head, **choices.whole(), "usage": usage_of([choices])})
+        )
 
 
 @dataclass(slots=True)
@@ -47,7 +58,11 @@ class _Sample:
 
     def finish_reason(self, sample: CompletionOutput) -> str | None:
         """Return OpenAI's `finish_reason`."""
-        return "tool_calls" if sample.finish_reason == "stop" and self.has_calls and not self.reader.in_call else sample.finish_reason
+        return (
+            "tool_calls"
+            if sample.finish_reason == "stop" and self.has_calls and not self.reader.in_call
+            else sample.finish_reason
+        )
 
 
 class ChatChoices(Choices):
@@ -57,7 +72,13 @@ class ChatChoices(Choices):
 
     def __init__(self, ready: PreparedChat[ChatRequest], stream: ChunkStream | None) -> None:
         body, self._top = ready.body, ready.body.told_logprobs
-        super().__init__(ready.exchange, body, ready.params.n, stream, is_plain=ready.parsers[0] is None and self._top is None)
+        super().__init__(
+            ready.exchange,
+            body,
+            ready.params.n,
+            stream,
+            is_plain=ready.parsers[0] is None and self._top is None,
+        )
         self._body = body
         self._samples = [_Sample(ready.reader(parser)) for parser in ready.parsers]
         self._last: RequestOutput | None = None
@@ -66,14 +87,18 @@ class ChatChoices(Choices):
     def reasoning_tokens(self) -> int | None:
         return reasoning_tokens_of([sample.reader for sample in self._samples])
 
-    def choices_of(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> list[dict[str, Any]]:
+    def choices_of(
+        self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool
+    ) -> list[dict[str, Any]]:
         index, state, choices = sample.index, self._samples[sample.index], []
         if is_first:
             choices.append(self._choice(index, delta={"role": "assistant", "content": ""}))
             if self._token_ids:
                 choices[0]["prompt_token_ids"] = token_ids_of_prompt(output)
         deltas = [delta_json(one) for one in self._read(state, sample)]
-        tells_tokens = bool(sample.token_ids) and (self._top is not None or self._token_ids or self._counts)  # even without text
+        tells_tokens = bool(sample.token_ids) and (
+            self._top is not None or self._token_ids or self._counts
+        )  # even without text
         if deltas or tells_tokens:
             new = [self._choice(index, delta=delta) for delta in deltas or [{"content": ""}]]
             if self._top is not None:
@@ -82,7 +107,13 @@ class ChatChoices(Choices):
                 new[0]["token_ids"] = list(sample.token_ids)
             choices += new
         if sample.finish_reason is not None:
-            choices.append({**self._choice(index, delta={}), "finish_reason": state.finish_reason(sample), "stop_reason": sample.stop_reason})
+            choices.append(
+                {
+                    **self._choice(index, delta={}),
+                    "finish_reason": state.finish_reason(sample),
+                    "stop_reason": sample.stop_reason,
+                }
+            )
         return choices
 
     def keep(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> None:
@@ -109,27 +140,40 @@ class ChatChoices(Choices):
         return events
 
     def _logprobs_of(self, sample: CompletionOutput) -> dict[str, Any]:
-        return {"content": logprobs_json(sample, self._top or 0, self.exchange.engine.tokenizer), "refusal": None}
+        return {
+            "content": logprobs_json(sample, self._top or 0, self.exchange.engine.tokenizer),
+            "refusal": None,
+        }
 
     def _whole(self, index: int, state: _Sample) -> dict[str, Any]:
         whole = self._choice(index, message=message_json(state.parts))
         if self._top is not None:
             whole["logprobs"] = Fields({"content": Items(state.logprobs), "refusal": None})
         if state.last is not None:
-            whole |= {"finish_reason": state.finish_reason(state.last), "stop_reason": state.last.stop_reason}
+            whole |= {
+                "finish_reason": state.finish_reason(state.last),
+                "stop_reason": state.last.stop_reason,
+            }
         return whole | ({"token_ids": state.token_ids} if self._token_ids else {})
 
 
 def message_json(parts: AnswerParts) -> dict[str, Any]:
     """Return an answer as OpenAI's message of an assistant."""
-    texts = {kind: "".join(part.text for part in parts.parts if part.kind is kind) for kind in (PartKind.TEXT, PartKind.REASONING)}
+    texts = {
+        kind: "".join(part.text for part in parts.parts if part.kind is kind)
+        for kind in (PartKind.TEXT, PartKind.REASONING)
+    }
     calls = [
         {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
         for part in parts.parts
         if part.kind is PartKind.CALL
     ]
     content, reasoning = texts[PartKind.TEXT], texts[PartKind.REASONING]
-    message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content or None if calls else content,
+        "refusal": None,
+    }
     message["reasoning_content"] = message["reasoning"] = reasoning or None
     return message | ({"tool_calls": calls} if calls else {})
 
@@ -142,7 +186,16 @@ def delta_json(one: Event) -> dict[str, Any]:
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
         case ToolCallStart(index, call_id, name):
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}]}
+            return {
+                "tool_calls": [
+                    {
+                        "index": index,
+                        "id": call_id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": ""},
+                    }
+                ]
+            }
         case ToolCallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 

@@ -28,7 +28,9 @@ class ChunkStream:
 
     def finish(self, listeners: Sequence[OutputListener]) -> None:
         """Write what follows the last choice."""
-        self.write((self.chunk([], usage_of(listeners)) if self.options.include_usage else b"") + DONE)
+        self.write(
+            (self.chunk([], usage_of(listeners)) if self.options.include_usage else b"") + DONE
+        )
 
 
 class Choices(OutputListener):
@@ -39,7 +41,16 @@ class Choices(OutputListener):
 
     text_field: ClassVar[dict[str, Any]]  # a choice's field for text, with "@" in place of the text
 
-    def __init__(self, exchange: Exchange, body: OpenAIFields, n: int, stream: ChunkStream | None, *, first: int = 0, is_plain: bool) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        body: OpenAIFields,
+        n: int,
+        stream: ChunkStream | None,
+        *,
+        first: int = 0,
+        is_plain: bool,
+    ) -> None:
         """`stream` None: the choices are returned whole. `is_plain`: a token adds nothing but its text."""
         super().__init__(exchange)
         self._first, self._stream, self._token_ids = first, stream, bool(body.return_token_ids)
@@ -49,10 +60,14 @@ class Choices(OutputListener):
         self._prefixes, self._suffix = [], b""
         if stream is not None and self._plain:
             for index in range(n):
-                prefix, _, self._suffix = stream.chunk([self._choice(index, **self.text_field)]).partition(b'"@"')
+                prefix, _, self._suffix = stream.chunk(
+                    [self._choice(index, **self.text_field)]
+                ).partition(b'"@"')
                 self._prefixes.append(prefix)
 
-    def choices_of(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> list[dict[str, Any]]:
+    def choices_of(
+        self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool
+    ) -> list[dict[str, Any]]:
         """Return the choices of a stream that an output adds, one per chunk."""
         raise NotImplementedError
 
@@ -64,9 +79,16 @@ class Choices(OutputListener):
         stream = self._stream
         for sample in output.outputs:
             index = sample.index
-            if stream is not None and self._plain and sample.finish_reason is None and self._begun[index]:
+            if (
+                stream is not None
+                and self._plain
+                and sample.finish_reason is None
+                and self._begun[index]
+            ):
                 if sample.text:
-                    stream.write(b"%b%b%b" % (self._prefixes[index], orjson.dumps(sample.text), self._suffix))
+                    stream.write(
+                        b"%b%b%b" % (self._prefixes[index], orjson.dumps(sample.text), self._suffix)
+                    )
                 continue
             is_first = not self._begun[index]
             self._begun[index] = True

@@ -16,7 +16,14 @@ from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.json_parts import Fields, Items
 from dovetail_server.protocol.completions import CompletionRequest
-from dovetail_server.protocol.openai_common import at_least, engine_fields, escaped, likeliest, prompt_logprobs_json, token_bytes
+from dovetail_server.protocol.openai_common import (
+    at_least,
+    engine_fields,
+    escaped,
+    likeliest,
+    prompt_logprobs_json,
+    token_bytes,
+)
 from dovetail_server.protocol.structured import read_demand
 from dovetail_server.routes.answering import constrained
 from dovetail_server.routes.choices import Choices, ChunkStream, token_ids_of_prompt, usage_of
@@ -34,13 +41,23 @@ async def completions(exchange: Exchange) -> None:
     name = new_id("cmpl")
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
     stream = ChunkStream(exchange, body, head) if body.stream else None
-    listeners = [CompletionChoices(exchange, body, params.n, stream, index * params.n) for index in range(len(prompts))]
+    listeners = [
+        CompletionChoices(exchange, body, params.n, stream, index * params.n)
+        for index in range(len(prompts))
+    ]
     if stream is not None:
         exchange.on_finished = lambda: stream.finish(listeners)
-    await exchange.run(name, params, engine_fields(body, exchange.engine), list(zip(prompts, listeners, strict=True)))
+    await exchange.run(
+        name,
+        params,
+        engine_fields(body, exchange.engine),
+        list(zip(prompts, listeners, strict=True)),
+    )
     if stream is None:
         choices = [choice for listener in listeners for choice in listener.whole()]
-        await exchange.reply_in_parts(Fields({**head, "choices": Items(map(Fields, choices)), "usage": usage_of(listeners)}))
+        await exchange.reply_in_parts(
+            Fields({**head, "choices": Items(map(Fields, choices)), "usage": usage_of(listeners)})
+        )
 
 
 class Logprobs:
@@ -61,7 +78,9 @@ class Logprobs:
         texts[-1] += source.flush()
         written = [0 if place in left_out else len(one) for place, one in enumerate(texts)]
         self._offset = max(0, len(text) - sum(written))
-        for token, own, length, position in zip(map(int, ids), texts, written, output.prompt_logprobs or (), strict=False):
+        for token, own, length, position in zip(
+            map(int, ids), texts, written, output.prompt_logprobs or (), strict=False
+        ):
             self._add(made, token, own, length, position)
         return made
 
@@ -69,14 +88,25 @@ class Logprobs:
         made = _no_logprobs()
         for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
             text = position[token].decoded_token or ""
-            length = len(text) - (len(self._tokenizer.decode([token])) if token in self._skipped else 0)
+            length = len(text) - (
+                len(self._tokenizer.decode([token])) if token in self._skipped else 0
+            )
             self._add(made, token, text, length, position)
         return made
 
-    def _add(self, made: dict[str, list[Any]], token: int, text: str, length: int, position: TokenLogprobMap | None) -> None:
+    def _add(
+        self,
+        made: dict[str, list[Any]],
+        token: int,
+        text: str,
+        length: int,
+        position: TokenLogprobMap | None,
+    ) -> None:
         """`length`: the characters that the token adds to the choice's text."""
         made["tokens"].append(self._name(token, text))
-        made["token_logprobs"].append(None if position is None else at_least(position[token].logprob))
+        made["token_logprobs"].append(
+            None if position is None else at_least(position[token].logprob)
+        )
         made["top_logprobs"].append(None if position is None else self._likeliest(position))
         made["text_offset"].append(self._offset)
         self._offset += length
@@ -103,11 +133,22 @@ class CompletionChoices(Choices):
 
     text_field: ClassVar = {"text": "@"}
 
-    def __init__(self, exchange: Exchange, body: CompletionRequest, n: int, stream: ChunkStream | None, first: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        body: CompletionRequest,
+        n: int,
+        stream: ChunkStream | None,
+        first: int,
+    ) -> None:
         super().__init__(exchange, body, n, stream, first=first, is_plain=body.logprobs is None)
         self._body = body
         self._logprobs = [self._new_logprobs() for _ in range(n)]
-        self._whole = [self._choice(index, text="") | {"logprobs": None if body.logprobs is None else _no_logprobs()} for index in range(n)]
+        self._whole = [
+            self._choice(index, text="")
+            | {"logprobs": None if body.logprobs is None else _no_logprobs()}
+            for index in range(n)
+        ]
         self._texts: list[list[str]] = [[] for _ in range(n)]
 
     def take(self, output: RequestOutput) -> None:
@@ -116,7 +157,9 @@ class CompletionChoices(Choices):
             output = without_answer(output)
         super().take(output)
 
-    def choices_of(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> list[dict[str, Any]]:
+    def choices_of(
+        self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool
+    ) -> list[dict[str, Any]]:
         index, log, choices = sample.index, self._logprobs[sample.index], []
         if is_first and self._body.echo:
             text, logprobs = self._echo(output, log)
@@ -125,7 +168,11 @@ class CompletionChoices(Choices):
             choices = choices or [self._choice(index, text="")]
             choices[0]["prompt_token_ids"] = token_ids_of_prompt(output)
         if sample.text or sample.finish_reason is not None or not self._plain:
-            choice = {**self._choice(index, text=sample.text), "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+            choice = {
+                **self._choice(index, text=sample.text),
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+            }
             if log is not None:
                 choice["logprobs"] = log.of_sample(sample)
             if self._token_ids:
@@ -147,9 +194,14 @@ class CompletionChoices(Choices):
 
     def whole(self) -> list[dict[str, Any]]:
         """Return the finished choices."""
-        return [choice | {"text": "".join(texts)} for choice, texts in zip(self._whole, self._texts, strict=True)]
+        return [
+            choice | {"text": "".join(texts)}
+            for choice, texts in zip(self._whole, self._texts, strict=True)
+        ]
 
-    def _echo(self, output: RequestOutput, log: Logprobs | None) -> tuple[str, dict[str, list[Any]] | None]:
+    def _echo(
+        self, output: RequestOutput, log: Logprobs | None
+    ) -> tuple[str, dict[str, list[Any]] | None]:
         """Return the prompt's text, and its log-probabilities."""
         tokenizer, ids = self.exchange.engine.tokenizer, token_ids_of_prompt(output)
         text = output.prompt if output.prompt is not None else tokenizer.decode(ids)
@@ -158,12 +210,21 @@ class CompletionChoices(Choices):
     def _new_logprobs(self) -> Logprobs | None:
         if self._body.logprobs is None:
             return None
-        return Logprobs(self._body.logprobs, self.exchange.engine.tokenizer, self._body.skip_special_tokens is not False)
+        return Logprobs(
+            self._body.logprobs,
+            self.exchange.engine.tokenizer,
+            self._body.skip_special_tokens is not False,
+        )
 
 
 def without_answer(output: RequestOutput) -> RequestOutput:
     """Return an output as if nothing had been generated."""
-    samples = [CompletionOutput(sample.index, "", (), finish_reason="length" if sample.finish_reason else None) for sample in output.outputs]
+    samples = [
+        CompletionOutput(
+            sample.index, "", (), finish_reason="length" if sample.finish_reason else None
+        )
+        for sample in output.outputs
+    ]
     return dataclasses.replace(output, outputs=samples)
 
 

@@ -10,14 +10,23 @@ from starlette.routing import Route
 from dovetail_server.errors import anthropic_shape
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.protocol.message_events import MessageWriter
-from dovetail_server.protocol.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount, Usage, chat_messages
+from dovetail_server.protocol.messages import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    TokenCount,
+    Usage,
+    chat_messages,
+)
 from dovetail_server.routes.answering import Answer, prepare_chat, rendered, steered
 
 
 async def messages(exchange: Exchange) -> None:
     """Answer a conversation."""
     ready = await prepare_chat(exchange, MessagesRequest)
-    head = MessageAnswer(id=new_id("msg").replace("-", "_"), model=ready.model, content=[], usage=Usage(0, 0))
+    head = MessageAnswer(
+        id=new_id("msg").replace("-", "_"), model=ready.model, content=[], usage=Usage(0, 0)
+    )
     answer = Answer(ready, MessageWriter(head, ready.body.max_tokens))
     await ready.run(answer, head.id)
     if not ready.body.stream:

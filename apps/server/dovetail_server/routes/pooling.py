@@ -19,7 +19,14 @@ from dovetail_server.json_parts import Fields, Items, Numbers
 from dovetail_server.protocol import pooling as protocol
 from dovetail_server.protocol.advisory import ignored_fields
 from dovetail_server.protocol.decoding import refuse_unsupported
-from dovetail_server.protocol.pooling import ClassifyRequest, EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
+from dovetail_server.protocol.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 
 B = TypeVar("B", bound=PoolingFields)
 
@@ -32,7 +39,14 @@ async def embeddings(exchange: Exchange) -> None:
     body, model = await _read(exchange, EmbeddingRequest)
     params = body.params(task="embed", dimensions=body.dimensions)
     listeners = await _pool(exchange, body, params, "embd", body.prompt_name)
-    await _reply(exchange, "embd", model, "embedding", ({"embedding": _told(one.data, body)} for one in listeners), listeners)
+    await _reply(
+        exchange,
+        "embd",
+        model,
+        "embedding",
+        ({"embedding": _told(one.data, body)} for one in listeners),
+        listeners,
+    )
 
 
 async def pooling(exchange: Exchange) -> None:
@@ -40,7 +54,14 @@ async def pooling(exchange: Exchange) -> None:
     body, model = await _read(exchange, PoolingRequest)
     params = body.params(task=body.task, dimensions=body.dimensions)
     listeners = await _pool(exchange, body, params, "pool", body.prompt_name)
-    await _reply(exchange, "pool", model, "pooling", ({"data": _told(one.data, body)} for one in listeners), listeners)
+    await _reply(
+        exchange,
+        "pool",
+        model,
+        "pooling",
+        ({"data": _told(one.data, body)} for one in listeners),
+        listeners,
+    )
 
 
 async def classify(exchange: Exchange) -> None:
@@ -48,7 +69,14 @@ async def classify(exchange: Exchange) -> None:
     body, model = await _read(exchange, ClassifyRequest)
     listeners = await _pool(exchange, body, body.params(task="classify"), "classify")
     labels = exchange.engine.pooling.facts.capacity.labels
-    told = ({"label": labels[int(one.data.argmax())], "probs": Numbers(one.data), "num_classes": len(labels)} for one in listeners)
+    told = (
+        {
+            "label": labels[int(one.data.argmax())],
+            "probs": Numbers(one.data),
+            "num_classes": len(labels),
+        }
+        for one in listeners
+    )
     await _reply(exchange, "classify", model, "classification", told, listeners)
 
 
@@ -66,51 +94,87 @@ async def rerank(exchange: Exchange, version: int = 1) -> None:
     body, model = await _read(exchange, RerankRequest)
     refuse_unsupported(body, protocol.ONLY)
     texts = body.texts(exchange.engine.info.intake.limits)
-    scores, listeners = await _scores(exchange, body, [(body.query, text) for text in texts], body.template, "rerank")
+    scores, listeners = await _scores(
+        exchange, body, [(body.query, text) for text in texts], body.template, "rerank"
+    )
     best = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n]
-    results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in best]
+    results: list[dict[str, Any]] = [
+        {"index": place, "relevance_score": scores[place]} for place in best
+    ]
     if body.return_documents if body.return_documents is not None else version == 1:
         results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
     usage = _usage(listeners)
     answer = {"id": new_id("rerank"), "model": model, "results": Items(results), "usage": usage}
     if version == 2:
-        answer["meta"] = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}}
+        answer["meta"] = {
+            "api_version": {"version": "2"},
+            "tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0},
+        }
     await exchange.reply_in_parts(Fields(answer))
 
 
 async def _read(exchange: Exchange, kind: type[B]) -> tuple[B, str]:
     """Decode a body; return it and the model name for the answer. Raises what `Exchange.body`, `ignore` and `model_named` do."""
     body = await exchange.body(kind)
-    exchange.renamed = {"id": "request_id", "deadline": "deadline_s", "prompt": "documents" if kind is RerankRequest else "input"}
+    exchange.renamed = {
+        "id": "request_id",
+        "deadline": "deadline_s",
+        "prompt": "documents" if kind is RerankRequest else "input",
+    }
     for one in ignored_fields(body, body.ADVISORY):
         exchange.ignore(one)
     model = exchange.record.model = exchange.server.model_named(body.model, adapters=True)
     return body, model
 
 
-async def _pool(exchange: Exchange, body: ClassifyRequest, params: PoolingParams, name: str, prompt_name: str | None = None) -> list[PooledListener]:
+async def _pool(
+    exchange: Exchange,
+    body: ClassifyRequest,
+    params: PoolingParams,
+    name: str,
+    prompt_name: str | None = None,
+) -> list[PooledListener]:
     """Pool each prompt of a body, and return the listeners, which have the results."""
     made = exchange.engine.pooling
     prompts = body.prompts(exchange.engine.info.intake.limits)
     prompts = await exchange.made(made.source(prompts, [params] * len(prompts), prompt_name))
     _check_answer(exchange, prompts, params, body)
     listeners = [PooledListener(exchange) for _ in prompts]
-    await exchange.run(new_id(name), params, body.engine_fields(exchange.engine), list(zip(prompts, listeners, strict=True)))
+    await exchange.run(
+        new_id(name),
+        params,
+        body.engine_fields(exchange.engine),
+        list(zip(prompts, listeners, strict=True)),
+    )
     return listeners
 
 
 async def _scores(
-    exchange: Exchange, body: PoolingFields, pairs: Sequence[tuple[str, str]], template: str | None, name: str
+    exchange: Exchange,
+    body: PoolingFields,
+    pairs: Sequence[tuple[str, str]],
+    template: str | None,
+    name: str,
 ) -> tuple[list[float], list[PooledListener]]:
     """Score pairs of texts; return the scores, and the listeners of what was computed for them."""
     plan = exchange.engine.pooling.plan_scores(pairs, body.params(), template)
     prompts = await exchange.made(plan.prompts)
     listeners = [PooledListener(exchange) for _ in prompts]
-    await exchange.run(new_id(name), plan.params, body.engine_fields(exchange.engine), list(zip(prompts, listeners, strict=True)))
-    return [plan.score([listeners[place].data for place in plan.of_pair(pair)]) for pair in range(len(pairs))], listeners
+    await exchange.run(
+        new_id(name),
+        plan.params,
+        body.engine_fields(exchange.engine),
+        list(zip(prompts, listeners, strict=True)),
+    )
+    return [
+        plan.score([listeners[place].data for place in plan.of_pair(pair)])
+        for pair in range(len(pairs))
+    ], listeners
 
 
-def _check_answer(exchange: Exchange, prompts: Sequence[Prompt], params: PoolingParams, body: ClassifyRequest) -> None:
+def _check_answer(
+    exchange: Exchange, prompts: Sequence[Prompt], params: PoolingParams, body: ClassifyRequest
+) -> None:
     """Raise `RequestError` if the answer would be too large, before anything is computed for it."""
     numbers = exchange.engine.pooling.numbers(prompts, params)
     size = BASE64_BYTES if getattr(body, "encoding_format", None) == "base64" else NUMBER_BYTES
@@ -130,10 +194,22 @@ def _usage(listeners: Sequence[PooledListener]) -> dict[str, int]:
 
 
 async def _reply(
-    exchange: Exchange, name: str, model: str, kind: str, data: Iterable[Mapping[str, Any]], listeners: Sequence[PooledListener]
+    exchange: Exchange,
+    name: str,
+    model: str,
+    kind: str,
+    data: Iterable[Mapping[str, Any]],
+    listeners: Sequence[PooledListener],
 ) -> None:
     items = Items(Fields({"object": kind, "index": index, **one}) for index, one in enumerate(data))
-    answer = {"id": new_id(name), "object": "list", "created": int(time.time()), "model": model, "data": items, "usage": _usage(listeners)}
+    answer = {
+        "id": new_id(name),
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": items,
+        "usage": _usage(listeners),
+    }
     await exchange.reply_in_parts(Fields(answer))
 
 

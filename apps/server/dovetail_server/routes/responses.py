@@ -19,7 +19,12 @@ async def responses(exchange: Exchange) -> None:
     ready = await prepare_chat(exchange, ResponsesRequest)
     head = begun_answer(ready.body, new_id("resp").replace("-", "_"), ready.model, int(time.time()))
     writer = ResponseWriter(head, await exchange.beside(ready.body.known_tools))
-    answer = Answer(ready, writer, error_shape=writer.error if ready.body.stream else None, top_logprobs=ready.body.told_logprobs)
+    answer = Answer(
+        ready,
+        writer,
+        error_shape=writer.error if ready.body.stream else None,
+        top_logprobs=ready.body.told_logprobs,
+    )
     await ready.run(answer, head.id)
     if not ready.body.stream:
         await exchange.reply(msgspec.json.encode(answer.whole))

@@ -11,7 +11,13 @@ from dovetail.errors import DISTRIBUTION, DovetailError
 from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.errors import HttpError, anthropic_shape
 from dovetail_server.exchange import Endpoint, Exchange
-from dovetail_server.protocol.models import ServedModel, anthropic_list, anthropic_model, openai_list, openai_model
+from dovetail_server.protocol.models import (
+    ServedModel,
+    anthropic_list,
+    anthropic_model,
+    openai_list,
+    openai_model,
+)
 from dovetail_server.protocol.openapi import document
 
 
@@ -20,7 +26,9 @@ async def health(exchange: Exchange) -> None:
     /v1/batches."""
     _check_health(exchange)
     worker: BatchWorker | None = exchange.scope["app"].state.batch_worker
-    await exchange.reply({"status": "ok"} | ({"batches": worker.status} if worker is not None else {}))
+    await exchange.reply(
+        {"status": "ok"} | ({"batches": worker.status} if worker is not None else {})
+    )
 
 
 async def ready(exchange: Exchange) -> None:
@@ -39,9 +47,15 @@ async def load(exchange: Exchange) -> None:
 async def reset_prefix_cache(exchange: Exchange) -> None:
     """Empty the prefix cache."""
     if not exchange.server.settings.prefix_cache_reset:
-        raise HttpError(403, "clients may not reset the prefix cache of this server: it needs the option --prefix-cache-reset", code="not_allowed")
+        raise HttpError(
+            403,
+            "clients may not reset the prefix cache of this server: it needs the option --prefix-cache-reset",
+            code="not_allowed",
+        )
     if exchange.scope["query_string"]:
-        raise HttpError(400, "the query: there are no parameters; running requests keep what they have computed")
+        raise HttpError(
+            400, "the query: there are no parameters; running requests keep what they have computed"
+        )
     await exchange.engine.reset_prefix_cache()
     await exchange.reply({"status": "ok"})
 
@@ -54,14 +68,19 @@ async def version(exchange: Exchange) -> None:
             "model": info.model,
             "max_model_len": info.intake.max_model_len,
             "parts": dict(info.parts),
-            "details": {name: value if isinstance(value, str | int | float | bool | None) else str(value) for name, value in info.details.items()},
+            "details": {
+                name: value if isinstance(value, str | int | float | bool | None) else str(value)
+                for name, value in info.details.items()
+            },
         }
     )
 
 
 async def models(exchange: Exchange) -> None:
     """List the models and adapters, in Anthropic's shape for clients that send its header."""
-    served = [_served(exchange, name) for name in (*exchange.server.models, *exchange.engine.adapters)]
+    served = [
+        _served(exchange, name) for name in (*exchange.server.models, *exchange.engine.adapters)
+    ]
     if _speaks_anthropic(exchange):
         query = QueryParams(exchange.scope["query_string"])
         await exchange.reply(anthropic_list(served, query))
@@ -101,15 +120,28 @@ def _check_health(exchange: Exchange) -> None:
     except DovetailError as error:
         raise HttpError(503, str(error), code="engine_dead") from None
     if exchange.scope["app"].state.is_unsupervised:
-        raise HttpError(503, "the server's supervisor hangs: the engine's death would go unnoticed", code="supervisor_hangs")
+        raise HttpError(
+            503,
+            "the server's supervisor hangs: the engine's death would go unnoticed",
+            code="supervisor_hangs",
+        )
 
 
 async def openapi(exchange: Exchange) -> None:
     """Describe the available endpoints."""
     settings = exchange.server.settings
-    paths = frozenset(described_path(route) for route in exchange.scope["app"].routes if isinstance(route, Route))
+    paths = frozenset(
+        described_path(route) for route in exchange.scope["app"].routes if isinstance(route, Route)
+    )
     version = importlib.metadata.version(DISTRIBUTION)
-    await exchange.reply(document(paths=paths, version=version, root_path=settings.root_path, has_keys=bool(settings.api_keys)))
+    await exchange.reply(
+        document(
+            paths=paths,
+            version=version,
+            root_path=settings.root_path,
+            has_keys=bool(settings.api_keys),
+        )
+    )
 
 
 def described_path(route: Route) -> str:

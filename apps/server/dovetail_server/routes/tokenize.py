@@ -23,7 +23,11 @@ async def tokenize(exchange: Exchange) -> None:
         raise HttpError(400, "prompt: give either a prompt or messages", param="prompt")
     if body.messages is not None:
         exchange.renamed = {"prompt": "messages"}
-    await exchange.reply(await exchange.prepared(partial(_answer, exchange.engine, body), given_template=body.chat_template is not None))
+    await exchange.reply(
+        await exchange.prepared(
+            partial(_answer, exchange.engine, body), given_template=body.chat_template is not None
+        )
+    )
 
 
 def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
@@ -37,7 +41,9 @@ def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
 def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         text = body.prompt or ""
-        check_prompt_chars(len(text), engine.info.intake.limits, engine.info.intake.max_model_len, engine.tokenizer)
+        check_prompt_chars(
+            len(text), engine.info.intake.limits, engine.info.intake.max_model_len, engine.tokenizer
+        )
         return engine.tokenizer.encode(text, body.add_special_tokens)
     options = ChatOptions(
         tools=body.tools,
@@ -55,11 +61,21 @@ async def detokenize(exchange: Exchange) -> None:
     exchange.server.model_named(body.model, adapters=True)
     intake = exchange.engine.info.intake
     if len(body.tokens) > intake.max_model_len:
-        raise HttpError(400, f"tokens: at most {intake.max_model_len} (max_model_len), got {len(body.tokens)}", param="tokens")
+        raise HttpError(
+            400,
+            f"tokens: at most {intake.max_model_len} (max_model_len), got {len(body.tokens)}",
+            param="tokens",
+        )
     for index, token in enumerate(body.tokens):
         if not 0 <= token < intake.vocab_size:
-            raise HttpError(400, f"tokens[{index}]: a token id must be 0 to {intake.vocab_size - 1}, got {token}", param=f"tokens[{index}]")
-    await exchange.reply({"prompt": await exchange.prepared(partial(exchange.engine.tokenizer.decode, body.tokens))})
+            raise HttpError(
+                400,
+                f"tokens[{index}]: a token id must be 0 to {intake.vocab_size - 1}, got {token}",
+                param=f"tokens[{index}]",
+            )
+    await exchange.reply(
+        {"prompt": await exchange.prepared(partial(exchange.engine.tokenizer.decode, body.tokens))}
+    )
 
 
 async def tokenizer_info(exchange: Exchange) -> None:

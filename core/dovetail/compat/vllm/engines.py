@@ -54,7 +54,9 @@ class AsyncLLMEngine(dovetail.AsyncLLMEngine):
         """Stream the outputs of one request, as `dovetail.AsyncLLMEngine.generate`."""
         return super().generate(*args[:3], **by_position("generate", args[3:], fields))
 
-    def encode(self, *args: Any, **fields: Any) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+    def encode(
+        self, *args: Any, **fields: Any
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Pool one prompt, as `dovetail.AsyncLLMEngine.encode`."""
         return super().encode(*args[:3], **by_position("encode", args[3:], fields))
 
@@ -76,7 +78,9 @@ class LLM(dovetail.LLM):
         others = by_position("chat", more, named)
         return super().chat(messages, sampling_params, use_tqdm, **others)
 
-    def beam_search(self, prompts: Any, params: dovetail.BeamSearchParams, *more: Any, **named: Any) -> list[Any]:
+    def beam_search(
+        self, prompts: Any, params: dovetail.BeamSearchParams, *more: Any, **named: Any
+    ) -> list[Any]:
         """Search beams, as `dovetail.LLM.beam_search`."""
         return super().beam_search(prompts, params, **by_position("beam_search", more, named))
 
@@ -84,6 +88,10 @@ class LLM(dovetail.LLM):
 def _with_tensor(output: EngineOutput) -> EngineOutput:
     """Return an output with what was pooled as a tensor."""
     torch = sys.modules.get("torch")  # by which it was pooled
-    if isinstance(output, PoolingRequestOutput) and output.outputs is not None and torch is not None:
+    if (
+        isinstance(output, PoolingRequestOutput)
+        and output.outputs is not None
+        and torch is not None
+    ):
         output.outputs = PoolingOutput(torch.tensor(output.outputs.data))
     return output

@@ -58,7 +58,10 @@ def sentence(fullname: str) -> str:
     """Return what to say of a module or name that this package lacks."""
     module, _, name = fullname.rpartition(".")
     asked = (fullname.removeprefix(f"{PACKAGE}."), name)
-    why = next((why for prefix, why in INSTEAD.items() if any(one.startswith(prefix) for one in asked)), None)
+    why = next(
+        (why for prefix, why in INSTEAD.items() if any(one.startswith(prefix) for one in asked)),
+        None,
+    )
     names = getattr(sys.modules.get(module), "__all__", ())
     return f"{fullname}: {why or f'Dovetail has nothing of that name{did_you_mean(name, names)}'}"
 
@@ -78,7 +81,9 @@ def missing(module: str) -> Callable[[str], Any]:
 class MissingModules(MetaPathFinder):
     """Last finder: explains which of vLLM's modules and names aren't here."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
         """Raise `ModuleNotFoundError` for a module or name of this package; return None for any other."""
         if fullname.startswith(f"{PACKAGE}."):
             # `from … import` drops errors whose name is that of the missing submodule, and says less itself

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dovetail.compat.vllm.gaps import missing
-from dovetail.sampling_params import BeamSearchParams, GuidedDecodingParams, OutputKind, SamplingParams, StructuredOutputsParams
+from dovetail.sampling_params import (
+    BeamSearchParams,
+    GuidedDecodingParams,
+    OutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 
 class RequestOutputKind:
@@ -14,5 +20,11 @@ class RequestOutputKind:
     FINAL_ONLY = OutputKind.FINAL
 
 
-__all__ = ["BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 __getattr__ = missing(__name__)

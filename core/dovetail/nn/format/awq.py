@@ -68,11 +68,18 @@ class Awq(Quantization):
         config = config or {}
         KEYS.check(config, WHERE)
         if (bits := config.get("bits", config.get("w_bit"))) != 4:
-            raise UnsupportedError(f"quantization_config: bits = {shown(bits)} is not implemented (only 4)")
+            raise UnsupportedError(
+                f"quantization_config: bits = {shown(bits)} is not implemented (only 4)"
+            )
         version = config.get("version") or config.get("format") or "gemm"
         if str(version).lower() != "gemm":
-            raise UnsupportedError(f"quantization_config: version = {shown(version)} is not implemented (only gemm)")
-        self.format = AwqInt4(group_size(config, "group_size" if "group_size" in config else "q_group_size"), symmetric=False)
+            raise UnsupportedError(
+                f"quantization_config: version = {shown(version)} is not implemented (only gemm)"
+            )
+        self.format = AwqInt4(
+            group_size(config, "group_size" if "group_size" in config else "q_group_size"),
+            symmetric=False,
+        )
         self._left_out = names(config, "modules_to_not_convert")
 
     def of_module(self, name: str) -> WeightFormat:

@@ -68,18 +68,24 @@ class WeightFormat(ABC):
             x = x.summed() if norm is None else x.normed(norm)
         elif norm is not None:
             x = norm(x)
-        y = F.linear(x.float(), self.dequantized(weight), None if bias is None else bias.float()).to(x.dtype)
+        y = F.linear(
+            x.float(), self.dequantized(weight), None if bias is None else bias.float()
+        ).to(x.dtype)
         return kept(silu_mul(y) if gated else y, into)
 
     def add_to(self, weight: Any, residual: Residual, x: torch.Tensor) -> None:
         """Add x [tokens, inputs] times the weight to the stream."""
         residual.summed().add_(self.columns(weight, x))
 
-    def allocate_experts(self, weights: Sequence[Weight], device: torch.device) -> Sequence[nn.Parameter]:
+    def allocate_experts(
+        self, weights: Sequence[Weight], device: torch.device
+    ) -> Sequence[nn.Parameter]:
         """`allocate` for the same layer of each expert of a mixture."""
         return [self.allocate(weight, device) for weight in weights]
 
-    def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(
+        self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """-> [parts, tokens, hidden], float32 or like x, whose sum over the parts is the experts' output for x [tokens, hidden]: token t has the k
         experts ids[t], int32, each weighted by weights [tokens, k] float32."""
         if use_kernels(x, ids, weights):
@@ -88,10 +94,26 @@ class WeightFormat(ABC):
             gate_up, down = self.stored_experts(layers)
             if gate_up is not None and down is not None:
                 with suppress(KernelUnavailable):
-                    return experts.experts(x, gate_up, down, layers.gate_up_bias, layers.down_bias, layers.activation, ids, weights)
+                    return experts.experts(
+                        x,
+                        gate_up,
+                        down,
+                        layers.gate_up_bias,
+                        layers.down_bias,
+                        layers.activation,
+                        ids,
+                        weights,
+                    )
         return plain_experts(self, layers, x, ids, weights)
 
-    def add_experts_to(self, layers: ExpertLayers, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def add_experts_to(
+        self,
+        layers: ExpertLayers,
+        residual: Residual,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
         """Add `experts` of x [tokens, hidden] to the stream; ids and weights [tokens, k]."""
         residual.add_parts(self.experts(layers, x, ids, weights))
 
@@ -108,7 +130,13 @@ class WeightFormat(ABC):
         return None
 
 
-def plain_experts(form: WeightFormat, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def plain_experts(
+    form: WeightFormat,
+    layers: ExpertLayers,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
     """Twin of all kernels for experts: one expert after the other, on a CPU for the tokens that chose it, on other devices for all tokens, so that
     shapes are the same in every step."""
     tokens, per_token = ids.shape
@@ -118,7 +146,11 @@ def plain_experts(form: WeightFormat, layers: ExpertLayers, x: torch.Tensor, ids
         slots, rows = chosen.nonzero(as_tuple=True) if x.device.type == "cpu" else (None, None)
         if rows is not None and not len(rows):
             continue
-        y = F.linear((x if rows is None else x[rows]).float(), form.dequantized(gate_up), _of(layers.gate_up_bias, index))
+        y = F.linear(
+            (x if rows is None else x[rows]).float(),
+            form.dequantized(gate_up),
+            _of(layers.gate_up_bias, index),
+        )
         y = activate(y, layers.activation).to(x.dtype).float()
         y = F.linear(y, form.dequantized(down), _of(layers.down_bias, index))
         if slots is None:
@@ -128,13 +160,19 @@ def plain_experts(form: WeightFormat, layers: ExpertLayers, x: torch.Tensor, ids
     return parts.mul_(weights.t()[:, :, None])
 
 
-def in_one_piece(weights: Sequence[nn.Parameter], beside: Sequence[str] = ()) -> Sequence[nn.Parameter]:
+def in_one_piece(
+    weights: Sequence[nn.Parameter], beside: Sequence[str] = ()
+) -> Sequence[nn.Parameter]:
     """Move newly allocated weights, and the tensors in their attributes `beside`, so that they are contiguous: see `stacked`."""
-    for weight, values in zip(weights, torch.stack([weight.data for weight in weights]), strict=True):
+    for weight, values in zip(
+        weights, torch.stack([weight.data for weight in weights]), strict=True
+    ):
         weight.data = values
     for name in beside:
         if getattr(weights[0], name) is not None:
-            for weight, values in zip(weights, torch.stack([getattr(weight, name) for weight in weights]), strict=True):
+            for weight, values in zip(
+                weights, torch.stack([getattr(weight, name) for weight in weights]), strict=True
+            ):
                 setattr(weight, name, values)
     return weights
 
@@ -144,7 +182,10 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     since."""
     first = tensors[0].detach()
     size = first.numel() * first.element_size()
-    if any(each.dtype != first.dtype or each.data_ptr() != first.data_ptr() + index * size for index, each in enumerate(tensors)):
+    if any(
+        each.dtype != first.dtype or each.data_ptr() != first.data_ptr() + index * size
+        for index, each in enumerate(tensors)
+    ):
         return torch.stack([each.detach().float() for each in tensors])
     return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
@@ -183,5 +224,7 @@ class Quantization(ABC):
         formats = {name: self.of_module(name) for name in modules}
         if len(set(formats.values())) > 1:
             told = ", ".join(f"{name}: {form}" for name, form in formats.items())
-            raise UnsupportedError(f"quantization_config: merged modules must have the same format ({told})")
+            raise UnsupportedError(
+                f"quantization_config: merged modules must have the same format ({told})"
+            )
         return next(iter(formats.values()))

@@ -16,7 +16,15 @@ from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.int4 import Int4, Unpacked
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
-from dovetail.nn.format.reading import DEQUANTIZE, WHERE, block_size, group_size, keys_and_values, matches, names
+from dovetail.nn.format.reading import (
+    DEQUANTIZE,
+    WHERE,
+    block_size,
+    group_size,
+    keys_and_values,
+    matches,
+    names,
+)
 from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
@@ -84,7 +92,9 @@ class PackedInt4(Int4):
             "weight_shape": TensorShape(((2,),), optional=True),
         }
         if not self.symmetric:
-            tensors["weight_zero_point"] = share_of(part, (-(-outputs // PACKED), groups), (0, 1), (PACKED, self.group or inputs))
+            tensors["weight_zero_point"] = share_of(
+                part, (-(-outputs // PACKED), groups), (0, 1), (PACKED, self.group or inputs)
+            )
         return tensors
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
@@ -102,9 +112,17 @@ class CompressedTensors(Quantization):
         self._ignored = names(config, "ignore")
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not groups:
-            raise ModelLoadError(f"quantization_config: config_groups must map names to groups, got {shown(groups)}")
-        self._groups = [(_targets(name, group), _format_of(name, group, config.get("format"))) for name, group in groups.items()]
-        for pattern in (*self._ignored, *(target for targets, _ in self._groups for target in targets)):
+            raise ModelLoadError(
+                f"quantization_config: config_groups must map names to groups, got {shown(groups)}"
+            )
+        self._groups = [
+            (_targets(name, group), _format_of(name, group, config.get("format")))
+            for name, group in groups.items()
+        ]
+        for pattern in (
+            *self._ignored,
+            *(target for targets, _ in self._groups for target in targets),
+        ):
             matches("", pattern)  # reject an invalid pattern here
 
     def of_module(self, name: str) -> WeightFormat:
@@ -135,30 +153,50 @@ def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightForm
     if kind == ("int", 4) and packing == "pack-quantized" and inputs is None:
         return _int4(where, weights)
     what = f"weights of type {shown(kind[0])} and {shown(kind[1])} bits, {shown(packing)}, {'with' if inputs else 'without'} input_activations"
-    raise UnsupportedError(f"{where}: {what}, are not implemented (only float of 8 bits, float-quantized; int of 4 bits, pack-quantized, without)")
+    raise UnsupportedError(
+        f"{where}: {what}, are not implemented (only float of 8 bits, float-quantized; int of 4 bits, pack-quantized, without)"
+    )
 
 
 def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Float8:
     if inputs is not None:
-        NUMBER_KEYS.check(keys_and_values(inputs, f"{where}.input_activations"), f"{where}.input_activations")
+        NUMBER_KEYS.check(
+            keys_and_values(inputs, f"{where}.input_activations"), f"{where}.input_activations"
+        )
         if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
-            raise UnsupportedError(f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float of 8 bits)")
+            raise UnsupportedError(
+                f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float of 8 bits)"
+            )
     for kind, numbers in (("weights", weights), ("input_activations", inputs or {})):
         if numbers.get("symmetric") is False:
-            raise UnsupportedError(f"{where}.{kind}: symmetric = False is not implemented for 8 bits (only True)")
+            raise UnsupportedError(
+                f"{where}.{kind}: symmetric = False is not implemented for 8 bits (only True)"
+            )
     static, bits = inputs is not None and not inputs.get("dynamic"), 16 if inputs is None else 8
     strategy = weights.get("strategy")
     if strategy == "block":
-        return Float8("block", block_size(weights, "block_structure", f"{where}.weights"), "weight_scale", static, bits)  # type: ignore[arg-type]
+        return Float8(
+            "block",
+            block_size(weights, "block_structure", f"{where}.weights"),
+            "weight_scale",
+            static,
+            bits,  # type: ignore[arg-type]
+        )
     if strategy in ("tensor", "channel"):
         return Float8(strategy, static=static, inputs=bits)  # type: ignore[arg-type]
-    raise UnsupportedError(f"{where}.weights: strategy = {shown(strategy)} is not implemented for 8 bits (only tensor, channel, block)")
+    raise UnsupportedError(
+        f"{where}.weights: strategy = {shown(strategy)} is not implemented for 8 bits (only tensor, channel, block)"
+    )
 
 
 def _int4(where: str, weights: Mapping[str, Any]) -> PackedInt4:
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise UnsupportedError(f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only weight)")
+        raise UnsupportedError(
+            f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only weight)"
+        )
     if (strategy := weights.get("strategy")) not in ("group", "channel"):
-        raise UnsupportedError(f"{where}.weights: strategy = {shown(strategy)} is not implemented for 4 bits (only group, channel)")
+        raise UnsupportedError(
+            f"{where}.weights: strategy = {shown(strategy)} is not implemented for 4 bits (only group, channel)"
+        )
     group = group_size(weights, "group_size", f"{where}.weights") if strategy == "group" else None
     return PackedInt4(group, bool(weights.get("symmetric", True)))

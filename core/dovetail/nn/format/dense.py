@@ -34,7 +34,9 @@ class Dense(WeightFormat):
     def allocate(self, weight: Weight, device: torch.device) -> Weight:
         return weight.on(device)
 
-    def allocate_experts(self, weights: Sequence[Weight], device: torch.device) -> Sequence[nn.Parameter]:
+    def allocate_experts(
+        self, weights: Sequence[Weight], device: torch.device
+    ) -> Sequence[nn.Parameter]:
         return in_one_piece(WeightFormat.allocate_experts(self, weights, device))
 
     def dequantized(self, weight: torch.Tensor) -> torch.Tensor:
@@ -55,13 +57,24 @@ class Dense(WeightFormat):
             stream, norm = Residual(stream.normed(norm)), None
         if kernel := kernel_for_few(len(stream), weight, gated):
             with suppress(KernelUnavailable):
-                return kernel(stream.summed(), weight, bias, norm=None if norm is None else (norm.weight, norm.eps), gated=gated, into=into)
+                return kernel(
+                    stream.summed(),
+                    weight,
+                    bias,
+                    norm=None if norm is None else (norm.weight, norm.eps),
+                    gated=gated,
+                    into=into,
+                )
         x = stream.summed() if norm is None else stream.normed(norm)
         if kernel := kernel_for_many(len(x), weight, gated):
             with suppress(KernelUnavailable):
                 return kernel(x, weight, bias, gated=gated, into=into)
         if into is not None and not gated:
-            return torch.mm(x, weight.t(), out=into) if bias is None else torch.addmm(bias, x, weight.t(), out=into)
+            return (
+                torch.mm(x, weight.t(), out=into)
+                if bias is None
+                else torch.addmm(bias, x, weight.t(), out=into)
+            )
         y = F.linear(x, weight, bias)
         return silu_mul(y) if gated else y
 
@@ -87,25 +100,35 @@ DENSE = Dense()
 
 def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
     """Return a kernel that is faster than torch for this small number of rows, or None."""
-    if rows > FEW_ROWS or not _on_matrix_units(weight) or (rows > FEW_ROWS_BESIDE_MANY and has_many_rows(weight.device)):
+    if (
+        rows > FEW_ROWS
+        or not _on_matrix_units(weight)
+        or (rows > FEW_ROWS_BESIDE_MANY and has_many_rows(weight.device))
+    ):
         return None
     from dovetail.nn.kernels import few_rows, one_row
 
     if rows == 1:
         return one_row.linear
     gpu = gpu_of(weight.device)
-    tiling = few_rows.tiling_for(weight, rows, gated) if gpu is None or gpu.has_matrix_units else None
+    tiling = (
+        few_rows.tiling_for(weight, rows, gated) if gpu is None or gpu.has_matrix_units else None
+    )
     return None if tiling is None else partial(few_rows.linear, tiling=tiling)
 
 
-def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False) -> Kernel | None:
+def kernel_for_many(
+    rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False
+) -> Kernel | None:
     """Return a kernel that is faster than torch for more rows, or None; same signature as `kernels.many_rows.linear`."""
     if not _on_matrix_units(weight) or not has_many_rows(weight.device):
         return None
     from dovetail.nn.kernels import many_rows
 
     least = 1 if weight.nbytes > many_rows.LARGE_BYTES else FEW_ROWS_BESIDE_MANY
-    tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts) if rows > least else None
+    tiling = (
+        many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts) if rows > least else None
+    )
     return None if tiling is None else partial(many_rows.linear, tiling=tiling)
 
 

@@ -23,7 +23,13 @@ from dovetail.nn.format.base import ExpertLayers, kept, stacked
 from dovetail.nn.format.dense import Kernel
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
 from dovetail.nn.kernels import stored_experts
-from dovetail.nn.kernels.available import has_float8_products, has_many_rows, has_one_row_float8, has_products_of_blocks, use_kernels
+from dovetail.nn.kernels.available import (
+    has_float8_products,
+    has_many_rows,
+    has_one_row_float8,
+    has_products_of_blocks,
+    use_kernels,
+)
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight
@@ -57,7 +63,11 @@ class Float8(StoredFormat):
     inputs: Literal[8, 16] = 8
 
     def __str__(self) -> str:
-        kind = {"computed": "a scale per output", "tensor": "a scale per tensor", "channel": "a scale per output"}
+        kind = {
+            "computed": "a scale per output",
+            "tensor": "a scale per tensor",
+            "channel": "a scale per output",
+        }
         return f"fp8 ({kind.get(self.scales) or 'a scale per {} x {}'.format(*self.block)})"
 
     @property
@@ -70,15 +80,24 @@ class Float8(StoredFormat):
         if self.scales != "block":
             return StoredWeight(self, weight, values, torch.ones(outputs, device=device))
         across, along = self.block
-        sharing = gcd(across, outputs)  # outputs per scale: fewer than in the checkpoint if a part begins or ends within a block
+        sharing = gcd(
+            across, outputs
+        )  # outputs per scale: fewer than in the checkpoint if a part begins or ends within a block
         for part in weight.parts.values():
             if part.dim == 0:
                 sharing = gcd(sharing, part.start, part.size, part.at)
-            elif part.start % along or (part.size % along and part.start + part.size < part.source_shape[1]):
+            elif part.start % along or (
+                part.size % along and part.start + part.size < part.source_shape[1]
+            ):
                 raise UnsupportedError(
                     f"a rank's share of {part.source_shape[1]} inputs is {part.size}, no multiple of the {along} inputs of a block: use fewer ranks"
                 )
-        return StoredWeight(self, weight, values, torch.ones((outputs // sharing, ceil(inputs / along)), device=device))
+        return StoredWeight(
+            self,
+            weight,
+            values,
+            torch.ones((outputs // sharing, ceil(inputs / along)), device=device),
+        )
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
         values, scales = weight.data.float(), weight.scales
@@ -103,7 +122,12 @@ class Float8(StoredFormat):
         else:
             size = self.block[part.dim]
             first, last = part.start // size, ceil((part.start + part.size) / size)
-            tensors[self.scale_name] = TensorShape(((ceil(outputs / self.block[0]), ceil(inputs / self.block[1])),), part.dim, first, last - first)
+            tensors[self.scale_name] = TensorShape(
+                ((ceil(outputs / self.block[0]), ceil(inputs / self.block[1])),),
+                part.dim,
+                first,
+                last - first,
+            )
         if self.static:
             tensors["input_scale"] = TensorShape(((), (1,), (1, 1)), optional=True)
         return tensors
@@ -111,7 +135,9 @@ class Float8(StoredFormat):
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
         values, scales = tensors["weight"], tensors[self.scale_name].float()
         if values.dtype != torch.float8_e4m3fn:
-            raise ModelLoadError(f"expected float8_e4m3fn, found {str(values.dtype).removeprefix('torch.')}")
+            raise ModelLoadError(
+                f"expected float8_e4m3fn, found {str(values.dtype).removeprefix('torch.')}"
+            )
         if not bool(torch.isfinite(scales).all()):
             raise ModelLoadError(f"{self.scale_name}: scales must be finite")
         if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
@@ -123,7 +149,10 @@ class Float8(StoredFormat):
             return
         sharing = weight.layer_shape[0] // len(weight.scales)
         first = part.start if part.dim == 0 else 0
-        at = torch.arange(first, first + rows, sharing, device=scales.device) // self.block[0] - first // self.block[0]
+        at = (
+            torch.arange(first, first + rows, sharing, device=scales.device) // self.block[0]
+            - first // self.block[0]
+        )
         _rows_of(weight.scales, part, 0, rows // sharing, sharing).copy_(scales[at])
 
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
@@ -138,9 +167,13 @@ class Float8(StoredFormat):
         numbers, (outputs, inputs) = rows[:, own].float(), weight.layer_shape
         sharing, along = outputs // len(weight.scales), self.block[1]
         padded = F.pad(numbers, (0, -inputs % along))
-        scales = padded.abs().reshape(len(rows) // sharing, sharing, -1, along).amax((1, 3)) / LARGEST
+        scales = (
+            padded.abs().reshape(len(rows) // sharing, sharing, -1, along).amax((1, 3)) / LARGEST
+        )
         scales.masked_fill_(scales == 0, 1.0)
-        into.copy_(numbers / scales.repeat_interleave(sharing, 0).repeat_interleave(along, 1)[:, :inputs])
+        into.copy_(
+            numbers / scales.repeat_interleave(sharing, 0).repeat_interleave(along, 1)[:, :inputs]
+        )
         _rows_of(weight.scales, part, first // sharing, len(scales), sharing).copy_(scales)
 
     # Computing
@@ -151,20 +184,41 @@ class Float8(StoredFormat):
         if not stored_experts.takes(stored_experts.FLOAT8, first.layer_shape[1], group):
             return None
         values, scales = stacked(weights), stacked([weight.scales for weight in weights])
-        narrows = self.inputs == 8 and not 0 < group < LEAST_GROUP and first.compute_dtype == torch.bfloat16 and has_float8_products(first.device)
-        return stored_experts.Stored(values, first.layer_shape[1], scales, None, group, stored_experts.FLOAT8, narrows)
+        narrows = (
+            self.inputs == 8
+            and not 0 < group < LEAST_GROUP
+            and first.compute_dtype == torch.bfloat16
+            and has_float8_products(first.device)
+        )
+        return stored_experts.Stored(
+            values, first.layer_shape[1], scales, None, group, stored_experts.FLOAT8, narrows
+        )
 
-    def add_experts_to(self, layers: ExpertLayers, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def add_experts_to(
+        self,
+        layers: ExpertLayers,
+        residual: Residual,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
         if use_kernels(x, ids, weights):
             from dovetail.nn.kernels import experts
 
             gate_up, down = self.stored_experts(layers)
             biased = layers.gate_up_bias is not None or layers.down_bias is not None
-            if gate_up is not None and down is not None and not biased and experts.takes_few(x, gate_up, down, layers.activation, ids):
+            if (
+                gate_up is not None
+                and down is not None
+                and not biased
+                and experts.takes_few(x, gate_up, down, layers.activation, ids)
+            ):
                 from dovetail.nn.kernels import few_experts_float8
 
                 with suppress(KernelUnavailable):
-                    few_experts_float8.experts(x, gate_up, down, ids, weights, out=residual.summed())
+                    few_experts_float8.experts(
+                        x, gate_up, down, ids, weights, out=residual.summed()
+                    )
                     return
         StoredFormat.add_experts_to(self, layers, residual, x, ids, weights)
 
@@ -186,12 +240,29 @@ class Float8(StoredFormat):
         with suppress(KernelUnavailable):
             if kernel := self._kernel_for_few(weight, len(stream), gated):
                 around = None if norm is None else (norm.weight, norm.eps)
-                return kernel(stream.summed(), weight, bias, norm=around, gated=gated, into=into, scales=weight.scales)
+                return kernel(
+                    stream.summed(),
+                    weight,
+                    bias,
+                    norm=around,
+                    gated=gated,
+                    into=into,
+                    scales=weight.scales,
+                )
         tiling = self._tiling(weight, len(stream), gated=gated)
         if tiling is not None or self._narrows(len(stream), weight):
             with suppress(KernelUnavailable):
                 narrow, x_scales = self._narrowed(weight, stream, norm)
-                return self._product(weight, narrow, x_scales, tiling, bias, dtype=stream.summed().dtype, gated=gated, into=into)
+                return self._product(
+                    weight,
+                    narrow,
+                    x_scales,
+                    tiling,
+                    bias,
+                    dtype=stream.summed().dtype,
+                    gated=gated,
+                    into=into,
+                )
         x = stream.summed() if norm is None else stream.normed(norm)
         if len(x) < WIDENED_FROM:
             with suppress(KernelUnavailable):
@@ -211,7 +282,9 @@ class Float8(StoredFormat):
             narrows = tiling is not None or self._narrows(len(x), weight)
             if narrows:
                 narrow, x_scales = self._narrowed(weight, Residual(x), None)
-                parts = self._product(weight, narrow, x_scales, tiling, None, dtype=x.dtype, in_parts=True)
+                parts = self._product(
+                    weight, narrow, x_scales, tiling, None, dtype=x.dtype, in_parts=True
+                )
                 residual.add_parts(parts)
                 return
             if len(x) < WIDENED_FROM:
@@ -219,7 +292,9 @@ class Float8(StoredFormat):
                 return
         residual.summed().add_(self.columns(weight, x))
 
-    def _kernel_for_few(self, weight: StoredWeight, rows: int, gated: bool = False) -> Kernel | None:
+    def _kernel_for_few(
+        self, weight: StoredWeight, rows: int, gated: bool = False
+    ) -> Kernel | None:
         """Return a kernel that loads all weights of some outputs at once, if that is faster than streaming them."""
         from dovetail.nn.kernels import few_rows, one_row
 
@@ -238,22 +313,40 @@ class Float8(StoredFormat):
     def _tiling(self, weight: StoredWeight, rows: int, **around: bool) -> Tiling | None:
         """Return the tiling with which `many_rows` multiplies this weight, or None if it can't or isn't the fastest."""
         block = weight.scales.ndim > 1
-        if self.inputs > 8 or weight.compute_dtype != torch.bfloat16 or not has_many_rows(weight.device) or (block and self.block[1] != 128):
+        if (
+            self.inputs > 8
+            or weight.compute_dtype != torch.bfloat16
+            or not has_many_rows(weight.device)
+            or (block and self.block[1] != 128)
+        ):
             return None
         from dovetail.nn.kernels import many_rows
 
-        return many_rows.tiling_for(weight.data, rows, **around, sharing=len(weight) // len(weight.scales) if block else 0)
+        return many_rows.tiling_for(
+            weight.data, rows, **around, sharing=len(weight) // len(weight.scales) if block else 0
+        )
 
     def _narrows(self, rows: int, weight: StoredWeight) -> bool:
         """True if inputs of this many rows are rounded to 8 bits, too."""
-        return self.inputs == 8 and rows >= PRODUCTS_FROM and weight.compute_dtype == torch.bfloat16 and has_float8_products(weight.device)
+        return (
+            self.inputs == 8
+            and rows >= PRODUCTS_FROM
+            and weight.compute_dtype == torch.bfloat16
+            and has_float8_products(weight.device)
+        )
 
-    def _narrowed(self, weight: StoredWeight, stream: Residual, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _narrowed(
+        self, weight: StoredWeight, stream: Residual, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stream in float8, normed if `norm` is given, and its scales. Raises `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products
 
         group = self.block[1] if weight.scales.ndim > 1 else 0
-        return float8_products.narrowed(stream.summed(), group) if norm is None else stream.normed_in_float8(norm, group)
+        return (
+            float8_products.narrowed(stream.summed(), group)
+            if norm is None
+            else stream.normed_in_float8(norm, group)
+        )
 
     def _product(
         self,
@@ -285,11 +378,24 @@ class Float8(StoredFormat):
                 dtype=dtype,
             )
         if self._multiplies_blocks(weight, len(narrow)):
-            y = float8_products.linear_of_blocks(narrow, x_scales, weight, weight.scales, bias, dtype)
+            y = float8_products.linear_of_blocks(
+                narrow, x_scales, weight, weight.scales, bias, dtype
+            )
         elif weight.scales.ndim > 1:
             if in_parts and len(narrow) >= IN_PARTS_BELOW:
                 return self._stream(weight, narrow, bias, x_scales=x_scales, dtype=dtype)[None]
-            return kept(self._stream(weight, narrow, bias, x_scales=x_scales, gated=gated, in_parts=in_parts, dtype=dtype), into)
+            return kept(
+                self._stream(
+                    weight,
+                    narrow,
+                    bias,
+                    x_scales=x_scales,
+                    gated=gated,
+                    in_parts=in_parts,
+                    dtype=dtype,
+                ),
+                into,
+            )
         else:
             y = float8_products.linear(narrow, x_scales, weight, weight.scales, bias, dtype)
         y = silu_mul(y) if gated else y
@@ -299,10 +405,16 @@ class Float8(StoredFormat):
         """True if torch's product of float8 numbers with scales in blocks is the fastest."""
         from dovetail.nn.kernels import float8_products
 
-        fits = weight.scales.ndim > 1 and rows >= BLOCKS_FROM and float8_products.takes_blocks(weight, weight.scales, self.block[1])
+        fits = (
+            weight.scales.ndim > 1
+            and rows >= BLOCKS_FROM
+            and float8_products.takes_blocks(weight, weight.scales, self.block[1])
+        )
         return fits and has_products_of_blocks(weight.device)
 
-    def _stream(self, weight: StoredWeight, x: torch.Tensor, bias: torch.Tensor | None = None, **around: Any) -> torch.Tensor:
+    def _stream(
+        self, weight: StoredWeight, x: torch.Tensor, bias: torch.Tensor | None = None, **around: Any
+    ) -> torch.Tensor:
         from dovetail.nn.kernels import streamed
 
         return streamed.linear(x, self._stored(weight), bias, **around)
@@ -318,7 +430,9 @@ def _takes_kernels(weight: StoredWeight) -> bool:
     return weight.compute_dtype in (torch.bfloat16, torch.float16) and use_kernels(weight.data)
 
 
-def _rows_of(values: torch.Tensor, part: Part, first: int, count: int, sharing: int = 1) -> torch.Tensor:
+def _rows_of(
+    values: torch.Tensor, part: Part, first: int, count: int, sharing: int = 1
+) -> torch.Tensor:
     """Return `count` rows of `values`, starting at the part's row `first`; each row covers `sharing` outputs."""
     at = (part.at // sharing if part.dim == 0 else 0) + first
     return values[at : at + count]

@@ -29,7 +29,9 @@ KEYS = FileKeys(
         "bits": Used("4; others are refused"),
         "group_size": Used("inputs per scale"),
         "sym": Used("whether all zero points are 8"),
-        "checkpoint_format": Used("gptq stores zero points minus 1, gptq_v2 as they are; others are refused"),
+        "checkpoint_format": Used(
+            "gptq stores zero points minus 1, gptq_v2 as they are; others are refused"
+        ),
         "format": Used("the same, where `checkpoint_format` is missing"),
         "modules_in_block_to_quantize": Used("the quantized modules; all if it is missing"),
         "desc_act": Refused("groups of inputs must be contiguous", (False,)),
@@ -37,11 +39,17 @@ KEYS = FileKeys(
         "is_marlin_format": Refused("weights in the order of one kernel", (False,)),
         "lm_head": Refused("a quantized output layer", (False,)),
         **dict.fromkeys(("batch_size", "block_name_to_quantize", "cache_block_outputs"), MAKING),
-        **dict.fromkeys(("act_group_aware", "damp_auto_increment", "damp_percent", "dataset"), MAKING),
-        **dict.fromkeys(("model_seqlen", "module_name_preceding_first_block", "mse", "offload_to_disk"), MAKING),
+        **dict.fromkeys(
+            ("act_group_aware", "damp_auto_increment", "damp_percent", "dataset"), MAKING
+        ),
+        **dict.fromkeys(
+            ("model_seqlen", "module_name_preceding_first_block", "mse", "offload_to_disk"), MAKING
+        ),
         **dict.fromkeys(("pad_token_id", "quantizer", "static_groups", "tokenizer"), MAKING),
         **dict.fromkeys(("true_sequential", "v2", "v2_alpha", "meta"), MAKING),
-        **dict.fromkeys(("backend", "disable_exllama", "exllama_config", "max_input_length"), KERNELS),
+        **dict.fromkeys(
+            ("backend", "disable_exllama", "exllama_config", "max_input_length"), KERNELS
+        ),
         **dict.fromkeys(("pack_dtype", "use_cuda_fp16", "use_exllama"), KERNELS),
         **dict.fromkeys(("model_file_base_name", "model_name_or_path"), FILES),
     },
@@ -70,12 +78,16 @@ class GptqInt4(Int4):
         if (groups := tensors.get("g_idx")) is not None:
             size = self.group or len(groups)
             if not torch.equal(groups.long().cpu(), torch.arange(len(groups)) // size):
-                raise ModelLoadError("g_idx: groups of non-contiguous inputs (desc_act) are not implemented")
+                raise ModelLoadError(
+                    "g_idx: groups of non-contiguous inputs (desc_act) are not implemented"
+                )
         stored = unpacked(tensors["qzeros"], 1).t()
         # Some writers label one version as the other; if all zero points are the middle, the values tell which it is.
         is_middle = any(bool((stored == value).all()) for value in (MIDDLE, MIDDLE - 1))
         if self.symmetric and not is_middle:
-            raise ModelLoadError(f"qzeros: a zero point isn't {MIDDLE}, although the config says sym")
+            raise ModelLoadError(
+                f"qzeros: a zero point isn't {MIDDLE}, although the config says sym"
+            )
         zeros = stored + self.less_one
         return Unpacked(values, tensors["scales"].t(), None if self.symmetric else zeros)
 
@@ -88,15 +100,27 @@ class Gptq(Quantization):
         config = config or {}
         KEYS.check(config, WHERE)
         if config.get("bits") != 4:
-            raise UnsupportedError(f"quantization_config: bits = {shown(config.get('bits'))} is not implemented (only 4)")
+            raise UnsupportedError(
+                f"quantization_config: bits = {shown(config.get('bits'))} is not implemented (only 4)"
+            )
         packing = config.get("checkpoint_format") or config.get("format") or "gptq"
         if packing not in ("gptq", "gptq_v2"):
-            raise UnsupportedError(f"quantization_config: checkpoint_format = {shown(packing)} is not implemented (only gptq, gptq_v2)")
-        self.format = GptqInt4(group_size(config, "group_size"), bool(config.get("sym", True)), packing == "gptq")
-        self._quantized = tuple(str(name) for some in config.get("modules_in_block_to_quantize") or () for name in some)
+            raise UnsupportedError(
+                f"quantization_config: checkpoint_format = {shown(packing)} is not implemented (only gptq, gptq_v2)"
+            )
+        self.format = GptqInt4(
+            group_size(config, "group_size"), bool(config.get("sym", True)), packing == "gptq"
+        )
+        self._quantized = tuple(
+            str(name) for some in config.get("modules_in_block_to_quantize") or () for name in some
+        )
 
     def of_module(self, name: str) -> WeightFormat:
-        return self.format if not self._quantized or any(within(name, listed) for listed in self._quantized) else DENSE
+        return (
+            self.format
+            if not self._quantized or any(within(name, listed) for listed in self._quantized)
+            else DENSE
+        )
 
     def __str__(self) -> str:
         return str(self.format)

@@ -65,9 +65,15 @@ class Int4(StoredFormat):
         for part in weight.parts.values():
             self.check_part(part)
         groups = self._groups(inputs)
-        values = torch.zeros((outputs, -(-inputs // BLOCK) * BLOCK // 2), dtype=torch.uint8, device=device)
+        values = torch.zeros(
+            (outputs, -(-inputs // BLOCK) * BLOCK // 2), dtype=torch.uint8, device=device
+        )
         scales = torch.ones((groups, outputs), dtype=torch.float16, device=device)
-        zeros = None if self.symmetric else torch.full((groups, outputs), MIDDLE, dtype=torch.uint8, device=device)
+        zeros = (
+            None
+            if self.symmetric
+            else torch.full((groups, outputs), MIDDLE, dtype=torch.uint8, device=device)
+        )
         return StoredWeight(self, weight, values, scales, zeros)
 
     def check_part(self, part: Part) -> None:
@@ -76,8 +82,15 @@ class Int4(StoredFormat):
         if self.group is None:
             if part.dim == 1 and part.size < inputs:
                 return  # every rank has the scales of whole outputs
-        elif self.group % 32 or self.group == 96 or (self.group > 64 and self.group % BLOCK) or inputs % self.group:
-            raise UnsupportedError(f"groups of {self.group} inputs, of {inputs}, are not implemented (only {GROUPS}, dividing the inputs)")
+        elif (
+            self.group % 32
+            or self.group == 96
+            or (self.group > 64 and self.group % BLOCK)
+            or inputs % self.group
+        ):
+            raise UnsupportedError(
+                f"groups of {self.group} inputs, of {inputs}, are not implemented (only {GROUPS}, dividing the inputs)"
+            )
         elif part.dim == 1 and (part.start % self.group or part.size % self.group):
             raise UnsupportedError(
                 f"a rank's share of {inputs} inputs is {part.size}, no multiple of the {self.group} inputs of a group: use fewer ranks"
@@ -88,7 +101,11 @@ class Int4(StoredFormat):
         blocks = weight.data.view(len(weight), -1, BLOCK // 2)
         values = torch.cat((blocks & LARGEST, blocks >> 4), 2).flatten(1)[:, :inputs].float()
         spread = inputs if self.group is None else self.group
-        zeros = MIDDLE if weight.zeros is None else weight.zeros.float().t().repeat_interleave(spread, 1)
+        zeros = (
+            MIDDLE
+            if weight.zeros is None
+            else weight.zeros.float().t().repeat_interleave(spread, 1)
+        )
         return (values - zeros) * weight.scales.float().t().repeat_interleave(spread, 1)
 
     # Loading
@@ -112,7 +129,9 @@ class Int4(StoredFormat):
             weight.zeros[:, rows] = zeros.t()
 
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
-        own = rows[:, part.start : part.start + part.size].float() if part.dim == 1 else rows.float()
+        own = (
+            rows[:, part.start : part.start + part.size].float() if part.dim == 1 else rows.float()
+        )
         groups = own.reshape(len(own), self._groups(own.shape[1]), -1)
         if self.symmetric:
             scales, zeros = groups.abs().amax(2) / (LARGEST - MIDDLE), None
@@ -124,7 +143,9 @@ class Int4(StoredFormat):
         if not self.symmetric:
             zeros = (-least / scales.float()).round().clamp(0, LARGEST).to(torch.uint8)
         shift = MIDDLE if zeros is None else zeros[:, :, None].float()
-        values = (groups / scales[:, :, None].float() + shift).round().clamp(0, LARGEST).to(torch.uint8)
+        values = (
+            (groups / scales[:, :, None].float() + shift).round().clamp(0, LARGEST).to(torch.uint8)
+        )
         self.place(weight, part, first, Unpacked(values.flatten(1), scales, zeros))
 
     def _groups(self, inputs: int) -> int:
@@ -138,9 +159,15 @@ class Int4(StoredFormat):
         group = self.group or -(-inputs // BLOCK) * BLOCK
         if not stored_experts.takes(stored_experts.INT4, inputs, group):
             return None
-        zeros = None if self.symmetric else stacked([weight.zeros for weight in weights if weight.zeros is not None])
+        zeros = (
+            None
+            if self.symmetric
+            else stacked([weight.zeros for weight in weights if weight.zeros is not None])
+        )
         scales = stacked([weight.scales for weight in weights])
-        return stored_experts.Stored(stacked(weights), inputs, scales, zeros, group, stored_experts.INT4)
+        return stored_experts.Stored(
+            stacked(weights), inputs, scales, zeros, group, stored_experts.INT4
+        )
 
     def columns(
         self,
@@ -153,14 +180,18 @@ class Int4(StoredFormat):
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         stream = x if isinstance(x, Residual) else Residual(x.contiguous())
-        if weight.compute_dtype not in (torch.bfloat16, torch.float16) or not use_kernels(weight.data):
+        if weight.compute_dtype not in (torch.bfloat16, torch.float16) or not use_kernels(
+            weight.data
+        ):
             return StoredFormat.columns(self, weight, stream, bias, norm, gated=gated, into=into)
         from dovetail.nn.kernels import one_row_int4, streamed, widened
 
         if len(stream) == 1:
             with suppress(KernelUnavailable):
                 around = None if norm is None else (norm.weight, norm.eps)
-                return one_row_int4.linear(stream.summed(), self._stored(weight), bias, norm=around, gated=gated, into=into)
+                return one_row_int4.linear(
+                    stream.summed(), self._stored(weight), bias, norm=around, gated=gated, into=into
+                )
         x = stream.summed() if norm is None else stream.normed(norm)
         with suppress(KernelUnavailable):
             if len(x) < WIDENED_FROM:
@@ -170,7 +201,11 @@ class Int4(StoredFormat):
         return StoredFormat.columns(self, weight, x, bias, gated=gated, into=into)
 
     def add_to(self, weight: StoredWeight, residual: Residual, x: torch.Tensor) -> None:
-        if len(x) < WIDENED_FROM and weight.compute_dtype in (torch.bfloat16, torch.float16) and use_kernels(weight.data):
+        if (
+            len(x) < WIDENED_FROM
+            and weight.compute_dtype in (torch.bfloat16, torch.float16)
+            and use_kernels(weight.data)
+        ):
             from dovetail.nn.kernels import one_row_int4, streamed
 
             with suppress(KernelUnavailable):
@@ -186,4 +221,6 @@ class Int4(StoredFormat):
 
         inputs = weight.layer_shape[1]
         padded = -(-inputs // BLOCK) * BLOCK
-        return streamed.Stored(weight.data, weight.scales, weight.zeros, inputs, self.group or padded)
+        return streamed.Stored(
+            weight.data, weight.scales, weight.zeros, inputs, self.group or padded
+        )

@@ -48,27 +48,42 @@ class Mxfp4Format(StoredFormat):
         for part in weight.parts.values():
             whole = part.source_shape[1]
             if whole % GROUP:
-                raise UnsupportedError(f"{whole} inputs are no multiple of the {GROUP} that share a scale")
+                raise UnsupportedError(
+                    f"{whole} inputs are no multiple of the {GROUP} that share a scale"
+                )
             if part.dim == 1 and (part.start % GROUP or part.size % GROUP):
                 raise UnsupportedError(
                     f"a rank's share of {whole} inputs is {part.size}, no multiple of the {GROUP} inputs of a scale: use fewer ranks"
                 )
-        values = torch.zeros((outputs, -(-inputs // BLOCK) * BLOCK // 2), dtype=torch.uint8, device=device)
-        return StoredWeight(self, weight, values, torch.full((inputs // GROUP, outputs), 127, dtype=torch.uint8, device=device))
+        values = torch.zeros(
+            (outputs, -(-inputs // BLOCK) * BLOCK // 2), dtype=torch.uint8, device=device
+        )
+        return StoredWeight(
+            self,
+            weight,
+            values,
+            torch.full((inputs // GROUP, outputs), 127, dtype=torch.uint8, device=device),
+        )
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
         blocks = weight.data.view(len(weight), -1, BLOCK // 2)
-        codes = torch.cat((blocks & 15, blocks >> 4), 2).flatten(1)[:, : weight.layer_shape[1]].long()
+        codes = (
+            torch.cat((blocks & 15, blocks >> 4), 2).flatten(1)[:, : weight.layer_shape[1]].long()
+        )
         values = torch.tensor((*VALUES, *(-value for value in VALUES)), device=weight.device)[codes]
         return torch.ldexp(values, (weight.scales.int() - 127).t().repeat_interleave(GROUP, 1))
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
         before = () if part.expert is None else (part.expert[1],)
-        first, size = (part.start, part.size) if part.dim == 0 else (part.start // GROUP, part.size // GROUP)
+        first, size = (
+            (part.start, part.size) if part.dim == 0 else (part.start // GROUP, part.size // GROUP)
+        )
         groups = (*before, outputs, inputs // GROUP)
         return {
-            name: TensorShape((shape,), part.dim, first, size, stride=part.stride, expert=part.expert)
+            name: TensorShape(
+                (shape,), part.dim, first, size, stride=part.stride, expert=part.expert
+            )
             for name, shape in (("blocks", (*groups, GROUP // 2)), ("scales", groups))
         }
 
@@ -76,7 +91,9 @@ class Mxfp4Format(StoredFormat):
         blocks, scales = tensors["blocks"], tensors["scales"]
         for name, tensor in tensors.items():
             if tensor.dtype != torch.uint8:
-                raise ModelLoadError(f"{name}: expected uint8, found {str(tensor.dtype).removeprefix('torch.')}")
+                raise ModelLoadError(
+                    f"{name}: expected uint8, found {str(tensor.dtype).removeprefix('torch.')}"
+                )
         if bool((scales == 255).any()):
             raise ModelLoadError("scales must be numbers, but one is 255 (NaN)")
         if weight.compute_dtype == torch.float16 and bool((scales > LARGEST_IN_FLOAT16).any()):
@@ -84,14 +101,30 @@ class Mxfp4Format(StoredFormat):
         self._place(weight, part, 0, torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), scales)
 
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
-        own = rows[:, part.start : part.start + part.size].float() if part.dim == 1 else rows.float()
+        own = (
+            rows[:, part.start : part.start + part.size].float() if part.dim == 1 else rows.float()
+        )
         groups = own.reshape(len(own), -1, GROUP)
-        scales = (groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2).clamp(-127, 127)  # 6 is the largest: 2 ** 2 * 1.5
-        codes = torch.bucketize(torch.ldexp(groups.abs(), -scales[:, :, None].int()), torch.tensor(MIDDLES, device=rows.device))
+        scales = (groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2).clamp(
+            -127, 127
+        )  # 6 is the largest: 2 ** 2 * 1.5
+        codes = torch.bucketize(
+            torch.ldexp(groups.abs(), -scales[:, :, None].int()),
+            torch.tensor(MIDDLES, device=rows.device),
+        )
         codes += 8 * (groups < 0)
-        self._place(weight, part, first, codes.to(torch.uint8).flatten(1), (scales + 127).to(torch.uint8))
+        self._place(
+            weight, part, first, codes.to(torch.uint8).flatten(1), (scales + 127).to(torch.uint8)
+        )
 
-    def _place(self, weight: StoredWeight, part: Part, first: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def _place(
+        self,
+        weight: StoredWeight,
+        part: Part,
+        first: int,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
         at = (part.at if part.dim == 0 else 0) + first
         rows = slice(at, at + len(codes))
         blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK)).view(len(codes), -1, 2, BLOCK // 2)
@@ -100,7 +133,9 @@ class Mxfp4Format(StoredFormat):
 
     def for_kernels(self, weights: Sequence[StoredWeight]) -> stored_experts.Stored | None:
         scales = stacked([weight.scales for weight in weights])
-        return stored_experts.Stored(stacked(weights), weights[0].layer_shape[1], scales, None, GROUP, stored_experts.FP4)
+        return stored_experts.Stored(
+            stacked(weights), weights[0].layer_shape[1], scales, None, GROUP, stored_experts.FP4
+        )
 
 
 class Mxfp4(Quantization):
@@ -109,7 +144,9 @@ class Mxfp4(Quantization):
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)
         if config is None:
-            raise UnsupportedError("mxfp4: plain checkpoints can't be quantized to it while loading")
+            raise UnsupportedError(
+                "mxfp4: plain checkpoints can't be quantized to it while loading"
+            )
         KEYS.check(config, WHERE)
         self._left_out = names(config, "modules_to_not_convert")
 

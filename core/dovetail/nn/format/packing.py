@@ -27,7 +27,13 @@ def unpacked(packed: torch.Tensor, dim: int, order: Sequence[int] = IN_ORDER) ->
     return ((packed[:, None, :] >> shifts[None, :, None]) & 15).to(torch.uint8).flatten(0, 1)
 
 
-def share_of(part: Part, shape: tuple[int, int], dims: tuple[int, int], per_index: tuple[int, int], optional: bool = False) -> TensorShape:
+def share_of(
+    part: Part,
+    shape: tuple[int, int],
+    dims: tuple[int, int],
+    per_index: tuple[int, int],
+    optional: bool = False,
+) -> TensorShape:
     """Return a tensor of `shape` that belongs to a part [outputs, inputs], and this rank's share of it: outputs are along dims[0], inputs along
     dims[1], `per_index` of them per index. Raises `UnsupportedError` if the rank's share begins or ends within an index."""
     size = per_index[part.dim]

@@ -11,14 +11,18 @@ from dovetail.errors import ModelLoadError
 from dovetail.file_keys import Refused
 
 WHERE = "quantization_config"
-DEQUANTIZE = Refused("it stores weights in 16 bits; leave the format, results are the same", (False,))
+DEQUANTIZE = Refused(
+    "it stores weights in 16 bits; leave the format, results are the same", (False,)
+)
 
 
 def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the list of names at `key`; empty if absent. Raises `ModelLoadError` if it isn't a list of names."""
     values = config.get(key) or ()
     if not isinstance(values, list | tuple) or not all(isinstance(name, str) for name in values):
-        raise ModelLoadError(f"quantization_config: {key} must be a list of names, got {shown(values)}")
+        raise ModelLoadError(
+            f"quantization_config: {key} must be a list of names, got {shown(values)}"
+        )
     return tuple(values)
 
 
@@ -35,22 +39,36 @@ def matches(module: str, pattern: str) -> bool:
     try:
         return re.match(pattern[3:], module) is not None
     except re.error as error:
-        raise ModelLoadError(f"quantization_config: {shown(pattern)} is not a valid regular expression: {error}") from error
+        raise ModelLoadError(
+            f"quantization_config: {shown(pattern)} is not a valid regular expression: {error}"
+        ) from error
 
 
-def group_size(config: Mapping[str, Any], key: str, where: str = "quantization_config") -> int | None:
+def group_size(
+    config: Mapping[str, Any], key: str, where: str = "quantization_config"
+) -> int | None:
     """Return the number of inputs per scale; None for all (written as -1). Raises `ModelLoadError` for an invalid size."""
     size = config.get(key)
     if type(size) is not int or (size < 1 and size != -1):
-        raise ModelLoadError(f"{where}: {key} must be a number of inputs, or -1 for all, got {shown(size)}")
+        raise ModelLoadError(
+            f"{where}: {key} must be a number of inputs, or -1 for all, got {shown(size)}"
+        )
     return None if size == -1 else size
 
 
-def block_size(config: Mapping[str, Any], key: str, where: str = "quantization_config") -> tuple[int, int]:
+def block_size(
+    config: Mapping[str, Any], key: str, where: str = "quantization_config"
+) -> tuple[int, int]:
     """Return the number of outputs and inputs per block of weights with one scale. Raises `ModelLoadError` for invalid sizes."""
     sizes = config.get(key)
-    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ModelLoadError(f"{where}: {key} must be two numbers, of outputs and of inputs, got {shown(sizes)}")
+    if (
+        not isinstance(sizes, list | tuple)
+        or len(sizes) != 2
+        or not all(type(size) is int and size > 0 for size in sizes)
+    ):
+        raise ModelLoadError(
+            f"{where}: {key} must be two numbers, of outputs and of inputs, got {shown(sizes)}"
+        )
     return sizes[0], sizes[1]
 
 

@@ -20,7 +20,9 @@ from dovetail.nn.parameter import Part, Transform, Weight, cut
 if TYPE_CHECKING:
     pass
 
-QUANTIZED_AT_ONCE = 1 << 20  # values, or an eighth of the tensor if that is more: bounds temporary memory
+QUANTIZED_AT_ONCE = (
+    1 << 20
+)  # values, or an eighth of the tensor if that is more: bounds temporary memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,15 @@ class TensorShape:
 
     def read(self, source: Any) -> torch.Tensor:
         """Return this rank's share of `source`, a safetensors slice or a tensor. Raises `ModelLoadError` for another shape."""
-        return cut(source, self.shapes, self.dim, self.start, self.size, stride=self.stride, expert=self.expert)
+        return cut(
+            source,
+            self.shapes,
+            self.dim,
+            self.start,
+            self.size,
+            stride=self.stride,
+            expert=self.expert,
+        )
 
 
 class StoredFormat(WeightFormat):
@@ -58,11 +68,18 @@ class StoredFormat(WeightFormat):
         """Quantize plain weights: whole `rows` of the checkpoint's tensor, which start at this rank's row `first` of the part. Their number is
         arbitrary, but a multiple of `rows_at_once` except in the last call."""
 
-    def allocate_experts(self, weights: Sequence[Weight], device: torch.device) -> Sequence[nn.Parameter]:
+    def allocate_experts(
+        self, weights: Sequence[Weight], device: torch.device
+    ) -> Sequence[nn.Parameter]:
         return in_one_piece(super().allocate_experts(weights, device), ("scales", "zeros"))
 
-    def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if x.dtype not in (torch.bfloat16, torch.float16):  # weights are widened to 16 bits, and no further
+    def experts(
+        self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        if x.dtype not in (
+            torch.bfloat16,
+            torch.float16,
+        ):  # weights are widened to 16 bits, and no further
             return plain_experts(self, layers, x, ids, weights)
         return super().experts(layers, x, ids, weights)
 
@@ -87,11 +104,21 @@ class StoredWeight(nn.Parameter):
     zeros: torch.Tensor | None
 
     def __new__(
-        cls, form: StoredFormat, plain: Weight, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+        cls,
+        form: StoredFormat,
+        plain: Weight,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
     ) -> StoredWeight:
         """Return a parameter with the parts of `plain`. The other arguments are uninitialized memory in the format's layout."""
         weight: StoredWeight = super().__new__(cls, values, requires_grad=False)
-        weight.format, weight.parts, weight.layer_shape, weight.compute_dtype = form, plain.parts, (plain.shape[0], plain.shape[1]), plain.dtype
+        weight.format, weight.parts, weight.layer_shape, weight.compute_dtype = (
+            form,
+            plain.parts,
+            (plain.shape[0], plain.shape[1]),
+            plain.dtype,
+        )
         weight.scales, weight.zeros = scales, zeros
         weight._pieces = {}
         weight._waiting = {}
@@ -113,16 +140,27 @@ class StoredWeight(nn.Parameter):
         for name, shape in self.format.tensors(self.parts[shard_id]).items():
             yield name, self._pieces.setdefault(name, CheckpointTensor(self, name, shape.optional))
 
-    def load(self, source: Any, shard_id: str | None = None, transform: Transform | None = None) -> None:
+    def load(
+        self, source: Any, shard_id: str | None = None, transform: Transform | None = None
+    ) -> None:
         """Load and quantize `source`, a plain tensor or its safetensors slice, some rows at a time, on the parameter's device. Raises
         `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
         rows, inputs = part.source_shape
-        first, count, stride = (part.start, part.size, part.stride) if part.dim == 0 else (0, rows, 1)
+        first, count, stride = (
+            (part.start, part.size, part.stride) if part.dim == 0 else (0, rows, 1)
+        )
         at_once = max(QUANTIZED_AT_ONCE, rows * inputs // 8) // inputs
         at_once = max(1, at_once // self.format.rows_at_once) * self.format.rows_at_once
         for at in range(0, count, at_once):
-            some = replace(part, dim=0, start=first + at * stride, size=min(at_once, count - at), at=0, stride=stride)
+            some = replace(
+                part,
+                dim=0,
+                start=first + at * stride,
+                size=min(at_once, count - at),
+                at=0,
+                stride=stride,
+            )
             self.format.quantize(self, part, at, some.read(source, transform, self.device))
 
     def hold(self, name: str, shard_id: str | None, tensor: torch.Tensor) -> None:
@@ -130,13 +168,19 @@ class StoredWeight(nn.Parameter):
         invalid."""
         waiting = self._waiting.setdefault(shard_id, {})
         waiting[name] = tensor
-        if all(name in waiting for name, piece in self.tensors(shard_id) if shard_id in piece.expected):
-            tensors = {name: value.to(self.device) for name, value in self._waiting.pop(shard_id).items()}
+        if all(
+            name in waiting for name, piece in self.tensors(shard_id) if shard_id in piece.expected
+        ):
+            tensors = {
+                name: value.to(self.device) for name, value in self._waiting.pop(shard_id).items()
+            }
             try:
                 self.format.store(self, self.parts[shard_id], tensors)
             except ModelLoadError as error:  # any of them may be wrong; this is the last one loaded
                 others = ", ".join(other for other in tensors if other != name)
-                raise ModelLoadError(f"with {others} of the same module: {error}" if others else str(error)) from error
+                raise ModelLoadError(
+                    f"with {others} of the same module: {error}" if others else str(error)
+                ) from error
 
 
 class CheckpointTensor:
@@ -150,6 +194,8 @@ class CheckpointTensor:
     def load(self, source: Any, shard_id: str | None, transform: Transform | None) -> None:
         """Read this rank's share, and store the part if this is the last of its tensors. Raises `ModelLoadError` if it is invalid."""
         if transform is not None:
-            raise ModelLoadError("the model transforms this weight, which isn't possible for quantized values")
+            raise ModelLoadError(
+                "the model transforms this weight, which isn't possible for quantized values"
+            )
         shape = self.weight.format.tensors(self.weight.parts[shard_id])[self.name]
         self.weight.hold(self.name, shard_id, shape.read(source))

@@ -54,13 +54,30 @@ def _accept_changes(
     real = r < HEADS * SIZE
     whole = real[:, None] & (i < N)[None, :]
     head = r // SIZE
-    at = rows_at(memory, units + tl.load(firsts + layer), unit_stride, line_stride, line, r, real, PER_UNIT, N)[:, None] + i[None, :]
+    at = (
+        rows_at(
+            memory,
+            units + tl.load(firsts + layer),
+            unit_stride,
+            line_stride,
+            line,
+            r,
+            real,
+            PER_UNIT,
+            N,
+        )[:, None]
+        + i[None, :]
+    )
     state = tl.load(at, mask=whole, other=0.0).to(tl.float32)
     for draft in range(1, yielded):
         t = layer * noted + token + draft
         kept = tl.load(decay + t * HEADS + head, mask=real, other=0.0)
         added = tl.load(change + t * (HEADS * SIZE) + r, mask=real, other=0.0)
-        at_key = tl.load(key + (t * KEYS + head // (HEADS // KEYS))[:, None] * N + i[None, :], mask=whole, other=0.0)
+        at_key = tl.load(
+            key + (t * KEYS + head // (HEADS // KEYS))[:, None] * N + i[None, :],
+            mask=whole,
+            other=0.0,
+        )
         state *= kept[:, None]
         state += added[:, None] * at_key
         state = state.to(memory.dtype.element_ty).to(tl.float32)
@@ -93,7 +110,17 @@ def _accept_inputs(
         return
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = c < CHANNELS
-    at = rows_at(memory, units + tl.load(firsts + layer), unit_stride, line_stride, line, c, real, PER_UNIT, PAST)
+    at = rows_at(
+        memory,
+        units + tl.load(firsts + layer),
+        unit_stride,
+        line_stride,
+        line,
+        c,
+        real,
+        PER_UNIT,
+        PAST,
+    )
     last = inputs + (layer * noted + token + moved) * CHANNELS + c
     after = ()
     for i in tl.static_range(PAST):
@@ -105,10 +132,24 @@ def _accept_inputs(
         tl.store(at + i, after[i], mask=real)
 
 
-def accept_drafts(alike: AlikeLayers, tensor: int, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor) -> None:
+def accept_drafts(
+    alike: AlikeLayers,
+    tensor: int,
+    batch: StateBatch,
+    known: torch.Tensor,
+    num_tokens: torch.Tensor,
+) -> None:
     state, changes = alike.layers[0], alike.changes[tensor]
     shape, (unit_stride, line_stride) = state.spec.tensors[tensor], state_strides(state, tensor)
-    where = state.memory[tensor], alike.units, alike.firsts[tensor], batch.lines, batch.kv_lens, num_tokens, known
+    where = (
+        state.memory[tensor],
+        alike.units,
+        alike.firsts[tensor],
+        batch.lines,
+        batch.kv_lens,
+        num_tokens,
+        known,
+    )
     layers, requests = len(alike.layers), len(known)
     if isinstance(changes, Changes):
         block = triton.next_power_of_2(shape.row_size)

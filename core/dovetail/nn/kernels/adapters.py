@@ -18,7 +18,11 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.launch import launch
 
-FEW_TOKENS, FEW_ROWS, MANY_ROWS = 512, 16, 64  # up to that many tokens, blocks have the former number of rows
+FEW_TOKENS, FEW_ROWS, MANY_ROWS = (
+    512,
+    16,
+    64,
+)  # up to that many tokens, blocks have the former number of rows
 BYTES_AT_ONCE = 256  # of the inputs of a token, if rows are few; otherwise half
 PROGRAMS = 128  # of the first kernel: about one for each multiprocessor
 MOST_SHARES = 8  # each program of the second reads all
@@ -50,7 +54,11 @@ def _multiply_a(
 ):
     """Compute COLUMNS products of a block's tokens with a share of the inputs."""
     block, share = tl.program_id(0), tl.program_id(2)
-    m, r, i = tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, AT_ONCE)
+    m, r, i = (
+        tl.arange(0, ROWS),
+        tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS),
+        tl.arange(0, AT_ONCE),
+    )
     let_next_begin(PDL)
     wait(PDL)
     slot = tl.load(slots + block)
@@ -91,7 +99,11 @@ def _add_b(
     """Add the sum of the shares, times B, to one piece of the outputs of a block's tokens."""
     block, piece = tl.program_id(0), tl.program_id(1)
     m, i = tl.arange(0, ROWS), tl.arange(0, AT_ONCE)
-    start, end, module = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
+    start, end, module = (
+        tl.load(pieces + 3 * piece),
+        tl.load(pieces + 3 * piece + 1),
+        tl.load(pieces + 3 * piece + 2),
+    )
     n = start + tl.arange(0, COLUMNS)
     let_next_begin(PDL)
     wait(PDL)
@@ -107,7 +119,9 @@ def _add_b(
             inner_at = inner + t.to(tl.int64)[:, None] * RANKS + (module * RANK + at + i)[None, :]
             left = tl.zeros([ROWS, AT_ONCE], tl.float32)
             for share in tl.static_range(SHARES):
-                left += tl.load(inner_at + share * tokens.to(tl.int64) * RANKS, mask=real[:, None], other=0.0)
+                left += tl.load(
+                    inner_at + share * tokens.to(tl.int64) * RANKS, mask=real[:, None], other=0.0
+                )
             right = tl.load(b_at + at, mask=(n < end)[None, :], other=0.0)
             total = tl.dot(left.to(y.dtype.element_ty), right, total, input_precision="ieee")
         tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
@@ -118,7 +132,15 @@ def sorted_tokens(slots: torch.Tensor, count: int) -> SortedTokens:
     return SortedTokens(*sort(slots, count, FEW_ROWS if len(slots) <= FEW_TOKENS else MANY_ROWS))
 
 
-def add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, pieces: torch.Tensor, width: int, tokens: SortedTokens) -> None:
+def add(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    pieces: torch.Tensor,
+    width: int,
+    tokens: SortedTokens,
+) -> None:
     """Add to y [tokens, out] what the tokens' adapters compute of x [tokens, in]. a [slots, modules * rank, in] and b [slots, out, rank] are each
     contiguous within a slot. `pieces` [any, 3] int32: (first output, end, module), each of at most `width` outputs, a power of two."""
     count, inputs = x.shape

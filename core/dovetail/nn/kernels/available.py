@@ -31,7 +31,11 @@ def has_triton() -> bool:
 
 def use_kernels(*tensors: torch.Tensor) -> bool:
     """True if kernels accept these tensors: contiguous, on a CUDA device that runs Triton kernels."""
-    return has_triton() and all(x.is_cuda and x.is_contiguous() for x in tensors) and runs_kernels(tensors[0].device)
+    return (
+        has_triton()
+        and all(x.is_cuda and x.is_contiguous() for x in tensors)
+        and runs_kernels(tensors[0].device)
+    )
 
 
 @cache
@@ -53,7 +57,11 @@ def is_hopper(device: torch.device) -> bool:
 
 def _works_on_hopper(device: torch.device, kernel: str, module: str) -> bool:
     """True if the device is a Hopper on which `check` of `dovetail.nn.kernels.{module}` passes. `kernel`: its name in the warning, see `works`."""
-    return is_hopper(device) and runs_kernels(device) and works(kernel, lambda: import_module(f"dovetail.nn.kernels.{module}").check(device))
+    return (
+        is_hopper(device)
+        and runs_kernels(device)
+        and works(kernel, lambda: import_module(f"dovetail.nn.kernels.{module}").check(device))
+    )
 
 
 @cache
@@ -99,6 +107,10 @@ def works(kernel: str, check: Callable[[], object]) -> bool:
         with launching():
             check()
     except Exception as error:  # any error: the twin remains
-        log.warning("the kernel for %s is disabled, since it fails with this version of Triton: %s", kernel, error)
+        log.warning(
+            "the kernel for %s is disabled, since it fails with this version of Triton: %s",
+            kernel,
+            error,
+        )
         return False
     return True

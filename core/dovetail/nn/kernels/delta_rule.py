@@ -51,8 +51,15 @@ def recur_tiling(shape: DeltaShape) -> Tiling:
 
 def carry_tiling(shape: DeltaShape, rows: int, gpu: GPU | None) -> Tiling:
     tiling = tiling_of_chunks(shape.v_size, gpu)
-    few = gpu is not None and shape.v_heads * rows * triton.cdiv(shape.v_size, tiling.rows) < gpu.processors
-    return replace(tiling, rows=min(tiling.rows, 32), stages=3) if few and tiling.stages == 2 else tiling
+    few = (
+        gpu is not None
+        and shape.v_heads * rows * triton.cdiv(shape.v_size, tiling.rows) < gpu.processors
+    )
+    return (
+        replace(tiling, rows=min(tiling.rows, 32), stages=3)
+        if few and tiling.stages == 2
+        else tiling
+    )
 
 
 @triton.jit
@@ -101,20 +108,39 @@ def _recur(
     wait(PDL)
     first, length, kept = row.to(tl.int64), 1, 0
     if not DECODES:
-        first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+        first, length = (
+            tl.load(query_starts + row).to(tl.int64),
+            tl.load(query_starts + row + 1) - tl.load(query_starts + row),
+        )
         kept = tl.load(checkpoint_at + row)
     known = length
     if DRAFTS:
         if tl.load(ahead + row) > 0:
             return  # the program of the known token before it does it
         length = lines_of(ahead, row, tl.num_programs(2))
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * V + j, real, PER_UNIT, K)[:, None] + i[None, :]
+    at = (
+        rows_at(
+            memory,
+            units,
+            unit_stride,
+            line_stride,
+            tl.load(lines + row),
+            head * V + j,
+            real,
+            PER_UNIT,
+            K,
+        )[:, None]
+        + i[None, :]
+    )
     held = real[:, None] & (tl.load(kv_lens + row) > known)
     state = tl.load(at, mask=held, other=0.0).to(tl.float32)
     for step in range(length):
         t = first + step
         token = qkv + t * x_stride
-        forgetting, writing = tl.load(a + t * a_stride + head).to(tl.float32), tl.load(b + t * b_stride + head).to(tl.float32)
+        forgetting, writing = (
+            tl.load(a + t * a_stride + head).to(tl.float32),
+            tl.load(b + t * b_stride + head).to(tl.float32),
+        )
         q = tl.load(token + k_head * K + i).to(tl.float32)
         k = tl.load(token + (K_HEADS + k_head) * K + i).to(tl.float32)
         v = tl.load(token + 2 * K_HEADS * K + head * V + j, mask=real, other=0.0).to(tl.float32)
@@ -124,11 +150,28 @@ def _recur(
         state *= factor
         added = sigmoid(writing) * (v - tl.sum(state * k[None, :], 1))
         state += added[:, None] * k[None, :]
-        tl.store(out + (t * V_HEADS + head) * V + j, tl.sum(state * q[None, :], 1).to(out.dtype.element_ty), mask=real)
+        tl.store(
+            out + (t * V_HEADS + head) * V + j,
+            tl.sum(state * q[None, :], 1).to(out.dtype.element_ty),
+            mask=real,
+        )
         if not DECODES:  # noqa: SIM102 (decided when it is compiled)
             if step + 1 == kept:
                 line = tl.load(checkpoint_lines + row)
-                to = rows_at(memory, units, unit_stride, line_stride, line, head * V + j, real, PER_UNIT, K)[:, None] + i[None, :]
+                to = (
+                    rows_at(
+                        memory,
+                        units,
+                        unit_stride,
+                        line_stride,
+                        line,
+                        head * V + j,
+                        real,
+                        PER_UNIT,
+                        K,
+                    )[:, None]
+                    + i[None, :]
+                )
                 tl.store(to, state.to(memory.dtype.element_ty), mask=real[:, None])
         if DRAFTS:
             narrow = state.to(memory.dtype.element_ty)
@@ -149,7 +192,14 @@ def _below(system, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """The blocks of a system that are left of every second block on its diagonal: [BLOCKS / 2, BLOCK, BLOCK]."""
     n = tl.arange(0, BLOCKS)
     row, column = n[:, None, None, None], n[None, None, :, None]
-    blocks = tl.sum(tl.where((row == column + 1) & (row % 2 == 1), tl.reshape(system, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0), 2)
+    blocks = tl.sum(
+        tl.where(
+            (row == column + 1) & (row % 2 == 1),
+            tl.reshape(system, (BLOCKS, BLOCK, BLOCKS, BLOCK)),
+            0.0,
+        ),
+        2,
+    )
     return tl.sum(tl.reshape(blocks, (BLOCKS // 2, 2, BLOCK, BLOCK)), 1)
 
 
@@ -164,7 +214,9 @@ def _joined(inverses, system, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     right = (tl.arange(0, 2) == 1)[None, None, None, :, None]
     above = tl.where(right, 0.0, upper[:, None, :, None, :])
     below = tl.where(right, lower[:, None, :, None, :], -between[:, None, :, None, :])
-    return tl.reshape(tl.where(second[:, :, :, :, None], below, above), (BLOCKS // 2, 2 * BLOCK, 2 * BLOCK))
+    return tl.reshape(
+        tl.where(second[:, :, :, :, None], below, above), (BLOCKS // 2, 2 * BLOCK, 2 * BLOCK)
+    )
 
 
 @triton.jit
@@ -177,7 +229,9 @@ def _inverse(system, tokens):
     n, i = tl.arange(0, 4), tl.arange(0, 16)
     own = n[:, None, None, None] == n[None, None, :, None]
     blocks = tl.sum(tl.where(own, tl.reshape(system, (4, 16, 4, 16)), 0.0), 2)  # [4, 16, 16]
-    solved = tl.zeros([4, 16, 16], tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
+    solved = (
+        tl.zeros([4, 16, 16], tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
+    )
     for at in range(1, tl.minimum(tokens, 16)):
         here = (i == at)[None, :, None]
         known = tl.sum(tl.where(here, blocks, 0.0), 1)  # [4, 16]: of row `at`
@@ -229,13 +283,25 @@ def _prepare(
     products = tl.dot(k, tl.trans(k))
     for v_head in range(k_head * (V_HEADS // K_HEADS), (k_head + 1) * (V_HEADS // K_HEADS)):
         rate, shift = tl.exp(tl.load(A_log + v_head)), tl.load(dt_bias + v_head)
-        decay = -rate * softplus(tl.load(a + t * a_stride + v_head, mask=real, other=0.0).to(tl.float32) + shift)
+        decay = -rate * softplus(
+            tl.load(a + t * a_stride + v_head, mask=real, other=0.0).to(tl.float32) + shift
+        )
         sum = tl.cumsum(tl.where(real, decay, 0.0), 0)
         tl.store(sums + t * V_HEADS + v_head, sum, mask=real)
-        beta = tl.where(real, sigmoid(tl.load(b + t * b_stride + v_head, mask=real, other=0.0).to(tl.float32)), 0.0)
-        between = tl.exp(tl.where(r[:, None] > r[None, :], sum[:, None] - sum[None, :], -float("inf")))
+        beta = tl.where(
+            real,
+            sigmoid(tl.load(b + t * b_stride + v_head, mask=real, other=0.0).to(tl.float32)),
+            0.0,
+        )
+        between = tl.exp(
+            tl.where(r[:, None] > r[None, :], sum[:, None] - sum[None, :], -float("inf"))
+        )
         inverse = _inverse(beta[:, None] * products * between, end - begin) * beta[None, :]
-        place = inverses + ((chunk * V_HEADS + v_head).to(tl.int64) * CHUNK + r[:, None]) * CHUNK + r[None, :]
+        place = (
+            inverses
+            + ((chunk * V_HEADS + v_head).to(tl.int64) * CHUNK + r[:, None]) * CHUNK
+            + r[None, :]
+        )
         tl.store(place, inverse.to(inverses.dtype.element_ty))
 
 
@@ -274,9 +340,25 @@ def _carry(
     k_head = head // (V_HEADS // K_HEADS)
     let_next_begin(PDL)
     wait(PDL)
-    first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    first, length = (
+        tl.load(query_starts + row).to(tl.int64),
+        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
+    )
     chunk, kept = tl.load(chunk_starts + row), tl.load(checkpoint_at + row)
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * V + j, real, PER_UNIT, K)[None, :] + i[:, None]
+    at = (
+        rows_at(
+            memory,
+            units,
+            unit_stride,
+            line_stride,
+            tl.load(lines + row),
+            head * V + j,
+            real,
+            PER_UNIT,
+            K,
+        )[None, :]
+        + i[:, None]
+    )
     held = real[None, :] & (tl.load(kv_lens + row) > length)
     state = tl.load(at, mask=held, other=0.0).to(tl.float32)  # [K, ROWS]
     for part in range(2):  # up to the checkpoint, and beyond it
@@ -287,16 +369,26 @@ def _carry(
             keys = qk + t[:, None] * (2 * K_HEADS * K) + k_head * K + i[None, :]
             q = tl.load(keys, mask=here[:, None], other=0.0)
             k = tl.load(keys + K_HEADS * K, mask=here[:, None], other=0.0)
-            v = tl.load(qkv + t[:, None] * x_stride + 2 * K_HEADS * K + head * V + j[None, :], mask=here[:, None] & real[None, :], other=0.0)
+            v = tl.load(
+                qkv + t[:, None] * x_stride + 2 * K_HEADS * K + head * V + j[None, :],
+                mask=here[:, None] & real[None, :],
+                other=0.0,
+            )
             number = chunk + (begin - part * kept) // CHUNK
-            inverse = tl.load(inverses + ((number * V_HEADS + head).to(tl.int64) * CHUNK + r[:, None]) * CHUNK + r[None, :])
+            inverse = tl.load(
+                inverses
+                + ((number * V_HEADS + head).to(tl.int64) * CHUNK + r[:, None]) * CHUNK
+                + r[None, :]
+            )
             total = tl.load(sums + (first + tl.minimum(begin + CHUNK, stop) - 1) * V_HEADS + head)
             sum = tl.where(here, tl.load(sums + t * V_HEADS + head, mask=here, other=0.0), total)
             so_far = tl.exp(sum)[:, None]
             narrow = state.to(k.dtype)
             wanted = v.to(tl.float32) - so_far * tl.dot(k, narrow)
             change = tl.dot(inverse, wanted.to(k.dtype))
-            between = tl.exp(tl.where(r[:, None] >= r[None, :], sum[:, None] - sum[None, :], -float("inf")))
+            between = tl.exp(
+                tl.where(r[:, None] >= r[None, :], sum[:, None] - sum[None, :], -float("inf"))
+            )
             scores = tl.dot(q, tl.trans(k)) * between
             result = so_far * tl.dot(q, narrow)
             result = tl.dot(scores.to(k.dtype), change.to(k.dtype), result)
@@ -306,7 +398,12 @@ def _carry(
             state = tl.dot(tl.trans(k), lasting, state * tl.exp(total))
         if (part == 0) & (kept > 0):
             line = tl.load(checkpoint_lines + row)
-            to = rows_at(memory, units, unit_stride, line_stride, line, head * V + j, real, PER_UNIT, K)[None, :] + i[:, None]
+            to = (
+                rows_at(
+                    memory, units, unit_stride, line_stride, line, head * V + j, real, PER_UNIT, K
+                )[None, :]
+                + i[:, None]
+            )
             tl.store(to, state.to(memory.dtype.element_ty), mask=real[None, :])
         chunk += tl.where(part == 0, (kept + CHUNK - 1) // CHUNK, 0)
     tl.store(at, state.to(memory.dtype.element_ty), mask=real[None, :])
@@ -330,14 +427,21 @@ def gated_delta_rule(
     qkv, a, b = by_rows(qkv), by_rows(a), by_rows(b)
     out = empty_outputs(state, qkv, shape.v_heads, shape.v_size)
     unit_stride, line_stride = state_strides(state, tensor)
-    heads = {"K_HEADS": shape.k_heads, "V_HEADS": shape.v_heads, "K": shape.k_size, **pdl_options(qkv.device)}
+    heads = {
+        "K_HEADS": shape.k_heads,
+        "V_HEADS": shape.v_heads,
+        "K": shape.k_size,
+        **pdl_options(qkv.device),
+    }
     in_state = {"V": shape.v_size, "PER_UNIT": per_unit(state, tensor)}
     strides, scale = (qkv.stride(0), a.stride(0), b.stride(0)), shape.k_size**-0.5
     if in_chunks is None:
         in_chunks = fits_matrix_units(qkv, shape.k_size)
     if batch.decodes or not in_chunks:
         tiling, (drafts, has_drafts) = recur_tiling(shape), draft_tensors(state, tensor)
-        launch(_recur, (triton.cdiv(shape.v_size, tiling.rows), shape.v_heads, rows_of(state, qkv)))(
+        launch(
+            _recur, (triton.cdiv(shape.v_size, tiling.rows), shape.v_heads, rows_of(state, qkv))
+        )(
             qkv,
             a,
             b,

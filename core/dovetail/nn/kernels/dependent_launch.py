@@ -36,7 +36,14 @@ def wait(PDL: tl.constexpr):
 @triton.jit
 def fetch(pointers):
     """Prefetch the memory lines at these addresses into L2, without waiting. Only with PDL."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def pdl_options(device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 BITS = tl.constexpr(21)  # of an integer, below the highest bit of the largest one
-ONE_AND_A_HALF = tl.constexpr(1.5 * 2.0**23)  # float32 near it are 1 apart: adding it rounds to an integer, in the lowest bits
+ONE_AND_A_HALF = tl.constexpr(
+    1.5 * 2.0**23
+)  # float32 near it are 1 apart: adding it rounds to an integer, in the lowest bits
 ITS_BITS = tl.constexpr(0x4B400000)
 INFINITE = tl.constexpr(254 << 23)  # 2**127; larger sums overflow
 LEAST = tl.constexpr(22 << 23)  # 2**-105; below it, the scale would be subnormal
@@ -40,7 +42,9 @@ def digits(a, b, c, d):
     if INTERPRETED:
         low = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24
         middle = (a >> 8 & 255) | (b >> 8 & 255) << 8 | (c >> 8 & 255) << 16 | (d >> 8 & 255) << 24
-        high = (a >> 16 & 255) | (b >> 16 & 255) << 8 | (c >> 16 & 255) << 16 | (d >> 16 & 255) << 24
+        high = (
+            (a >> 16 & 255) | (b >> 16 & 255) << 8 | (c >> 16 & 255) << 16 | (d >> 16 & 255) << 24
+        )
     else:
         low, middle, high = tl.inline_asm_elementwise(
             """{
@@ -59,7 +63,11 @@ def digits(a, b, c, d):
             is_pure=True,
             pack=1,
         )
-    return low, middle, (high + 0x40404040) ^ -0x7F7F7F80  # minus the 64 of `ITS_BITS`: no byte carries
+    return (
+        low,
+        middle,
+        (high + 0x40404040) ^ -0x7F7F7F80,
+    )  # minus the 64 of `ITS_BITS`: no byte carries
 
 
 @triton.jit
@@ -71,6 +79,20 @@ def add_products_of_bytes(sums, unsigned, others, SIGNED: tl.constexpr):
             sums += (unsigned >> 8 * at & 255) * (other if SIGNED else other & 255)
         return sums
     elif SIGNED:
-        return tl.inline_asm_elementwise("dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [unsigned, others, sums], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [unsigned, others, sums],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
-        return tl.inline_asm_elementwise("dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [unsigned, others, sums], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [unsigned, others, sums],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )

@@ -28,16 +28,30 @@ def _embed(token_ids, weight, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL:
 def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the rows [tokens, size] of weight [rows, size], contiguous, at token_ids [tokens] int64."""
     tokens, size = len(token_ids), weight.shape[1]
-    out, block = torch.empty((tokens, size), dtype=weight.dtype, device=weight.device), triton.next_power_of_2(size)
+    out, block = (
+        torch.empty((tokens, size), dtype=weight.dtype, device=weight.device),
+        triton.next_power_of_2(size),
+    )
     if tokens:
-        launch(_embed, (tokens,))(token_ids, weight, out, SIZE=size, BLOCK=block, num_warps=warps_of_row(block), **pdl_options(weight.device))
+        launch(_embed, (tokens,))(
+            token_ids,
+            weight,
+            out,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=warps_of_row(block),
+            **pdl_options(weight.device),
+        )
     return out
 
 
 def check(device: torch.device) -> None:
     """Raise unless this simplest of all kernels computes correct values on `device`. Bypasses `launch`: a failure is the device's, not the
     kernel's."""
-    token_ids, weight = torch.tensor([2], device=device), torch.arange(48.0, device=device).view(3, 16)
+    token_ids, weight = (
+        torch.tensor([2], device=device),
+        torch.arange(48.0, device=device).view(3, 16),
+    )
     out = torch.empty((1, 16), device=device)
     _embed[(1,)](token_ids, weight, out, SIZE=16, BLOCK=16, num_warps=1, **pdl_options(device))
     if not torch.equal(out, weight[2:]):

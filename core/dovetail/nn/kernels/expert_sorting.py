@@ -15,12 +15,16 @@ import triton.language as tl
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
-SORTED_AT_ONCE = 4096  # pairs that each program of one kernel looks through; more are sorted by three kernels
+SORTED_AT_ONCE = (
+    4096  # pairs that each program of one kernel looks through; more are sorted by three kernels
+)
 SORTED_TOGETHER = 256  # pairs of a chunk then
 
 
 @triton.jit
-def _write_blocks(places, experts, expert, first, count, pairs, blocks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _write_blocks(
+    places, experts, expert, first, count, pairs, blocks, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Assign blocks to an expert with `count` pairs, from block `first` on, and fill its places without a pair; after the last expert, mark all
     further blocks as not needed."""
     own, j = (count + BLOCK - 1) // BLOCK, tl.arange(0, BLOCK)
@@ -131,14 +135,18 @@ def _place(
         for earlier in range(0, CHUNK, AT_ONCE):
             j = earlier + tl.arange(0, AT_ONCE)
             others = tl.load(ids + program * CHUNK + j, mask=program * CHUNK + j < pairs, other=-2)
-            rank += tl.sum(((chosen[:, None] == others[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+            rank += tl.sum(
+                ((chosen[:, None] == others[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1
+            )
         begin = tl.gather(tl.cumsum(needed, 0) - needed, tl.maximum(chosen, 0), 0)
         rank += tl.load(before + program * PADDED + chosen, mask=at < pairs, other=0)
         tl.store(places + begin * BLOCK + rank, at, mask=at < pairs)
     else:
         expert = program - chunks
         first = tl.sum(tl.where(e < expert, needed, 0), 0)
-        _write_blocks(places, experts, expert, first, tl.load(totals + expert), pairs, blocks, COUNT, BLOCK)
+        _write_blocks(
+            places, experts, expert, first, tl.load(totals + expert), pairs, blocks, COUNT, BLOCK
+        )
 
 
 def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +164,9 @@ def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch
         totals = torch.empty(padded, dtype=torch.int32, device=ids.device)
         launch(_count, (chunks,))(ids, counts, pairs, CHUNK=SORTED_TOGETHER, num_warps=4, **sizes)
         at_once = min(padded, 16)  # experts
-        launch(_add_up, (padded // at_once,))(counts, totals, chunks, EXPERTS=at_once, AT_ONCE=64, num_warps=4, **sizes)
+        launch(_add_up, (padded // at_once,))(
+            counts, totals, chunks, EXPERTS=at_once, AT_ONCE=64, num_warps=4, **sizes
+        )
         launch(_place, (chunks + count,))(
             *(ids, counts, totals, places, experts, pairs, blocks, chunks),
             COUNT=count,
@@ -168,5 +178,16 @@ def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch
         )
         return places, experts
     chunk = triton.next_power_of_2(pairs)
-    launch(_sort, (count,))(ids, places, experts, pairs, blocks, COUNT=count, BLOCK=block, CHUNK=chunk, num_warps=8 if chunk > 1024 else 4, **sizes)
+    launch(_sort, (count,))(
+        ids,
+        places,
+        experts,
+        pairs,
+        blocks,
+        COUNT=count,
+        BLOCK=block,
+        CHUNK=chunk,
+        num_warps=8 if chunk > 1024 else 4,
+        **sizes,
+    )
     return places, experts

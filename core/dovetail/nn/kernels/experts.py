@@ -31,9 +31,17 @@ from dovetail.nn.kernels.float8_products import narrowed
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, INT4, Stored
 from dovetail.nn.kernels.streamed import add_int4
-from dovetail.nn.kernels.widening import e2m1_to_16_bits, float8_to_16_bits, pairs_to_16_bits, power_of_two, shifted
+from dovetail.nn.kernels.widening import (
+    e2m1_to_16_bits,
+    float8_to_16_bits,
+    pairs_to_16_bits,
+    power_of_two,
+    shifted,
+)
 
-REGISTERS = 168  # of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
+REGISTERS = (
+    168  # of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
+)
 NARROW_FROM = 16  # pairs of an expert, more than which are computed by products of float8 inputs, if inputs may be rounded
 CLAMPED, UNGATED = 3, 4  # ungated, the first layer has ups alone, of which it takes relu squared
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, RELU2: UNGATED}
@@ -93,7 +101,15 @@ def _activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: t
 
 
 @triton.jit
-def _scales_of(scales, expert, outputs, INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SHARING: tl.constexpr):
+def _scales_of(
+    scales,
+    expert,
+    outputs,
+    INPUTS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+):
     """Return the address of the scales or zeros of an expert with this number of outputs."""
     groups: tl.constexpr = 1 if KIND == 0 or GROUP == 0 else (INPUTS + GROUP - 1) // GROUP
     return scales + expert * (outputs // SHARING * groups)
@@ -136,14 +152,26 @@ def _product(
         if KIND == 0:
             total = tl.sum(tile.to(tl.float32) * inputs[None, :], 1)
         elif GROUP == 0:
-            total = tl.sum(float8_to_16_bits(tile, row.dtype.element_ty).to(tl.float32) * inputs[None, :], 1)
+            total = tl.sum(
+                float8_to_16_bits(tile, row.dtype.element_ty).to(tl.float32) * inputs[None, :], 1
+            )
             total *= tl.load(scale_at + n, mask=real, other=0.0)
         else:
             groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-            products = float8_to_16_bits(tile, row.dtype.element_ty).to(tl.float32) * inputs[None, :]
+            products = (
+                float8_to_16_bits(tile, row.dtype.element_ty).to(tl.float32) * inputs[None, :]
+            )
             sums = tl.sum(tl.reshape(products, (N, PADDED // GROUP, GROUP)), 2)
             g = tl.arange(0, PADDED // GROUP)[None, :]
-            total = tl.sum(sums * tl.load(scale_at + (n // SHARING)[:, None] * groups + g, mask=real[:, None] & (g < groups), other=0.0), 1)
+            total = tl.sum(
+                sums
+                * tl.load(
+                    scale_at + (n // SHARING)[:, None] * groups + g,
+                    mask=real[:, None] & (g < groups),
+                    other=0.0,
+                ),
+                1,
+            )
     else:
         PART: tl.constexpr = 32 if GROUP == 32 else 64
         c = tl.arange(0, PADDED // PART) * PART
@@ -162,7 +190,11 @@ def _product(
             weights = low if half == 0 else high
             if KIND == 2:
                 if ASYMMETRIC:
-                    zero = tl.load(_scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING) + place, mask=there, other=0)
+                    zero = tl.load(
+                        _scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING) + place,
+                        mask=there,
+                        other=0,
+                    )
                 else:
                     zero = tl.full(place.shape, 8, tl.uint8)
                 spread = tl.reshape(weights, (N, PADDED // PART, PART))
@@ -213,10 +245,26 @@ def _few_gate_up(
     if ACTIVATION != 4:
         ups = _tile(values, expert, stored, n + OUTPUTS, real, BYTES, PADDED)
     row = x + (pair // TOP).to(tl.int64) * INPUTS
-    gate = _product(gates, row, scales, zeros, expert, stored, n, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
+    gate = _product(
+        gates, row, scales, zeros, expert, stored, n, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC
+    )
     up = gate
     if ACTIVATION != 4:
-        up = _product(ups, row, scales, zeros, expert, stored, n + OUTPUTS, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
+        up = _product(
+            ups,
+            row,
+            scales,
+            zeros,
+            expert,
+            stored,
+            n + OUTPUTS,
+            real,
+            INPUTS,
+            KIND,
+            GROUP,
+            SHARING,
+            ASYMMETRIC,
+        )
     if BIASED:
         at = bias + expert * stored + n
         gate += tl.load(at, mask=real, other=0.0).to(tl.float32)
@@ -260,14 +308,40 @@ def _few_down(
         tiles = ()
         for ahead in tl.static_range(AHEAD):
             if first + ahead < TOP:
-                tiles += (_tile(values, tl.load(ids + token * TOP + first + ahead).to(tl.int64), OUTPUTS, n, real, BYTES, PADDED),)
+                tiles += (
+                    _tile(
+                        values,
+                        tl.load(ids + token * TOP + first + ahead).to(tl.int64),
+                        OUTPUTS,
+                        n,
+                        real,
+                        BYTES,
+                        PADDED,
+                    ),
+                )
         for ahead in tl.static_range(AHEAD):
             if first + ahead < TOP:
                 pair = token * TOP + first + ahead
                 expert, row = tl.load(ids + pair).to(tl.int64), x + pair.to(tl.int64) * INPUTS
-                product = _product(tiles[ahead], row, scales, zeros, expert, OUTPUTS, n, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
+                product = _product(
+                    tiles[ahead],
+                    row,
+                    scales,
+                    zeros,
+                    expert,
+                    OUTPUTS,
+                    n,
+                    real,
+                    INPUTS,
+                    KIND,
+                    GROUP,
+                    SHARING,
+                    ASYMMETRIC,
+                )
                 if BIASED:
-                    product += tl.load(bias + expert * OUTPUTS + n, mask=real, other=0.0).to(tl.float32)
+                    product += tl.load(bias + expert * OUTPUTS + n, mask=real, other=0.0).to(
+                        tl.float32
+                    )
                 sums += product * tl.load(weights + pair)
     tl.store(out + token.to(tl.int64) * OUTPUTS + n, sums, mask=real)
 
@@ -300,17 +374,41 @@ def _added(
     if KIND >= 2:
         if KIND == 2:
             zero_at = _scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING)
-            sums = add_int4(sums, inputs, higher, weight, scale_at, zero_at, n, real, at // 128, outputs, BYTES, GROUP, ASYMMETRIC)
+            sums = add_int4(
+                sums,
+                inputs,
+                higher,
+                weight,
+                scale_at,
+                zero_at,
+                n,
+                real,
+                at // 128,
+                outputs,
+                BYTES,
+                GROUP,
+                ASYMMETRIC,
+            )
         else:
             i = at // 2 + tl.arange(0, 64)
-            pairs = tl.load(weight + n.to(tl.int64)[:, None] * BYTES + i[None, :], mask=real[:, None], other=0)
+            pairs = tl.load(
+                weight + n.to(tl.int64)[:, None] * BYTES + i[None, :], mask=real[:, None], other=0
+            )
             low, high = e2m1_to_16_bits(pairs, inputs.dtype)
-            sums = tl.dot(_scaled_fp4(low, scale_at, n, real, at // 32, outputs, INPUTS), inputs, sums)
-            sums = tl.dot(_scaled_fp4(high, scale_at, n, real, at // 32 + 2, outputs, INPUTS), higher, sums)
+            sums = tl.dot(
+                _scaled_fp4(low, scale_at, n, real, at // 32, outputs, INPUTS), inputs, sums
+            )
+            sums = tl.dot(
+                _scaled_fp4(high, scale_at, n, real, at // 32 + 2, outputs, INPUTS), higher, sums
+            )
     else:
         k = at + tl.arange(0, inputs.shape[0])
         inside = (k >= 0) if WHOLE else (k < INPUTS)
-        tile = tl.load(weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        tile = tl.load(
+            weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :],
+            mask=real[:, None] & inside[None, :],
+            other=0.0,
+        )
         if KIND == 0:
             sums = tl.dot(tile, inputs, sums, input_precision=PRECISION)
         elif GROUP == 0:
@@ -327,7 +425,9 @@ def _scaled_fp4(weights, scales, n, real, group, outputs, INPUTS: tl.constexpr):
     """Weights [N, 64] of two groups from `group` on times their scales: exact."""
     both = group + tl.arange(0, 2)
     there = real[:, None] & (both * 32 < INPUTS)[None, :]
-    scale = power_of_two(tl.load(scales + both[None, :] * outputs + n[:, None], mask=there, other=0))
+    scale = power_of_two(
+        tl.load(scales + both[None, :] * outputs + n[:, None], mask=there, other=0)
+    )
     spread = tl.reshape(weights, (weights.shape[0], 2, 32)).to(tl.float32) * scale[:, :, None]
     return tl.reshape(spread.to(weights.dtype), (weights.shape[0], 64))
 
@@ -448,21 +548,41 @@ def _sorted(
             result = sums * tl.load(weights + pair, mask=there, other=0.0)[None, :]
             to = pair % TOP * tokens + pair // TOP
         tl.store(
-            out + to.to(tl.int64)[:, None] * OUTPUTS + n[None, :], tl.trans(result).to(out.dtype.element_ty), mask=there[:, None] & real[None, :]
+            out + to.to(tl.int64)[:, None] * OUTPUTS + n[None, :],
+            tl.trans(result).to(out.dtype.element_ty),
+            mask=there[:, None] & real[None, :],
         )
 
 
 @triton.jit
 def _products(
-    x_tile, x_scale, weight, scale_at, at, k, inside, n, real, INPUTS: tl.constexpr, GROUP: tl.constexpr, SHARING: tl.constexpr, N: tl.constexpr
+    x_tile,
+    x_scale,
+    weight,
+    scale_at,
+    at,
+    k,
+    inside,
+    n,
+    real,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    N: tl.constexpr,
 ):
     """[M, N] float32: float8 inputs [M, K] from `at` on times the weights of outputs n, and the scales if they are by groups."""
-    tile = tl.load(weight + n.to(tl.int64)[None, :] * INPUTS + k[:, None], mask=real[None, :] & inside[:, None], other=0.0)
+    tile = tl.load(
+        weight + n.to(tl.int64)[None, :] * INPUTS + k[:, None],
+        mask=real[None, :] & inside[:, None],
+        other=0.0,
+    )
     products = tl.dot(x_tile, tile)
     if GROUP > 0:
         groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
         if SHARING % N == 0:  # all outputs of the program share it
-            products *= (x_scale * tl.load(scale_at + tl.min(n, 0) // SHARING * groups + at // GROUP))[:, None]
+            products *= (
+                x_scale * tl.load(scale_at + tl.min(n, 0) // SHARING * groups + at // GROUP)
+            )[:, None]
         else:
             scale = tl.load(scale_at + n // SHARING * groups + at // GROUP, mask=real, other=0.0)
             products *= x_scale[:, None] * scale[None, :]
@@ -517,14 +637,34 @@ def _sorted_float8(
         for at in tl.range(0, INPUTS, K, num_stages=STAGES):
             k = at + tl.arange(0, K)
             inside = (k >= 0) if WHOLE else (k < INPUTS)
-            inputs = tl.load(x + source[:, None] * INPUTS + k[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            inputs = tl.load(
+                x + source[:, None] * INPUTS + k[None, :],
+                mask=there[:, None] & inside[None, :],
+                other=0.0,
+            )
             if GROUP > 0:
                 x_scale = tl.load(x_scales + source * groups + at // GROUP, mask=there, other=0.0)
             else:
                 x_scale = tl.full([M], 1.0, tl.float32)
-            sums += _products(inputs, x_scale, weight, scale_at, at, k, inside, n, real, INPUTS, GROUP, SHARING, N)
+            sums += _products(
+                inputs, x_scale, weight, scale_at, at, k, inside, n, real, INPUTS, GROUP, SHARING, N
+            )
             if PAIRED:
-                ups += _products(inputs, x_scale, weight, scale_at, at, k, inside, n + OUTPUTS, real, INPUTS, GROUP, SHARING, N)
+                ups += _products(
+                    inputs,
+                    x_scale,
+                    weight,
+                    scale_at,
+                    at,
+                    k,
+                    inside,
+                    n + OUTPUTS,
+                    real,
+                    INPUTS,
+                    GROUP,
+                    SHARING,
+                    N,
+                )
         if GROUP == 0:
             x_scale = tl.load(x_scales + source, mask=there, other=0.0)[:, None]
             sums *= x_scale * tl.load(scale_at + n, mask=real, other=0.0)[None, :]
@@ -540,10 +680,16 @@ def _sorted_float8(
         else:
             result = sums * tl.load(weights + pair, mask=there, other=0.0)[:, None]
             to = pair % TOP * tokens + pair // TOP
-        tl.store(out + to.to(tl.int64)[:, None] * OUTPUTS + n[None, :], result.to(out.dtype.element_ty), mask=there[:, None] & real[None, :])
+        tl.store(
+            out + to.to(tl.int64)[:, None] * OUTPUTS + n[None, :],
+            result.to(out.dtype.element_ty),
+            mask=there[:, None] & real[None, :],
+        )
 
 
-def choice_for(tokens: int, per_token: int, gate_up: Stored, inner: int, bytes_each: int = 2) -> Few | Many:
+def choice_for(
+    tokens: int, per_token: int, gate_up: Stored, inner: int, bytes_each: int = 2
+) -> Few | Many:
     """Return the tilings for this number of tokens with `per_token` experts of `inner` size each, and activations of `bytes_each`. Measured with
     `bench.experts` on an H100, for 128 experts of 2,048 x 768; in MXFP4 for 32 of 2,880 x 2,880."""
     pairs, count = tokens * per_token, len(gate_up.values)
@@ -555,7 +701,9 @@ def choice_for(tokens: int, per_token: int, gate_up: Stored, inner: int, bytes_e
     average = pairs / count  # places of an expert
     if gate_up.narrows and average > NARROW_FROM:
         return Many(Tiling(64, 64, CHUNK, 4, 4), Tiling(64, 128, CHUNK, 3, 4))
-    rows = 128 if average >= 128 else min(64, max(16, int(triton.next_power_of_2(ceil(2 * average)))))
+    rows = (
+        128 if average >= 128 else min(64, max(16, int(triton.next_power_of_2(ceil(2 * average)))))
+    )
     wide = 128 // (bytes_each // 2)  # what fits into shared memory
     if rows == 128:
         return Many(Tiling(128, 128, wide // 2, 3, 8), Tiling(128, 128, wide // 2, 3, 4))
@@ -580,7 +728,12 @@ def experts(
     (tokens, per_token), count = ids.shape, len(gate_up.values)
     if not tokens:
         return torch.empty((1, 0, down.outputs), dtype=x.dtype, device=x.device)
-    if choice is None and gate_up_bias is None and down_bias is None and takes_few(x, gate_up, down, activation, ids):
+    if (
+        choice is None
+        and gate_up_bias is None
+        and down_bias is None
+        and takes_few(x, gate_up, down, activation, ids)
+    ):
         from dovetail.nn.kernels import few_experts_float8
 
         return few_experts_float8.experts(x, gate_up, down, ids, weights)[None]
@@ -595,7 +748,9 @@ def experts(
     places, blocks = sort(ids, count, choice.gate_up.rows)
     out = torch.empty((per_token, tokens, down.outputs), dtype=x.dtype, device=x.device)
     if gate_up.narrows and down.narrows and tokens * per_token > NARROW_FROM * count:
-        float8_layer(x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around)
+        float8_layer(
+            x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around
+        )
         float8_layer(inner, down, down_bias, weights, places, blocks, out, choice.down, {})
         return out
     many_layer(x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around)
@@ -603,14 +758,23 @@ def experts(
     return out
 
 
-def takes_few(x: torch.Tensor, gate_up: Stored, down: Stored, activation: Activation, ids: torch.Tensor) -> bool:
+def takes_few(
+    x: torch.Tensor, gate_up: Stored, down: Stored, activation: Activation, ids: torch.Tensor
+) -> bool:
     """True if `few_experts_float8` computes experts without biases of tokens x."""
-    if activation != "silu" or gate_up.kind != FLOAT8 or x.itemsize != 2 or not has_few_experts_float8(x.device):
+    if (
+        activation != "silu"
+        or gate_up.kind != FLOAT8
+        or x.itemsize != 2
+        or not has_few_experts_float8(x.device)
+    ):
         return False
     from dovetail.nn.kernels import few_experts_float8
 
     tokens, per_token = ids.shape
-    return isinstance(choice_for(tokens, per_token, gate_up, down.inputs), Few) and few_experts_float8.takes(gate_up, down, per_token)
+    return isinstance(
+        choice_for(tokens, per_token, gate_up, down.inputs), Few
+    ) and few_experts_float8.takes(gate_up, down, per_token)
 
 
 def gating(activation: Activation) -> dict[str, int | float]:
@@ -619,37 +783,110 @@ def gating(activation: Activation) -> dict[str, int | float]:
     return {"ACTIVATION": ACTIVATIONS[activation], "ALPHA": 1.0, "LIMIT": 0.0}
 
 
-def few_layer(x, layer: Stored, bias, ids, weights, out, tiling: FewTiling, around: dict[str, int | float]) -> None:
+def few_layer(
+    x, layer: Stored, bias, ids, weights, out, tiling: FewTiling, around: dict[str, int | float]
+) -> None:
     """`around`: of gate and up, or empty."""
     (tokens, per_token), outputs = ids.shape, out.shape[-1]
-    padded = max(triton.next_power_of_2(layer.values.shape[2]), layer.group if layer.kind == FLOAT8 else 64 if layer.kind else 1)
-    sizes = layer.constants() | {"OUTPUTS": outputs, "TOP": per_token, "PADDED": padded, "N": tiling.outputs}
-    options = sizes | {"BIASED": bias is not None, "num_warps": tiling.warps} | pdl_options(x.device)
+    padded = max(
+        triton.next_power_of_2(layer.values.shape[2]),
+        layer.group if layer.kind == FLOAT8 else 64 if layer.kind else 1,
+    )
+    sizes = layer.constants() | {
+        "OUTPUTS": outputs,
+        "TOP": per_token,
+        "PADDED": padded,
+        "N": tiling.outputs,
+    }
+    options = (
+        sizes | {"BIASED": bias is not None, "num_warps": tiling.warps} | pdl_options(x.device)
+    )
     bias = x if bias is None else bias
     grid = triton.cdiv(outputs, tiling.outputs)
     if around:
-        launch(_few_gate_up, (grid, tokens * per_token))(x, *layer.tensors(), bias, ids, out, **options, **around)
+        launch(_few_gate_up, (grid, tokens * per_token))(
+            x, *layer.tensors(), bias, ids, out, **options, **around
+        )
     else:
-        launch(_few_down, (grid, tokens))(x, *layer.tensors(), bias, ids, weights, out, AHEAD=min(per_token, 8), **options)
+        launch(_few_down, (grid, tokens))(
+            x, *layer.tensors(), bias, ids, weights, out, AHEAD=min(per_token, 8), **options
+        )
 
 
-def many_layer(x, layer: Stored, bias, weights, places, blocks, out, tiling: Tiling, around: dict[str, int | float]) -> None:
+def many_layer(
+    x,
+    layer: Stored,
+    bias,
+    weights,
+    places,
+    blocks,
+    out,
+    tiling: Tiling,
+    around: dict[str, int | float],
+) -> None:
     """`around`: of gate and up, or empty."""
-    constants: dict[str, Any] = layer.constants() | {"K": CHUNK if layer.kind >= INT4 else gcd(tiling.inputs, layer.group)}
+    constants: dict[str, Any] = layer.constants() | {
+        "K": CHUNK if layer.kind >= INT4 else gcd(tiling.inputs, layer.group)
+    }
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    _launch_sorted(_sorted, (x, *layer.tensors()), constants | {"PRECISION": precision}, bias, weights, places, blocks, out, tiling, around)
+    _launch_sorted(
+        _sorted,
+        (x, *layer.tensors()),
+        constants | {"PRECISION": precision},
+        bias,
+        weights,
+        places,
+        blocks,
+        out,
+        tiling,
+        around,
+    )
 
 
-def float8_layer(x, layer: Stored, bias, weights, places, blocks, out, tiling: Tiling, around: dict[str, int | float]) -> None:
+def float8_layer(
+    x,
+    layer: Stored,
+    bias,
+    weights,
+    places,
+    blocks,
+    out,
+    tiling: Tiling,
+    around: dict[str, int | float],
+) -> None:
     """`many_layer` with inputs rounded to e4m3, for a layer that `narrows`."""
     narrow, x_scales = narrowed(x, layer.group)
-    constants = {name: layer.constants()[name] for name in ("INPUTS", "GROUP", "SHARING")} | {"K": gcd(tiling.inputs, layer.group)}
+    constants = {name: layer.constants()[name] for name in ("INPUTS", "GROUP", "SHARING")} | {
+        "K": gcd(tiling.inputs, layer.group)
+    }
     if not around:
         constants["maxnreg"] = REGISTERS
-    _launch_sorted(_sorted_float8, (narrow, x_scales, *layer.tensors()[:2]), constants, bias, weights, places, blocks, out, tiling, around)
+    _launch_sorted(
+        _sorted_float8,
+        (narrow, x_scales, *layer.tensors()[:2]),
+        constants,
+        bias,
+        weights,
+        places,
+        blocks,
+        out,
+        tiling,
+        around,
+    )
 
 
-def _launch_sorted(kernel, inputs, constants, bias, weights, places, blocks, out, tiling: Tiling, around: dict[str, int | float]) -> None:
+def _launch_sorted(
+    kernel,
+    inputs,
+    constants,
+    bias,
+    weights,
+    places,
+    blocks,
+    out,
+    tiling: Tiling,
+    around: dict[str, int | float],
+) -> None:
     outputs, (tokens, per_token) = out.shape[-1], weights.shape
     launch(kernel, (triton.cdiv(outputs, tiling.outputs), len(blocks)))(
         *inputs,

@@ -68,7 +68,9 @@ def _multiply(
     all_inputs: gl.constexpr = INPUTS if GATED else TOP * INPUTS
     chunk_inputs: gl.constexpr = num_warps * 8 * SLICE
     groups: gl.constexpr = 1 if GROUP == 0 else (INPUTS + GROUP - 1) // GROUP
-    sums_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[num_warps, 1, 1], instr_shape=[1, 16, 8])
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[num_warps, 1, 1], instr_shape=[1, 16, 8]
+    )
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 16)
     inputs_layout: gl.constexpr = gl.DotOperandLayout(1, sums_layout, 16)
     first, which = gl.program_id(0) * N, gl.program_id(1)
@@ -77,7 +79,9 @@ def _multiply(
     row, i = index(rows, 1, weights_layout), index(SLICE, 2, weights_layout)
     n = first + row // 8 // per_output + row // 8 % per_output * OUTPUTS
     of_weight = (index(num_warps, 0, weights_layout) * 8 + row % 8) * SLICE
-    of_input = (index(num_warps, 0, inputs_layout) * 8 + index(8, 2, inputs_layout)) * SLICE + index(SLICE, 1, inputs_layout)
+    of_input = (
+        index(num_warps, 0, inputs_layout) * 8 + index(8, 2, inputs_layout)
+    ) * SLICE + index(SLICE, 1, inputs_layout)
     sums_row = index(rows, 1, sums_layout)
     of_output = first + sums_row // 8 // per_output + sums_row // 8 % per_output * OUTPUTS
     of_sum = (index(num_warps, 0, sums_layout) * 8 + sums_row % 8) * SLICE
@@ -92,7 +96,9 @@ def _multiply(
     tiles, tile_scales = (), ()
     for chunk in gl.static_range(CHUNKS):
         at = of_weight + chunk * chunk_inputs
-        row_of = _of_pair(experts, at // INPUTS, chunk, chunk_inputs, INPUTS).to(gl.int64) * stored + n
+        row_of = (
+            _of_pair(experts, at // INPUTS, chunk, chunk_inputs, INPUTS).to(gl.int64) * stored + n
+        )
         place = values + (row_of - at // INPUTS) * INPUTS + (at + i)
         if all_inputs % chunk_inputs == 0:
             tiles += (gl.load(place),)
@@ -111,14 +117,23 @@ def _multiply(
     inputs = ()
     for chunk in gl.static_range(CHUNKS):
         at = of_input + chunk * chunk_inputs
-        inputs += (gl.load(x + token * all_inputs + at, mask=at < all_inputs, other=0.0).to(gl.float32),)
+        inputs += (
+            gl.load(x + token * all_inputs + at, mask=at < all_inputs, other=0.0).to(gl.float32),
+        )
     sums = gl.zeros([num_warps, rows, 8], gl.float32, layout=sums_layout)
     for chunk in gl.static_range(CHUNKS):
         sums = added(sums, tiles[chunk], inputs[chunk], tile_scales[chunk])
 
-    across: gl.constexpr = min(32, 32 * num_warps // N)  # threads that sum an output, or two adjacent ones
-    by_output: gl.constexpr = gl.BlockedLayout([per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0])
-    sums = gl.reshape(gl.permute(gl.reshape(sums, [num_warps, of_program, 64]), [1, 0, 2]), [of_program, num_warps * 64])
+    across: gl.constexpr = min(
+        32, 32 * num_warps // N
+    )  # threads that sum an output, or two adjacent ones
+    by_output: gl.constexpr = gl.BlockedLayout(
+        [per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0]
+    )
+    sums = gl.reshape(
+        gl.permute(gl.reshape(sums, [num_warps, of_program, 64]), [1, 0, 2]),
+        [of_program, num_warps * 64],
+    )
     result = gl.sum(gl.convert_layout(sums, by_output), 1)
     if GATED:
         result, ups = gl.split(gl.reshape(result, [N, 2]))
@@ -144,12 +159,18 @@ def experts(
     inner = torch.empty((tokens * top, down.inputs), dtype=x.dtype, device=x.device)
     multiply(x, gate_up, ids, weights, inner, gated=True, at_once=GATE_UP)
     adds = out is not None
-    out = torch.empty((tokens, down.outputs), dtype=torch.float32, device=x.device) if out is None else out
+    out = (
+        torch.empty((tokens, down.outputs), dtype=torch.float32, device=x.device)
+        if out is None
+        else out
+    )
     multiply(inner, down, ids, weights, out, adds=adds, at_once=DOWN)
     return out
 
 
-def multiply(x, layer: Stored, ids, weights, out, *, gated: bool = False, adds: bool = False, at_once: int) -> None:
+def multiply(
+    x, layer: Stored, ids, weights, out, *, gated: bool = False, adds: bool = False, at_once: int
+) -> None:
     """Compute one of the layers. `at_once`: outputs of a program, pairs if gated."""
     top, outputs = ids.shape[1], out.shape[1]
     launch(_multiply, (outputs // at_once, len(out)))(
@@ -177,18 +198,35 @@ def multiply(x, layer: Stored, ids, weights, out, *, gated: bool = False, adds: 
 def takes(gate_up: Stored, down: Stored, per_token: int) -> bool:
     """True if the kernels can multiply these weights."""
     chunks = max(gate_up.inputs, down.inputs * per_token) / CHUNK
-    fits = down.inputs % GATE_UP == 0 and down.outputs % DOWN == 0 and gate_up.outputs == 2 * down.inputs and chunks <= MOST_CHUNKS
-    return fits and all(layer.kind == FLOAT8 and layer.inputs % SLICE == 0 and layer.group % SLICE == 0 for layer in (gate_up, down))
+    fits = (
+        down.inputs % GATE_UP == 0
+        and down.outputs % DOWN == 0
+        and gate_up.outputs == 2 * down.inputs
+        and chunks <= MOST_CHUNKS
+    )
+    return fits and all(
+        layer.kind == FLOAT8 and layer.inputs % SLICE == 0 and layer.group % SLICE == 0
+        for layer in (gate_up, down)
+    )
 
 
 def check(device: torch.device) -> None:
     """Raise unless they compute correct values here: Gluon may change between versions of Triton."""
     numbers = torch.arange(3 * 8 * 192, device=device).remainder(5).sub(2).view(3, 8, 192)
-    ids, weights = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32, device=device), torch.tensor([[1.0, 2.0], [4.0, 0.5]], device=device)
-    layer = Stored(numbers.to(torch.float8_e4m3fn), 192, torch.ones(3, 8, device=device), kind=FLOAT8)
-    x = torch.arange(2 * 2 * 192, device=device).remainder(7).sub(3).view(4, 192).bfloat16()  # small integers, so that sums are exact
+    ids, weights = (
+        torch.tensor([[2, 0], [1, 2]], dtype=torch.int32, device=device),
+        torch.tensor([[1.0, 2.0], [4.0, 0.5]], device=device),
+    )
+    layer = Stored(
+        numbers.to(torch.float8_e4m3fn), 192, torch.ones(3, 8, device=device), kind=FLOAT8
+    )
+    x = (
+        torch.arange(2 * 2 * 192, device=device).remainder(7).sub(3).view(4, 192).bfloat16()
+    )  # small integers, so that sums are exact
     out = torch.zeros(2, 8, device=device)
     multiply(x, layer, ids, weights, out, at_once=DOWN)
-    products = torch.einsum("pk,pnk->pn", x.float(), numbers[ids.flatten().long()].float()).view(2, 2, 8)
+    products = torch.einsum("pk,pnk->pn", x.float(), numbers[ids.flatten().long()].float()).view(
+        2, 2, 8
+    )
     if not torch.equal(out, (products * weights[:, :, None]).sum(1)):
         raise DovetailError("they compute wrong numbers")

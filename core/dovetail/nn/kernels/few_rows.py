@@ -81,7 +81,13 @@ def _linear(
         before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     values = ()
     for chunk in tl.static_range(chunks):
-        values += (tl.load(x + m[None, :, None] * INPUTS + i + chunk * CHUNK, mask=exists[None, :, None], other=0.0),)
+        values += (
+            tl.load(
+                x + m[None, :, None] * INPUTS + i + chunk * CHUNK,
+                mask=exists[None, :, None],
+                other=0.0,
+            ),
+        )
     if NORMED:
         squares = tl.zeros([M], tl.float32)
         for chunk in tl.static_range(chunks):
@@ -92,11 +98,21 @@ def _linear(
     for chunk in tl.static_range(chunks):
         inputs = values[chunk]
         if NORMED:
-            inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(x.dtype.element_ty)  # round as the twin does
+            inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(
+                x.dtype.element_ty
+            )  # round as the twin does
         inputs = tl.permute(inputs, (0, 2, 1))
-        sums = tl.dot(float8_to_16_bits(weights[chunk], inputs.dtype) if SCALED else weights[chunk], inputs, sums)
+        sums = tl.dot(
+            float8_to_16_bits(weights[chunk], inputs.dtype) if SCALED else weights[chunk],
+            inputs,
+            sums,
+        )
         if GATED:
-            ups = tl.dot(float8_to_16_bits(up_weights[chunk], inputs.dtype) if SCALED else up_weights[chunk], inputs, ups)
+            ups = tl.dot(
+                float8_to_16_bits(up_weights[chunk], inputs.dtype) if SCALED else up_weights[chunk],
+                inputs,
+                ups,
+            )
     result = tl.sum(sums, 0)  # [N, M]
     if SCALED:
         result *= tl.load(weight_scales + n, mask=real, other=0.0)[:, None]
@@ -120,7 +136,9 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
     inputs = weight.shape[1]
     chunk = inputs & -inputs  # largest power of two that divides it
     if gated:
-        tiling = Tiling(16 if inputs <= 1024 else 8, 4, min(1024 if rows <= LEAST_ROWS else 512, chunk))
+        tiling = Tiling(
+            16 if inputs <= 1024 else 8, 4, min(1024 if rows <= LEAST_ROWS else 512, chunk)
+        )
     elif inputs <= 1024:
         tiling = Tiling(32, 4, min(1024, chunk))
     else:
@@ -148,7 +166,9 @@ def fits(tiling: Tiling, inputs: int, gated: bool) -> bool:
     """True if the layer can be computed with this tiling."""
     held = tiling.outputs * inputs * (2 if gated else 1)  # numbers
     whole = inputs % tiling.inputs == 0 and inputs // tiling.inputs <= MOST_CHUNKS
-    return whole and tiling.inputs >= tiling.warps * LEAST_INPUTS and held <= tiling.warps * MOST_HELD
+    return (
+        whole and tiling.inputs >= tiling.warps * LEAST_INPUTS and held <= tiling.warps * MOST_HELD
+    )
 
 
 def linear(

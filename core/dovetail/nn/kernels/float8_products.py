@@ -46,8 +46,12 @@ def _narrow(
     wait(PDL)
     values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 1)
-    scale = tl.where(largest > 0, tl.div_rn(largest, tl.full([UNITS], LARGEST, tl.float32)), 1.0)  # round as the twin does
-    narrow = tl.clamp(tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)), -LARGEST, LARGEST)
+    scale = tl.where(
+        largest > 0, tl.div_rn(largest, tl.full([UNITS], LARGEST, tl.float32)), 1.0
+    )  # round as the twin does
+    narrow = tl.clamp(
+        tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)), -LARGEST, LARGEST
+    )
     tl.store(out + at, narrow.to(out.dtype.element_ty), mask=mask)
     tl.store(scales + u, scale, mask=u < units)
 
@@ -99,7 +103,9 @@ def _norm_and_narrow(
     let_next_begin(PDL)
     values = normed_row(x, parts, weight, part_stride, eps, SIZE, BLOCK, PARTS, PDL)
     groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    values = tl.reshape(values.to(x.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))  # round as if stored in between
+    values = tl.reshape(
+        values.to(x.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP)
+    )  # round as if stored in between
     largest = tl.max(tl.abs(values), 1)
     scale = tl.where(largest > 0, largest / LARGEST, 1.0)
     narrow = tl.reshape(tl.clamp(values / scale[:, None], -LARGEST, LARGEST), (BLOCK,))
@@ -116,7 +122,9 @@ def normed_and_narrowed(
     rows, size = x.shape
     block = triton.next_power_of_2(size)
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scales = torch.empty((rows, triton.cdiv(size, group)) if group else (rows,), dtype=torch.float32, device=x.device)
+    scales = torch.empty(
+        (rows, triton.cdiv(size, group)) if group else (rows,), dtype=torch.float32, device=x.device
+    )
     if rows:
         launch(_norm_and_narrow, (rows,))(
             x,
@@ -141,7 +149,9 @@ def twin_of_narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, tor
     """`narrowed` in plain torch operations."""
     size = x.shape[1]
     own = group or size
-    padded = torch.nn.functional.pad(x.float(), (0, -size % own)).reshape(len(x), -(-size // own), own)
+    padded = torch.nn.functional.pad(x.float(), (0, -size % own)).reshape(
+        len(x), -(-size // own), own
+    )
     scales = padded.abs().amax(2) / LARGEST
     scales.masked_fill_(scales == 0, 1.0)
     narrow = (padded / scales[:, :, None]).flatten(1)[:, :size].to(torch.float8_e4m3fn)
@@ -149,11 +159,24 @@ def twin_of_narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, tor
 
 
 def linear(
-    narrow: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    narrow: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Multiply narrow [rows, inputs] by weight [outputs, inputs], both float8, with x_scales [rows] and scales [outputs] float32 -> [rows, outputs]
     bfloat16."""
-    return torch._scaled_mm(narrow, weight.t(), scale_a=x_scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype, use_fast_accum=True)
+    return torch._scaled_mm(
+        narrow,
+        weight.t(),
+        scale_a=x_scales[:, None],
+        scale_b=scales[None, :],
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
 
 
 def takes_blocks(weight: torch.Tensor, scales: torch.Tensor, group: int) -> bool:
@@ -163,18 +186,31 @@ def takes_blocks(weight: torch.Tensor, scales: torch.Tensor, group: int) -> bool
 
 
 def linear_of_blocks(
-    narrow: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    narrow: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """`linear` with x_scales [rows, inputs / BLOCK] and scales [outputs / BLOCK, inputs / BLOCK], for a weight that `takes_blocks`."""
     rows = len(narrow)
     if rows % PADDED:
-        narrow = torch.nn.functional.pad(narrow.view(torch.uint8), (0, 0, 0, -rows % PADDED)).view(narrow.dtype)
+        narrow = torch.nn.functional.pad(narrow.view(torch.uint8), (0, 0, 0, -rows % PADDED)).view(
+            narrow.dtype
+        )
         x_scales = torch.nn.functional.pad(x_scales, (0, 0, 0, -rows % PADDED))
     kinds = torch.nn.functional.ScalingType
     by_groups = x_scales.t().contiguous().t()  # rows next to each other
-    y = torch.nn.functional.scaled_mm(narrow, weight.t(), by_groups, kinds.BlockWise1x128, scales.t(), kinds.BlockWise128x128, output_dtype=dtype)[
-        :rows
-    ]
+    y = torch.nn.functional.scaled_mm(
+        narrow,
+        weight.t(),
+        by_groups,
+        kinds.BlockWise1x128,
+        scales.t(),
+        kinds.BlockWise128x128,
+        output_dtype=dtype,
+    )[:rows]
     return y if bias is None else y + bias
 
 
@@ -193,7 +229,9 @@ def check_blocks(device: torch.device) -> None:
 
 def check(device: torch.device) -> None:
     """Raise unless it computes correct values here: not every version of torch can multiply float8 by float8 with row scales on every GPU."""
-    numbers = torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)  # small integers, so that sums are exact
+    numbers = (
+        torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)
+    )  # small integers, so that sums are exact
     x, weight = numbers[:20].bfloat16(), numbers.to(torch.float8_e4m3fn)
     ours = linear(*narrowed(x), weight, torch.full((32,), 0.5, device=device), None, x.dtype)
     exact = x.float() @ weight.float().t() * 0.5

@@ -34,7 +34,10 @@ def _sigmoid_mul(x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: 
     wait(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, at = i < SIZE, x + row * SIZE + i
-    values, gates = tl.load(at, mask=mask).to(tl.float32), tl.load(gate + row * stride + i, mask=mask).to(tl.float32)
+    values, gates = (
+        tl.load(at, mask=mask).to(tl.float32),
+        tl.load(gate + row * stride + i, mask=mask).to(tl.float32),
+    )
     tl.store(at, values / (1.0 + tl.exp(-gates)), mask=mask)
 
 
@@ -43,7 +46,15 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
     tokens, size = x.shape
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK))
-        launch(_sigmoid_mul, grid)(x, gate, gate.stride(0), SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(x.device))
+        launch(_sigmoid_mul, grid)(
+            x,
+            gate,
+            gate.stride(0),
+            SIZE=size,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            **pdl_options(x.device),
+        )
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -51,5 +62,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        launch(_silu_mul, (tokens, triton.cdiv(size, BLOCK)))(gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(out.device))
+        launch(_silu_mul, (tokens, triton.cdiv(size, BLOCK)))(
+            gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(out.device)
+        )
     return out

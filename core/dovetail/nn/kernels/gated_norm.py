@@ -39,7 +39,9 @@ def _gated_norm(
     let_next_begin(PDL)
     weights = tl.load(weight + group % WEIGHTS * GROUP + i, mask=real, other=0.0).to(tl.float32)
     wait(PDL)
-    gate = tl.load(z + (r // GROUPS).to(tl.int64) * z_stride + group * GROUP + i, mask=real, other=0.0).to(tl.float32)
+    gate = tl.load(
+        z + (r // GROUPS).to(tl.int64) * z_stride + group * GROUP + i, mask=real, other=0.0
+    ).to(tl.float32)
     values = tl.load(x + r.to(tl.int64) * GROUP + i, mask=real, other=0.0).to(tl.float32)
     gate *= sigmoid(gate)
     if not FIRST:
@@ -50,7 +52,15 @@ def _gated_norm(
     tl.store(out + r.to(tl.int64) * GROUP + i, values.to(out.dtype.element_ty), mask=real)
 
 
-def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, group: int, *, norm_before_gate: bool) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group: int,
+    *,
+    norm_before_gate: bool,
+) -> torch.Tensor:
     """See `dovetail.nn.state.gated_norm`; x and weight are contiguous."""
     out, z, block = torch.empty_like(x), by_rows(z), triton.next_power_of_2(group)
     at_once = max(1, AT_ONCE // block)

@@ -20,14 +20,18 @@ from dovetail.errors import UnsupportedError
 
 log = logging.getLogger("dovetail")
 
-ALIGNMENT = 16  # of addresses (bytes) and integers; Triton specializes kernels on divisibility by it
+ALIGNMENT = (
+    16  # of addresses (bytes) and integers; Triton specializes kernels on divisibility by it
+)
 
 
 class KernelUnavailable(UnsupportedError):
     """A kernel can't be compiled or loaded here: nothing was launched, and its twin can be used instead."""
 
 
-_unavailable: dict[int, tuple[Any, KernelUnavailable]] = {}  # by the kernel's id; holds the kernel, so that the id isn't reused
+_unavailable: dict[
+    int, tuple[Any, KernelUnavailable]
+] = {}  # by the kernel's id; holds the kernel, so that the id isn't reused
 
 
 class Compiler:
@@ -39,11 +43,19 @@ class Compiler:
 
     def add(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
         """Enqueue the compilation that launching the kernel with these arguments would trigger. Returns at once."""
-        placed = (_kind(value, parameter.do_not_specialize) for value, parameter in zip(args, kernel.params, strict=False))
-        named = ((name, _kind(value) if isinstance(value, torch.Tensor) else value) for name, value in options.items())  # constants, mostly
+        placed = (
+            _kind(value, parameter.do_not_specialize)
+            for value, parameter in zip(args, kernel.params, strict=False)
+        )
+        named = (
+            (name, _kind(value) if isinstance(value, torch.Tensor) else value)
+            for name, value in options.items()
+        )  # constants, mostly
         kind = id(kernel), *placed, *named
         if kind not in self._jobs:
-            self._jobs[kind] = self._pool.submit(self._compile, kernel, grid, tuple(map(_stand_in, args)), options)
+            self._jobs[kind] = self._pool.submit(
+                self._compile, kernel, grid, tuple(map(_stand_in, args)), options
+            )
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Wait until all kernels are compiled, calling `progress(done, total)`. If one fails to compile, its launch will report the reason."""
@@ -53,7 +65,9 @@ class Compiler:
             if progress is not None:
                 progress(done, len(self._jobs))
 
-    def _compile(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _compile(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is per thread
         compiled = kernel.warmup(*args, grid=grid, **options)
@@ -68,7 +82,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     undefined. The call raises `KernelUnavailable` if the kernel is unavailable on this device; the first time it logs a warning, and it isn't tried
     again."""
     compiler = _compiler.get()
-    return partial(_launch, kernel, grid) if compiler is None else partial(compiler.add, kernel, grid)
+    return (
+        partial(_launch, kernel, grid) if compiler is None else partial(compiler.add, kernel, grid)
+    )
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> Any:
@@ -79,18 +95,24 @@ def _launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -
     except Exception as error:
         if (why := _why_unavailable(kernel, grid, args, options)) is None:
             raise  # it is available; the launch itself failed
-        unavailable = KernelUnavailable(f"kernel {kernel.fn.__qualname__} of {kernel.fn.__module__} is unavailable on this GPU: {why}")
+        unavailable = KernelUnavailable(
+            f"kernel {kernel.fn.__qualname__} of {kernel.fn.__module__} is unavailable on this GPU: {why}"
+        )
         _unavailable[id(kernel)] = kernel, unavailable
         log.warning("%s; functions with a twin in plain torch fall back to it", unavailable)
         raise unavailable from error
 
 
-def _why_unavailable(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+def _why_unavailable(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> str | None:
     """Return why it can't be compiled or loaded for these arguments; None if it can, or is interpreted."""
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
         _ = compiled and compiled.run  # loads it
-    except Exception as error:  # too little shared memory, no C compiler, a GPU that Triton doesn't support, …
+    except (
+        Exception
+    ) as error:  # too little shared memory, no C compiler, a GPU that Triton doesn't support, …
         return " ".join(f"{type(error).__name__}: {error}".split())[:500]
     return None
 
@@ -101,7 +123,9 @@ def is_compiling_ahead() -> bool:
 
 
 @contextmanager
-def compiling_ahead(device: torch.device, threads: int, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+def compiling_ahead(
+    device: torch.device, threads: int, progress: Callable[[int, int], None] | None = None
+) -> Iterator[None]:
     """Context in which kernels that this thread passes to `launch` are compiled for `device` instead of launched. Leaving it waits for the
     compilation, calling `progress(done, total)`. Kernel outputs are undefined in it: they must not be used as indices."""
     with ThreadPoolExecutor(threads, thread_name_prefix="dovetail-compile") as pool:
@@ -136,7 +160,11 @@ def _kind(argument: Any, any_number: bool = False) -> object:
     if isinstance(argument, float):
         return float
     if hasattr(argument, "block_shape"):  # a descriptor for the tensor memory accelerator
-        return argument.base.dtype, tuple(argument.block_shape), str(getattr(argument, "layout", None))
+        return (
+            argument.base.dtype,
+            tuple(argument.block_shape),
+            str(getattr(argument, "layout", None)),
+        )
     return argument
 
 

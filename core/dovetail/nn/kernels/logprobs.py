@@ -17,7 +17,10 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.launch import launch
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
-HIGHEST, NOTHING = tl.constexpr(2**31 - 1), tl.constexpr(-(2**31))  # sort keys: of NaN, and after all numbers
+HIGHEST, NOTHING = (
+    tl.constexpr(2**31 - 1),
+    tl.constexpr(-(2**31)),
+)  # sort keys: of NaN, and after all numbers
 TILE = 4096  # ids per program of `_survey`
 SURVEY_WARPS, CHOOSE_WARPS = 4, 8
 MOST_GROUPS = 4096  # per program of `_choose`
@@ -110,26 +113,38 @@ def _choose(
     wanted = _alternatives(place, rows, asked, asked_stride, most)
     if wanted < 0:
         return
-    logits, best_ids, logprobs = logits + place * stride, best_ids + place * columns, logprobs + place * columns
+    logits, best_ids, logprobs = (
+        logits + place * stride,
+        best_ids + place * columns,
+        logprobs + place * columns,
+    )
     tile = tl.arange(0, WIDTH)
     at, exists = place * WIDTH + tile, tile < tiles
     top_of = tl.load(tops + at, mask=exists, other=LEAST)
     top = tl.max(top_of, 0)
-    normalizer = top + tl.log(tl.sum(tl.load(totals + at, mask=exists, other=0.0) * tl.exp(top_of - top), 0))
+    normalizer = top + tl.log(
+        tl.sum(tl.load(totals + at, mask=exists, other=0.0) * tl.exp(top_of - top), 0)
+    )
     own = tl.load(token_ids + place)
     tl.store(best_ids, own)
     tl.store(logprobs, tl.load(logits + own).to(tl.float32) - normalizer)
-    tl.store(ranks + place, 1 + tl.sum(tl.load(likelier + at, mask=exists, other=0), 0).to(tl.int64))
+    tl.store(
+        ranks + place, 1 + tl.sum(tl.load(likelier + at, mask=exists, other=0), 0).to(tl.int64)
+    )
 
     group = tl.arange(0, GROUPS)
     left_in = tl.load(group_tops + place * groups + group, mask=group < groups, other=NOTHING)
     last, last_token = tl.full((), HIGHEST, tl.int32), tl.full((), -1, tl.int32)
     for column in range(1, tl.minimum(wanted, columns - 1) + 1):
-        _, next_in = tl.max(left_in, 0, return_indices=True)  # the first of ties, which has the lowest ids
+        _, next_in = tl.max(
+            left_in, 0, return_indices=True
+        )  # the first of ties, which has the lowest ids
         token = next_in * GROUP + tl.arange(0, GROUP)
         x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         key = tl.where(token < vocab, _order(x), NOTHING)
-        key = tl.where((key < last) | ((key == last) & (token > last_token)), key, NOTHING)  # exclude those already selected
+        key = tl.where(
+            (key < last) | ((key == last) & (token > last_token)), key, NOTHING
+        )  # exclude those already selected
         last, at_in = tl.max(key, 0, return_indices=True)
         last_token = next_in * GROUP + at_in
         taken = token == last_token
@@ -139,7 +154,11 @@ def _choose(
 
 
 def top_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, most: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    most: int,
+    rows: torch.Tensor | None = None,
+    asked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the ids [n, 1 + most] int64 and log-probabilities [n, 1 + most] float32 of token_ids [n] int64 and of the `most` most likely tokens (at
     most vocab) under logits [n, vocab]; and ranks [n] int64.
@@ -160,9 +179,22 @@ def top_logprobs(
     tops, totals = torch.empty((2, n, width), dtype=torch.float32, device=logits.device)
     likelier = torch.empty((n, width), dtype=torch.int32, device=logits.device)
     group_tops = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
-    known = logits, token_ids, rows, asked, 0 if asked is None else asked.stride(0), most, tops, totals, likelier, group_tops
+    known = (
+        logits,
+        token_ids,
+        rows,
+        asked,
+        0 if asked is None else asked.stride(0),
+        most,
+        tops,
+        totals,
+        likelier,
+        group_tops,
+    )
     shape = {"WIDTH": width, "GROUP": group, **pdl_options(logits.device)}
-    launch(_survey, (n, tiles))(*known, groups, vocab, logits.stride(0), TILE=tile, num_warps=SURVEY_WARPS, **shape)
+    launch(_survey, (n, tiles))(
+        *known, groups, vocab, logits.stride(0), TILE=tile, num_warps=SURVEY_WARPS, **shape
+    )
     launch(_choose, (n,))(
         *known,
         best_ids,

@@ -91,14 +91,30 @@ def _recur(
     wait(PDL)
     first, length, kept = row.to(tl.int64), 1, 0
     if not DECODES:
-        first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+        first, length = (
+            tl.load(query_starts + row).to(tl.int64),
+            tl.load(query_starts + row + 1) - tl.load(query_starts + row),
+        )
         kept = tl.load(checkpoint_at + row)
     known = length
     if DRAFTS:
         if tl.load(ahead + row) > 0:
             return  # the program of the known token before it does it
         length = lines_of(ahead, row, tl.num_programs(2))
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * SIZE + j, real, PER_UNIT, N)[:, None] + i[None, :]
+    at = (
+        rows_at(
+            memory,
+            units,
+            unit_stride,
+            line_stride,
+            tl.load(lines + row),
+            head * SIZE + j,
+            real,
+            PER_UNIT,
+            N,
+        )[:, None]
+        + i[None, :]
+    )
     held = real[:, None] & (tl.load(kv_lens + row) > known)
     state = tl.load(at, mask=held, other=0.0).to(tl.float32)
     for number in range(length):
@@ -118,7 +134,20 @@ def _recur(
         if not DECODES:  # noqa: SIM102 (decided when it is compiled)
             if number + 1 == kept:
                 line = tl.load(checkpoint_lines + row)
-                to = rows_at(memory, units, unit_stride, line_stride, line, head * SIZE + j, real, PER_UNIT, N)[:, None] + i[None, :]
+                to = (
+                    rows_at(
+                        memory,
+                        units,
+                        unit_stride,
+                        line_stride,
+                        line,
+                        head * SIZE + j,
+                        real,
+                        PER_UNIT,
+                        N,
+                    )[:, None]
+                    + i[None, :]
+                )
                 tl.store(to, state.to(memory.dtype.element_ty), mask=real[:, None])
         if DRAFTS:
             narrow = state.to(memory.dtype.element_ty)
@@ -172,9 +201,25 @@ def _carry(
     let_next_begin(PDL)
     rate, skip, shift = tl.exp(tl.load(A_log + head)), tl.load(D + head), tl.load(dt_bias + head)
     wait(PDL)
-    first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    first, length = (
+        tl.load(query_starts + row).to(tl.int64),
+        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
+    )
     kept = tl.load(checkpoint_at + row)
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * SIZE + j, real, PER_UNIT, N)[None, :] + i[:, None]
+    at = (
+        rows_at(
+            memory,
+            units,
+            unit_stride,
+            line_stride,
+            tl.load(lines + row),
+            head * SIZE + j,
+            real,
+            PER_UNIT,
+            N,
+        )[None, :]
+        + i[:, None]
+    )
     held = real[None, :] & (tl.load(kv_lens + row) > length)
     state = tl.load(at, mask=held, other=0.0).to(tl.float32)  # [N, ROWS]
     for part in range(2):  # up to the checkpoint, and beyond it
@@ -186,12 +231,18 @@ def _carry(
             group = token + HEADS * SIZE + head // (HEADS // GROUPS) * N + i[None, :]
             into = tl.load(group, mask=here[:, None], other=0.0)
             out_of = tl.load(group + GROUPS * N, mask=here[:, None], other=0.0)
-            x = tl.load(token + head * SIZE + j[None, :], mask=here[:, None] & real[None, :], other=0.0).to(tl.float32)
-            step = softplus(tl.load(dt + t * dt_stride + head, mask=here, other=0.0).to(tl.float32) + shift)
+            x = tl.load(
+                token + head * SIZE + j[None, :], mask=here[:, None] & real[None, :], other=0.0
+            ).to(tl.float32)
+            step = softplus(
+                tl.load(dt + t * dt_stride + head, mask=here, other=0.0).to(tl.float32) + shift
+            )
             step = tl.where(here, tl.minimum(tl.maximum(step, shortest), longest), 0.0)
             sum = tl.cumsum(-rate * step, 0)
             total = tl.sum(-rate * step, 0)
-            between = tl.exp(tl.where(r[:, None] >= r[None, :], sum[:, None] - sum[None, :], -float("inf")))
+            between = tl.exp(
+                tl.where(r[:, None] >= r[None, :], sum[:, None] - sum[None, :], -float("inf"))
+            )
             scores = tl.dot(out_of, tl.trans(into)) * between
             added = x * step[:, None]
             result = tl.exp(sum)[:, None] * tl.dot(out_of, state.to(into.dtype)) + skip * x
@@ -202,7 +253,20 @@ def _carry(
             state = tl.dot(tl.trans(into), lasting, state * tl.exp(total))
         if (part == 0) & (kept > 0):
             line = tl.load(checkpoint_lines + row)
-            to = rows_at(memory, units, unit_stride, line_stride, line, head * SIZE + j, real, PER_UNIT, N)[None, :] + i[:, None]
+            to = (
+                rows_at(
+                    memory,
+                    units,
+                    unit_stride,
+                    line_stride,
+                    line,
+                    head * SIZE + j,
+                    real,
+                    PER_UNIT,
+                    N,
+                )[None, :]
+                + i[:, None]
+            )
             tl.store(to, state.to(memory.dtype.element_ty), mask=real[None, :])
     tl.store(at, state.to(memory.dtype.element_ty), mask=real[None, :])
 
@@ -251,11 +315,24 @@ def mamba2(
     if batch.decodes or not in_chunks:
         tiling = recur_tiling(shape)
         launch(_recur, (triton.cdiv(shape.head_size, tiling.rows), shape.heads, rows))(
-            *inputs, *drafts, *others, ROWS=tiling.rows, DECODES=batch.decodes, DRAFTS=has_drafts, num_warps=tiling.warps, **constants
+            *inputs,
+            *drafts,
+            *others,
+            ROWS=tiling.rows,
+            DECODES=batch.decodes,
+            DRAFTS=has_drafts,
+            num_warps=tiling.warps,
+            **constants,
         )
     else:
         tiling = carry_tiling(shape, gpu_of(xbc.device))
         launch(_carry, (triton.cdiv(shape.head_size, tiling.rows), shape.heads, rows))(
-            *inputs, *others, CHUNK=CHUNK, ROWS=tiling.rows, STAGES=tiling.stages, num_warps=tiling.warps, **constants
+            *inputs,
+            *others,
+            CHUNK=CHUNK,
+            ROWS=tiling.rows,
+            STAGES=tiling.stages,
+            num_warps=tiling.warps,
+            **constants,
         )
     return out

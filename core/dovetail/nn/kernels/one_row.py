@@ -54,9 +54,13 @@ def _linear(
         scale_place = scales + tl.program_id(0) * N // SHARING * groups + i // GROUP
         input_scales = tl.load(scale_place, mask=inside, other=0.0)
         if GATED:
-            up_input_scales = tl.load(scale_place + outputs // SHARING * groups, mask=inside, other=0.0)
+            up_input_scales = tl.load(
+                scale_place + outputs // SHARING * groups, mask=inside, other=0.0
+            )
     if GATED:
-        up_weights = tl.load(weight + (n + outputs).to(tl.int64)[:, None] * INPUTS + i[None, :], mask=mask, other=0.0)
+        up_weights = tl.load(
+            weight + (n + outputs).to(tl.int64)[:, None] * INPUTS + i[None, :], mask=mask, other=0.0
+        )
     wait(PDL)
     values = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
@@ -141,7 +145,9 @@ def takes_scales(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: 
     if not group:
         return True
     sharing = len(weight) // len(scales)
-    return sharing % _outputs_at_once(triton.next_power_of_2(weight.shape[1]), weight) == 0 and (not gated or len(weight) // 2 % sharing == 0)
+    return sharing % _outputs_at_once(triton.next_power_of_2(weight.shape[1]), weight) == 0 and (
+        not gated or len(weight) // 2 % sharing == 0
+    )
 
 
 def _outputs_at_once(padded: int, weight: torch.Tensor) -> int:

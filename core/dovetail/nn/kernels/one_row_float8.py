@@ -59,13 +59,19 @@ def added(sums, weights, inputs, scales):
     rows: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
     largest = gl.max(gl.abs(inputs), 1).to(gl.int32, bitcast=True)
-    power = gl.maximum(largest & 0x7F800000, 22 << 23)  # of two, as float32 bits; clamped so that its reciprocal is finite
+    power = gl.maximum(
+        largest & 0x7F800000, 22 << 23
+    )  # of two, as float32 bits; clamped so that its reciprocal is finite
     factor = ((254 << 23) - power + (14 << 23)).to(gl.float32, bitcast=True)
     back = (power - (14 << 23)).to(gl.float32, bitcast=True)
     narrow = (inputs * gl.expand_dims(factor, 1)).to(gl.float16)
-    products = mma_v2(weights.to(gl.float16), narrow, gl.zeros([num_warps, rows, 8], gl.float32, layout=layout))
+    products = mma_v2(
+        weights.to(gl.float16), narrow, gl.zeros([num_warps, rows, 8], gl.float32, layout=layout)
+    )
     wanted = gl.where(index(rows, 1, layout) % 8 == index(8, 2, layout), 1.0, 0.0)
-    return gl.fma(products, wanted * gl.convert_layout(gl.expand_dims(back, 1), layout) * scales, sums)
+    return gl.fma(
+        products, wanted * gl.convert_layout(gl.expand_dims(back, 1), layout) * scales, sums
+    )
 
 
 @gluon.jit
@@ -98,7 +104,9 @@ def _linear(
     of_program: gl.constexpr = N * per_output  # a gate and its up are adjacent
     rows: gl.constexpr = of_program * 8
     chunk_inputs: gl.constexpr = num_warps * 8 * SLICE
-    sums_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[num_warps, 1, 1], instr_shape=[1, 16, 8])
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[num_warps, 1, 1], instr_shape=[1, 16, 8]
+    )
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 16)
     inputs_layout: gl.constexpr = gl.DotOperandLayout(1, sums_layout, 16)
     first = gl.program_id(0) * N
@@ -106,13 +114,20 @@ def _linear(
     row, i = index(rows, 1, weights_layout), index(SLICE, 2, weights_layout)
     n = first + row // 8 // per_output + row // 8 % per_output * outputs
     k, s = index(SLICE, 1, inputs_layout), index(8, 2, inputs_layout)
-    of_warp, of_inputs_warp = index(num_warps, 0, weights_layout) * (8 * SLICE), index(num_warps, 0, inputs_layout) * (8 * SLICE)
+    of_warp, of_inputs_warp = (
+        index(num_warps, 0, weights_layout) * (8 * SLICE),
+        index(num_warps, 0, inputs_layout) * (8 * SLICE),
+    )
     if GROUPS > 0 or SLICE == 64:  # a slice has one scale, or a warp's loads are contiguous anyway
         at_weight = of_warp + row % 8 * SLICE + i
         at_input = of_inputs_warp + s * SLICE + k
     else:  # interleave halves of slices, so that a warp's loads are contiguous
-        at_weight = of_warp + i // (SLICE // 2) * (4 * SLICE) + row % 8 * (SLICE // 2) + i % (SLICE // 2)
-        at_input = of_inputs_warp + k // (SLICE // 2) * (4 * SLICE) + s * (SLICE // 2) + k % (SLICE // 2)
+        at_weight = (
+            of_warp + i // (SLICE // 2) * (4 * SLICE) + row % 8 * (SLICE // 2) + i % (SLICE // 2)
+        )
+        at_input = (
+            of_inputs_warp + k // (SLICE // 2) * (4 * SLICE) + s * (SLICE // 2) + k % (SLICE // 2)
+        )
     if PDL:
         gdc_launch_dependents()
     weights, group_scales = (), ()
@@ -128,7 +143,9 @@ def _linear(
         group = index(num_warps, 0, sums_layout) * 8 + sums_row % 8
         for chunk in gl.static_range(CHUNKS):
             own = (group + chunk * (num_warps * 8)) * SLICE // GROUP
-            group_scales += (gl.load(scales + of_output // SHARING * GROUPS + own, mask=own < GROUPS, other=0.0),)
+            group_scales += (
+                gl.load(scales + of_output // SHARING * GROUPS + own, mask=own < GROUPS, other=0.0),
+            )
     if PDL:
         gdc_wait()
 
@@ -138,15 +155,26 @@ def _linear(
         values = gl.load(x + at, mask=at < INPUTS, other=0.0).to(gl.float32)
         if NORMED:
             squares = gl.fma(values, values, squares)
-            values *= gl.load(norm + at, mask=at < INPUTS, other=0.0).to(gl.float32)  # the rest of the norm is one factor, applied last
+            values *= gl.load(norm + at, mask=at < INPUTS, other=0.0).to(
+                gl.float32
+            )  # the rest of the norm is one factor, applied last
         inputs += (values,)
     sums = gl.zeros([num_warps, rows, 8], gl.float32, layout=sums_layout)
     for chunk in gl.static_range(CHUNKS):
-        sums = added(sums, weights[chunk], inputs[chunk], group_scales[chunk] if GROUPS > 0 else 1.0)
+        sums = added(
+            sums, weights[chunk], inputs[chunk], group_scales[chunk] if GROUPS > 0 else 1.0
+        )
 
-    across: gl.constexpr = min(32, 32 * num_warps // N)  # threads that sum an output, or two adjacent ones
-    by_output: gl.constexpr = gl.BlockedLayout([per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0])
-    sums = gl.reshape(gl.permute(gl.reshape(sums, [num_warps, of_program, 64]), [1, 0, 2]), [of_program, num_warps * 64])
+    across: gl.constexpr = min(
+        32, 32 * num_warps // N
+    )  # threads that sum an output, or two adjacent ones
+    by_output: gl.constexpr = gl.BlockedLayout(
+        [per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0]
+    )
+    sums = gl.reshape(
+        gl.permute(gl.reshape(sums, [num_warps, of_program, 64]), [1, 0, 2]),
+        [of_program, num_warps * 64],
+    )
     result = gl.sum(gl.convert_layout(sums, by_output), 1)
     if NORMED:
         result *= gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, 1), 1), 0) / INPUTS + eps)
@@ -246,12 +274,16 @@ def takes(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: bool) -
     chunks, at_once = ceil(inputs / CHUNK), outputs_at_once(weight, gated)
     if inputs < LEAST_INPUTS or inputs % 16 or not at_once or outputs % at_once:
         return False
-    return (chunks == 1 or 8 * inputs >= 7 * chunks * CHUNK) and (scales.ndim == 1 or group == SLICE)
+    return (chunks == 1 or 8 * inputs >= 7 * chunks * CHUNK) and (
+        scales.ndim == 1 or group == SLICE
+    )
 
 
 def check(device: torch.device) -> None:
     """Raise unless it computes correct values here: Gluon may change between versions of Triton."""
-    x = torch.arange(CHUNK + SLICE, device=device).remainder(7).sub(3)[None].bfloat16()  # small integers, so that sums are exact
+    x = (
+        torch.arange(CHUNK + SLICE, device=device).remainder(7).sub(3)[None].bfloat16()
+    )  # small integers, so that sums are exact
     weight = torch.arange(8 * x.shape[1], device=device).remainder(5).sub(2).view(8, -1).float()
     ours = linear(x, weight.to(torch.float8_e4m3fn), scales=torch.ones(8, device=device))
     if not torch.equal(ours, (x.float() @ weight.t()).bfloat16()):

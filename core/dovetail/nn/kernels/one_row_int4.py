@@ -54,10 +54,16 @@ def _load_inputs(values, chunk, at: tl.constexpr, INPUTS: tl.constexpr):
 
 
 @triton.jit
-def _load_of_groups(values, n, real, chunk, at: tl.constexpr, outputs, INPUTS: tl.constexpr, GROUP: tl.constexpr):
+def _load_of_groups(
+    values, n, real, chunk, at: tl.constexpr, outputs, INPUTS: tl.constexpr, GROUP: tl.constexpr
+):
     """Load [N, CHUNKS]: scales or zero points of the inputs at offset `at` of each chunk."""
     i = _first_input(chunk) + at
-    return tl.load(values + (i // GROUP)[None, :] * outputs + n[:, None], mask=real[:, None] & (i < INPUTS)[None, :], other=0)
+    return tl.load(
+        values + (i // GROUP)[None, :] * outputs + n[:, None],
+        mask=real[:, None] & (i < INPUTS)[None, :],
+        other=0,
+    )
 
 
 @triton.jit
@@ -77,12 +83,24 @@ def _load(
 ):
     """Load the weights of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points of their low and of their high halves."""
     chunk, w = tile * CHUNKS + tl.arange(0, CHUNKS), tile * CHUNKS * 4 + tl.arange(0, CHUNKS * 4)
-    words = tl.load(weight + n.to(tl.int64)[:, None] * WORDS + w[None, :], mask=real[:, None] & (w < WORDS)[None, :], other=0)
+    words = tl.load(
+        weight + n.to(tl.int64)[:, None] * WORDS + w[None, :],
+        mask=real[:, None] & (w < WORDS)[None, :],
+        other=0,
+    )
     low_scale = _load_of_groups(scales, n, real, chunk, 0, outputs, INPUTS, GROUP)
-    high_scale = low_scale if GROUP >= 128 else _load_of_groups(scales, n, real, chunk, 64, outputs, INPUTS, GROUP)
+    high_scale = (
+        low_scale
+        if GROUP >= 128
+        else _load_of_groups(scales, n, real, chunk, 64, outputs, INPUTS, GROUP)
+    )
     if ASYMMETRIC:
         low_zero = _load_of_groups(zeros, n, real, chunk, 0, outputs, INPUTS, GROUP)
-        high_zero = low_zero if GROUP >= 128 else _load_of_groups(zeros, n, real, chunk, 64, outputs, INPUTS, GROUP)
+        high_zero = (
+            low_zero
+            if GROUP >= 128
+            else _load_of_groups(zeros, n, real, chunk, 64, outputs, INPUTS, GROUP)
+        )
     else:
         low_zero, high_zero = 8, 8
     return words, low_scale, high_scale, low_zero, high_zero
@@ -115,7 +133,9 @@ def _largest_bits(numbers):
 @triton.jit
 def _add(sums, halves, bytes_of_inputs, SIGNED: tl.constexpr):
     for quarter in tl.static_range(4):
-        sums = add_products_of_bytes(sums, halves[quarter], bytes_of_inputs[quarter][None, :], SIGNED)
+        sums = add_products_of_bytes(
+            sums, halves[quarter], bytes_of_inputs[quarter][None, :], SIGNED
+        )
     return sums
 
 
@@ -145,7 +165,10 @@ def _sums(stored, integers, GROUP: tl.constexpr):
             high = _add(high, high_halves, high_bytes[place], place == 0)
     if GROUP >= 128:
         return low.to(tl.float32) * (low_scale.to(tl.float32) * scale[None, :])
-    return (low.to(tl.float32) * low_scale.to(tl.float32) + high.to(tl.float32) * high_scale.to(tl.float32)) * scale[None, :]
+    return (
+        low.to(tl.float32) * low_scale.to(tl.float32)
+        + high.to(tl.float32) * high_scale.to(tl.float32)
+    ) * scale[None, :]
 
 
 @triton.jit
@@ -179,9 +202,39 @@ def _linear_int4(
     let_next_begin(PDL)
     stored, stored_ups = (), ()
     for tile in tl.static_range(TILES):
-        stored += (_load(weight, scales, zeros, n, real, tile, stored_outputs, INPUTS, WORDS, CHUNKS, GROUP, ASYMMETRIC),)
+        stored += (
+            _load(
+                weight,
+                scales,
+                zeros,
+                n,
+                real,
+                tile,
+                stored_outputs,
+                INPUTS,
+                WORDS,
+                CHUNKS,
+                GROUP,
+                ASYMMETRIC,
+            ),
+        )
         if GATED:
-            stored_ups += (_load(weight, scales, zeros, n + outputs, real, tile, stored_outputs, INPUTS, WORDS, CHUNKS, GROUP, ASYMMETRIC),)
+            stored_ups += (
+                _load(
+                    weight,
+                    scales,
+                    zeros,
+                    n + outputs,
+                    real,
+                    tile,
+                    stored_outputs,
+                    INPUTS,
+                    WORDS,
+                    CHUNKS,
+                    GROUP,
+                    ASYMMETRIC,
+                ),
+            )
     wait(PDL)
     inputs, squares = (), tl.zeros([CHUNKS, 8], tl.float32)
     for tile in tl.static_range(TILES):
@@ -198,7 +251,13 @@ def _linear_int4(
         for part in tl.static_range(4):
             values = inputs[tile][part]
             if NORMED:
-                values = values * scale * _load_inputs(norm, chunk + tile * CHUNKS, part // 2 * 64 + part % 2 * 8, INPUTS)
+                values = (
+                    values
+                    * scale
+                    * _load_inputs(
+                        norm, chunk + tile * CHUNKS, part // 2 * 64 + part % 2 * 8, INPUTS
+                    )
+                )
                 values = values.to(x.dtype.element_ty).to(tl.float32)  # round as the twin does
             largest = tl.maximum(largest, _largest_bits(values))
             own += (values,)

@@ -67,11 +67,20 @@ def _norm_turn_write(
     i = tl.arange(0, HALF)[None, :]
     exists = (head < HEADS + 2 * KV_HEADS) & (i < D // 2)
     is_v = head >= HEADS + KV_HEADS
-    low_at, high_at = i, i + D // 2  # the numbers of pair i; those beyond the rotated ones form pairs, too
+    low_at, high_at = (
+        i,
+        i + D // 2,
+    )  # the numbers of pair i; those beyond the rotated ones form pairs, too
     if ROTATED < D:
-        low_at, high_at = tl.where(i < ROTATED // 2, i, i + ROTATED // 2), tl.where(i < ROTATED // 2, i + ROTATED // 2, i + D // 2)
+        low_at, high_at = (
+            tl.where(i < ROTATED // 2, i, i + ROTATED // 2),
+            tl.where(i < ROTATED // 2, i + ROTATED // 2, i + D // 2),
+        )
     place = qkv + token * TOKEN + head * D
-    low_kept, high_kept = tl.load(place + low_at, mask=exists, other=0.0), tl.load(place + high_at, mask=exists, other=0.0)  # [M, HALF]
+    low_kept, high_kept = (
+        tl.load(place + low_at, mask=exists, other=0.0),
+        tl.load(place + high_at, mask=exists, other=0.0),
+    )  # [M, HALF]
     low, high = low_kept.to(tl.float32), high_kept.to(tl.float32)
 
     if NORMED:
@@ -80,7 +89,10 @@ def _norm_turn_write(
         low *= scale * tl.load(weight + head * D + low_at, mask=weighed, other=0.0).to(tl.float32)
         high *= scale * tl.load(weight + head * D + high_at, mask=weighed, other=0.0).to(tl.float32)
     angles = table + tl.load(positions + token) * ROTATED + i
-    cos, sin = tl.load(angles, mask=i < ROTATED // 2, other=1.0), tl.load(angles + ROTATED // 2, mask=i < ROTATED // 2, other=0.0)
+    cos, sin = (
+        tl.load(angles, mask=i < ROTATED // 2, other=1.0),
+        tl.load(angles + ROTATED // 2, mask=i < ROTATED // 2, other=0.0),
+    )
     low, high = low * cos - high * sin, high * cos + low * sin
     low, high = low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
 
@@ -128,8 +140,16 @@ def norm_turn_write(
     k, v, slots = (qkv, qkv, positions) if cache is None else (cache.k, cache.v, cache.slots)
     k_scale = v_scale = table  # unused
     if cache is not None and cache.scales is not None:
-        k, v, k_scale, v_scale = k.view(torch.uint8), v.view(torch.uint8), cache.scales.k, cache.scales.v
-    k_strides, v_strides = _strides(cache.k if cache else None), _strides(cache.v if cache else None)
+        k, v, k_scale, v_scale = (
+            k.view(torch.uint8),
+            v.view(torch.uint8),
+            cache.scales.k,
+            cache.scales.v,
+        )
+    k_strides, v_strides = (
+        _strides(cache.k if cache else None),
+        _strides(cache.v if cache else None),
+    )
     launch(_norm_turn_write, (tokens, triton.cdiv(all_heads, heads_at_once)))(
         qkv,
         qkv if weight is None else weight,

@@ -29,7 +29,9 @@ from dovetail.nn.kernels.row import warps_of_row
 
 MOST_PROGRAMS = 264  # per launch: two per multiprocessor of a Hopper, so that all run at once
 BLOCK = 4096  # numbers per program and iteration
-LOOK = tl.constexpr(4096)  # attempts between two polls of host memory by a program: some milliseconds
+LOOK = tl.constexpr(
+    4096
+)  # attempts between two polls of host memory by a program: some milliseconds
 TURN = tl.constexpr(LOOK.value // MOST_PROGRAMS)  # attempts between the polls of two programs
 
 
@@ -89,8 +91,12 @@ def _add_shares(
     while row < rows:
         at = row.to(tl.int64) * SIZE + i
         values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        for rank in tl.static_range(RANKS):  # same order on all ranks, so that all compute the same sum
-            share = tl.multiple_of(tl.load(shares + rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
+        for rank in tl.static_range(
+            RANKS
+        ):  # same order on all ranks, so that all compute the same sum
+            share = tl.multiple_of(
+                tl.load(shares + rank).to(tl.pointer_type(x.dtype.element_ty)), 16
+            )
             values += tl.load(share + at, mask=mask, other=0.0).to(tl.float32)
         rounded = values.to(x.dtype.element_ty)
         tl.store(x + at, rounded, mask=mask)
@@ -126,13 +132,19 @@ def _exchange(
         i = start + tl.arange(0, BLOCK)
         mask = i < numbers
         total = tl.zeros((BLOCK,), tl.float32)
-        for rank in tl.static_range(RANKS):  # same order on all ranks, so that all compute the same sum
-            part = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(out.dtype.element_ty)), 16)
+        for rank in tl.static_range(
+            RANKS
+        ):  # same order on all ranks, so that all compute the same sum
+            part = tl.multiple_of(
+                tl.load(parts + rank).to(tl.pointer_type(out.dtype.element_ty)), 16
+            )
             values = tl.load(part + i, mask=mask, other=0.0)
             if SUM:
                 total += values.to(tl.float32)
             else:
-                tl.store(out + (i // columns * RANKS + rank) * columns + i % columns, values, mask=mask)
+                tl.store(
+                    out + (i // columns * RANKS + rank) * columns + i % columns, values, mask=mask
+                )
         if SUM:
             tl.store(out + i, total, mask=mask)
         start += tl.num_programs(0) * BLOCK
@@ -141,7 +153,12 @@ def _exchange(
 
 
 def add_shares(
-    x: torch.Tensor, shares: torch.Tensor, flags: torch.Tensor, released: torch.Tensor, rank: int, norm: tuple[torch.Tensor, float] | None
+    x: torch.Tensor,
+    shares: torch.Tensor,
+    flags: torch.Tensor,
+    released: torch.Tensor,
+    rank: int,
+    norm: tuple[torch.Tensor, float] | None,
 ) -> torch.Tensor | None:
     """Add to x [rows, size], in place, the sum over the ranks of their shares, which have x's shape and dtype; accumulates in float32.
 
@@ -177,7 +194,9 @@ class Exchange:
     """Addresses of one collective, each [ranks] int64 and valid on this GPU, and the rank that uses them."""
 
     parts: torch.Tensor  # each rank's part
-    arrived: torch.Tensor  # flags [MOST_PROGRAMS, ranks] int32, 0 before and after: the part is ready
+    arrived: (
+        torch.Tensor
+    )  # flags [MOST_PROGRAMS, ranks] int32, 0 before and after: the part is ready
     read: torch.Tensor  # likewise: all parts have been read
     released: torch.Tensor  # [1] int32, pinned host memory
     rank: int  # this rank
@@ -194,7 +213,9 @@ def gather_parts(out: torch.Tensor, columns: int, exchange: Exchange) -> None:
     _launch_exchange(out, out.numel() // len(exchange.parts), columns, exchange, sums=False)
 
 
-def _launch_exchange(out: torch.Tensor, numbers: int, columns: int, exchange: Exchange, *, sums: bool) -> None:
+def _launch_exchange(
+    out: torch.Tensor, numbers: int, columns: int, exchange: Exchange, *, sums: bool
+) -> None:
     launch(_exchange, (min(triton.cdiv(numbers, BLOCK), MOST_PROGRAMS),))(
         exchange.parts,
         exchange.arrived,

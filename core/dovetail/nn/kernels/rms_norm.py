@@ -14,7 +14,17 @@ from dovetail.nn.kernels.row import warps_of_row
 
 
 @triton.jit
-def normed_row(x, parts, weight, part_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+def normed_row(
+    x,
+    parts,
+    weight,
+    part_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Return the norm of this program's row of x [rows, SIZE]: [BLOCK] float32, 0 beyond SIZE. PARTS are first added to the row in memory."""
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -56,12 +66,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _normed(x, None, weight, eps)
 
 
-def add_and_norm(x: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_and_norm(
+    x: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """Add the sum of parts [parts, rows, size], float32 or of x's dtype, to x [rows, size] in place; return the norm of x. All contiguous."""
     return _normed(x, parts, weight, eps)
 
 
-def _normed(x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(
+    x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     size = x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(size)
     if rows := x.numel() // size:

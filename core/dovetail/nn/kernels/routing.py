@@ -58,7 +58,9 @@ def _choose(
         tl.store(weights + token * (TOP + SHARED) + TOP, 1.0 / (1.0 + tl.exp(-gate)))
 
 
-def choose(logits: torch.Tensor, k: int, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    logits: torch.Tensor, k: int, normalize: bool, shared: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `dovetail.nn.moe.choose`, for logits whose rows are contiguous."""
     tokens, count = logits.shape[0], logits.shape[1] - shared
     ids = torch.empty((tokens, k + shared), dtype=torch.int32, device=logits.device)
@@ -87,9 +89,15 @@ def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     out = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
     if len(x) == 1:
         return one_row.linear(x, weight, bias, into=out)
-    if x.dtype != torch.float32 and 1 < len(x) <= FEW_ROWS and (tiling := few_rows.tiling_for(weight, len(x), False)) is not None:
+    if (
+        x.dtype != torch.float32
+        and 1 < len(x) <= FEW_ROWS
+        and (tiling := few_rows.tiling_for(weight, len(x), False)) is not None
+    ):
         return few_rows.linear(x, weight, bias, tiling=tiling, into=out)
     if x.is_cuda and x.dtype != torch.float32:
         product = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return product if bias is None else product.add_(bias)
-    return torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return torch.nn.functional.linear(
+        x.float(), weight.float(), None if bias is None else bias.float()
+    )

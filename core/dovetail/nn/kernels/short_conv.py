@@ -13,7 +13,17 @@ import triton.language as tl
 from dovetail.api.state import StateLayer
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
-from dovetail.nn.kernels.states import by_rows, empty_outputs, lines_of, per_unit, row_of_chunk, rows_at, sigmoid, state_strides, step_tensors
+from dovetail.nn.kernels.states import (
+    by_rows,
+    empty_outputs,
+    lines_of,
+    per_unit,
+    row_of_chunk,
+    rows_at,
+    sigmoid,
+    state_strides,
+    step_tensors,
+)
 
 STEP_CHANNELS, STEP_WARPS = 512, 4  # of a program
 CHANNELS_AT_ONCE, TOKENS_AT_ONCE, WARPS = 128, 16, 4
@@ -46,17 +56,25 @@ def _conv_step(
     weights = ()
     for i in tl.static_range(KERNEL):
         weights += (tl.load(weight + c * KERNEL + i, mask=real, other=0.0).to(tl.float32),)
-    y = tl.load(bias + c, mask=real, other=0.0).to(tl.float32) if BIASED else tl.zeros([BLOCK], tl.float32)
+    y = (
+        tl.load(bias + c, mask=real, other=0.0).to(tl.float32)
+        if BIASED
+        else tl.zeros([BLOCK], tl.float32)
+    )
     wait(PDL)
     held = real & (tl.load(kv_lens + row) > 1)
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1)
+    at = rows_at(
+        memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1
+    )
     token = tl.load(x + row.to(tl.int64) * x_stride + c, mask=real, other=0.0)
     past = ()
     for i in tl.static_range(KERNEL - 1):
         past += (tl.load(at + i, mask=held, other=0.0),)
         y += past[i].to(tl.float32) * weights[i]
     y += token.to(tl.float32) * weights[KERNEL - 1]
-    tl.store(out + row.to(tl.int64) * CHANNELS + c, (y * sigmoid(y)).to(out.dtype.element_ty), mask=real)
+    tl.store(
+        out + row.to(tl.int64) * CHANNELS + c, (y * sigmoid(y)).to(out.dtype.element_ty), mask=real
+    )
     tl.debug_barrier()  # nothing is replaced that another thread still reads
     for i in tl.static_range(KERNEL - 2):
         tl.store(at + i, past[i + 1], mask=real)
@@ -92,12 +110,26 @@ def _conv_lines(
     weights = ()
     for i in tl.static_range(KERNEL):
         weights += (tl.load(weight + c * KERNEL + i, mask=real, other=0.0).to(tl.float32),)
-    offset = tl.load(bias + c, mask=real, other=0.0).to(tl.float32) if BIASED else tl.zeros([BLOCK], tl.float32)
+    offset = (
+        tl.load(bias + c, mask=real, other=0.0).to(tl.float32)
+        if BIASED
+        else tl.zeros([BLOCK], tl.float32)
+    )
     wait(PDL)
     if tl.load(ahead + first) > 0:
         return  # the program of the known token before it does it
     held = real & (tl.load(kv_lens + first) > 1)
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + first), c, real, PER_UNIT, KERNEL - 1)
+    at = rows_at(
+        memory,
+        units,
+        unit_stride,
+        line_stride,
+        tl.load(lines + first),
+        c,
+        real,
+        PER_UNIT,
+        KERNEL - 1,
+    )
     for draft in range(lines_of(ahead, first, tl.num_programs(1))):
         t = (first + draft).to(tl.int64)
         y = offset
@@ -106,11 +138,17 @@ def _conv_lines(
             new = tl.load(x + (t - before) * x_stride + c, mask=real & (before <= draft), other=0.0)
             seen = new.to(tl.float32)
             if i < KERNEL - 1:
-                seen += tl.load(at + draft + i, mask=held & (before > draft), other=0.0).to(tl.float32)
+                seen += tl.load(at + draft + i, mask=held & (before > draft), other=0.0).to(
+                    tl.float32
+                )
             y += seen * weights[i]
         tl.store(out + t * CHANNELS + c, (y * sigmoid(y)).to(out.dtype.element_ty), mask=real)
         if draft > 0:
-            tl.store(inputs + t * CHANNELS + c, tl.load(x + t * x_stride + c, mask=real).to(inputs.dtype.element_ty), mask=real)
+            tl.store(
+                inputs + t * CHANNELS + c,
+                tl.load(x + t * x_stride + c, mask=real).to(inputs.dtype.element_ty),
+                mask=real,
+            )
     past = _last_inputs(x, at, c, real, first, 1, held, x_stride, KERNEL)
     tl.debug_barrier()  # nothing is replaced that another thread still reads
     for i in tl.static_range(KERNEL - 1):
@@ -149,27 +187,55 @@ def _conv_chunk(
     weights = ()
     for i in tl.static_range(KERNEL):
         weights += (tl.load(weight + c * KERNEL + i, mask=c < CHANNELS, other=0.0).to(tl.float32),)
-    offset = tl.load(bias + c, mask=c < CHANNELS, other=0.0).to(tl.float32)[None, :] if BIASED else 0.0
+    offset = (
+        tl.load(bias + c, mask=c < CHANNELS, other=0.0).to(tl.float32)[None, :] if BIASED else 0.0
+    )
     wait(PDL)
     begin, end = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if begin == end:
         return  # padding
     row = row_of_chunk(chunk, chunk_starts, rows)
-    first, length = tl.load(query_starts + row), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    first, length = (
+        tl.load(query_starts + row),
+        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
+    )
     held = (tl.load(kv_lens + row) > length) & (begin - first < KERNEL - 1)
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), c, c < CHANNELS, PER_UNIT, KERNEL - 1)[None, :]
+    at = rows_at(
+        memory,
+        units,
+        unit_stride,
+        line_stride,
+        tl.load(lines + row),
+        c,
+        c < CHANNELS,
+        PER_UNIT,
+        KERNEL - 1,
+    )[None, :]
     for start in range(begin, end, TOKENS):
         t = start + tl.arange(0, TOKENS)[:, None]
         y = tl.zeros([TOKENS, BLOCK], tl.float32) + offset
         for i in tl.static_range(KERNEL):
             source = t - (KERNEL - 1) + i
-            seen = tl.load(x + source.to(tl.int64) * x_stride + c[None, :], mask=real & (source >= first) & (t < end), other=0.0)
+            seen = tl.load(
+                x + source.to(tl.int64) * x_stride + c[None, :],
+                mask=real & (source >= first) & (t < end),
+                other=0.0,
+            )
             y += seen.to(tl.float32) * weights[i][None, :]
         if held:
             for i in tl.static_range(KERNEL - 1):
                 place = t - first + i
-                y += tl.load(at + place, mask=real & (place < KERNEL - 1) & (t < end), other=0.0).to(tl.float32) * weights[i][None, :]
-        tl.store(out + t.to(tl.int64) * CHANNELS + c[None, :], (y * sigmoid(y)).to(out.dtype.element_ty), mask=real & (t < end))
+                y += (
+                    tl.load(at + place, mask=real & (place < KERNEL - 1) & (t < end), other=0.0).to(
+                        tl.float32
+                    )
+                    * weights[i][None, :]
+                )
+        tl.store(
+            out + t.to(tl.int64) * CHANNELS + c[None, :],
+            (y * sigmoid(y)).to(out.dtype.element_ty),
+            mask=real & (t < end),
+        )
 
 
 @triton.jit
@@ -178,7 +244,9 @@ def _last_inputs(x, at, c, real, first, length, held, x_stride, KERNEL: tl.const
     inputs = ()
     for i in tl.static_range(KERNEL - 1):
         offset = length - (KERNEL - 1) + i
-        new = tl.load(x + (first + offset).to(tl.int64) * x_stride + c, mask=real & (offset >= 0), other=0.0)
+        new = tl.load(
+            x + (first + offset).to(tl.int64) * x_stride + c, mask=real & (offset >= 0), other=0.0
+        )
         old = tl.load(at + length + i, mask=real & (offset < 0) & held, other=0.0)
         inputs += (tl.where(offset >= 0, new.to(old.dtype), old),)
     return inputs
@@ -208,13 +276,28 @@ def _keep_inputs(
     real = c < CHANNELS
     let_next_begin(PDL)
     wait(PDL)
-    first, length = tl.load(query_starts + row), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    first, length = (
+        tl.load(query_starts + row),
+        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
+    )
     kept = tl.load(checkpoint_at + row)
     held = tl.load(kv_lens + row) > length
-    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1)
+    at = rows_at(
+        memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1
+    )
     if kept > 0:
         inputs = _last_inputs(x, at, c, real, first, kept, held, x_stride, KERNEL)
-        to = rows_at(memory, units, unit_stride, line_stride, tl.load(checkpoint_lines + row), c, real, PER_UNIT, KERNEL - 1)
+        to = rows_at(
+            memory,
+            units,
+            unit_stride,
+            line_stride,
+            tl.load(checkpoint_lines + row),
+            c,
+            real,
+            PER_UNIT,
+            KERNEL - 1,
+        )
         for i in tl.static_range(KERNEL - 1):
             tl.store(to + i, inputs[i], mask=real)
     inputs = _last_inputs(x, at, c, real, first, length, held, x_stride, KERNEL)
@@ -223,14 +306,21 @@ def _keep_inputs(
         tl.store(at + i, inputs[i], mask=real)
 
 
-def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+def short_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
+) -> torch.Tensor:
     """See `dovetail.nn.state.short_conv`; weight and bias are contiguous."""
     batch, (channels, kernel) = state.batch, weight.shape
     x = by_rows(x)
     out = empty_outputs(state, x, channels)
     memory, units = state.memory[tensor], state.units[tensor]
     unit_stride, line_stride = state_strides(state, tensor)
-    constants = {"CHANNELS": channels, "KERNEL": kernel, "PER_UNIT": per_unit(state, tensor), **pdl_options(x.device)}
+    constants = {
+        "CHANNELS": channels,
+        "KERNEL": kernel,
+        "PER_UNIT": per_unit(state, tensor),
+        **pdl_options(x.device),
+    }
     biases, biased = (x if bias is None else bias), bias is not None
     if batch.ahead is not None:
         launch(_conv_lines, (triton.cdiv(channels, STEP_CHANNELS), len(x)))(

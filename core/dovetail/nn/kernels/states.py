@@ -14,7 +14,10 @@ import triton.language as tl
 from dovetail.api.state import Changes, StateLayer
 from dovetail.nn.kernels.gpu import GPU, gpu_of
 
-SMALLEST, LARGEST = 16, 128  # rows of states that kernels for chunks take: what matrix units do, and what registers hold
+SMALLEST, LARGEST = (
+    16,
+    128,
+)  # rows of states that kernels for chunks take: what matrix units do, and what registers hold
 ROWS_AT_ONCE, LINES_AT_ONCE = tl.constexpr(128), tl.constexpr(32)
 
 
@@ -29,7 +32,9 @@ class Tiling:
 
 def tiling_of_tokens(rows: int, row_size: int) -> Tiling:
     """Return the tiling of kernels that compute token by token, for heads with states [rows, row_size]."""
-    return Tiling(min(triton.next_power_of_2(rows), max(1, 1024 // row_size)), 1)  # many small programs: also one row of a step is many
+    return Tiling(
+        min(triton.next_power_of_2(rows), max(1, 1024 // row_size)), 1
+    )  # many small programs: also one row of a step is many
 
 
 def tiling_of_chunks(rows: int, gpu: GPU | None) -> Tiling:
@@ -41,7 +46,17 @@ def tiling_of_chunks(rows: int, gpu: GPU | None) -> Tiling:
 
 
 @triton.jit
-def rows_at(memory, units, unit_stride, line_stride, line, r, real, PER_UNIT: tl.constexpr, ROW: tl.constexpr):
+def rows_at(
+    memory,
+    units,
+    unit_stride,
+    line_stride,
+    line,
+    r,
+    real,
+    PER_UNIT: tl.constexpr,
+    ROW: tl.constexpr,
+):
     """Return the addresses of rows r of the state of a line, where they are `real`."""
     unit = tl.load(units + line * line_stride + r // PER_UNIT, mask=real, other=0).to(tl.int64)
     return memory + unit * unit_stride + r % PER_UNIT * ROW
@@ -53,7 +68,9 @@ def row_of_chunk(chunk, chunk_starts, rows):
     row = 0
     for first in range(0, rows, ROWS_AT_ONCE):
         r = first + tl.arange(0, ROWS_AT_ONCE)
-        row += tl.sum((tl.load(chunk_starts + r + 1, mask=r < rows, other=chunk + 1) <= chunk).to(tl.int32), 0)
+        row += tl.sum(
+            (tl.load(chunk_starts + r + 1, mask=r < rows, other=chunk + 1) <= chunk).to(tl.int32), 0
+        )
     return tl.minimum(row, rows - 1)
 
 
@@ -63,7 +80,9 @@ def lines_of(ahead, first, lines):
     count, goes_on = 0, True
     while goes_on:
         i = count + tl.arange(0, LINES_AT_ONCE)
-        own = tl.sum((tl.load(ahead + first + i, mask=first + i < lines, other=-1) == i).to(tl.int32), 0)
+        own = tl.sum(
+            (tl.load(ahead + first + i, mask=first + i < lines, other=-1) == i).to(tl.int32), 0
+        )
         count += own
         goes_on = own == LINES_AT_ONCE
     return count
@@ -94,7 +113,15 @@ def step_tensors(state: StateLayer, tensor: int) -> tuple[torch.Tensor, ...]:
     batch = state.batch
     at = batch.lines if batch.checkpoint_at is None else batch.checkpoint_at
     to = batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines
-    return state.memory[tensor], state.units[tensor], batch.lines, batch.kv_lens, batch.query_starts, at, to
+    return (
+        state.memory[tensor],
+        state.units[tensor],
+        batch.lines,
+        batch.kv_lens,
+        batch.query_starts,
+        at,
+        to,
+    )
 
 
 def draft_tensors(state: StateLayer, tensor: int) -> tuple[tuple[torch.Tensor, ...], bool]:
@@ -132,4 +159,8 @@ def rows_of(state: StateLayer, x: torch.Tensor) -> int:
 def fits_matrix_units(x: torch.Tensor, row_size: int) -> bool:
     """True if chunks of tokens are computed by matrix units: for 16-bit inputs x, with states of rows of `row_size`."""
     gpu = gpu_of(x.device)
-    return x.itemsize == 2 and SMALLEST <= row_size <= LARGEST and (gpu is None or gpu.has_matrix_units)
+    return (
+        x.itemsize == 2
+        and SMALLEST <= row_size <= LARGEST
+        and (gpu is None or gpu.has_matrix_units)
+    )

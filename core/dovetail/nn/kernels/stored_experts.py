@@ -28,7 +28,11 @@ class Stored(NamedTuple):
 
     def constants(self) -> dict[str, int | bool]:
         """Compile-time constants of the kernels."""
-        sharing = self.outputs // self.scales.shape[1] if self.kind == FLOAT8 and self.scales is not None else 1
+        sharing = (
+            self.outputs // self.scales.shape[1]
+            if self.kind == FLOAT8 and self.scales is not None
+            else 1
+        )
         return {
             "INPUTS": self.inputs,
             "BYTES": self.values.shape[2],

@@ -31,7 +31,9 @@ PROCESSORS = 132
 LEAST_ROWS = 16  # minimum of matrix units
 MOST_ROWS = 128  # per tile, with widened weights
 MOST_NARROW_ROWS = 512  # in total, for small tiles; above, there are enough large ones
-SHARED_BYTES = 92 << 10  # per program, so that two fit on a processor of a Hopper, and one on an Ada's
+SHARED_BYTES = (
+    92 << 10
+)  # per program, so that two fit on a processor of a Hopper, and one on an Ada's
 FETCHED = 8  # chunks in flight before the input is available
 MOST_PARTS = 8
 ENOUGH = 3 * PROCESSORS // 2  # programs; with that many, inputs aren't split further
@@ -69,7 +71,9 @@ class Stored(NamedTuple):
 
 
 @triton.jit
-def _scale_of(scales, zeros, n, exists, group, outputs, DTYPE: tl.constexpr, ASYMMETRIC: tl.constexpr):
+def _scale_of(
+    scales, zeros, n, exists, group, outputs, DTYPE: tl.constexpr, ASYMMETRIC: tl.constexpr
+):
     """Load scales and zero points, [groups, outputs], of outputs n for one or several groups of inputs."""
     at = group * outputs + n
     scale = tl.load(scales + at, mask=exists, other=0.0).to(tl.float32)
@@ -85,31 +89,57 @@ def _scaled(weights, scales, zeros, n, exists, group, outputs, ASYMMETRIC: tl.co
     """Return (weights - zero points) * scales for weights [N, 64] of two groups of 32 inputs, from `group` on."""
     DTYPE: tl.constexpr = weights.dtype
     both = group + tl.arange(0, 2)
-    scale, zero = _scale_of(scales, zeros, n[:, None], exists[:, None], both[None, :], outputs, DTYPE, ASYMMETRIC)
+    scale, zero = _scale_of(
+        scales, zeros, n[:, None], exists[:, None], both[None, :], outputs, DTYPE, ASYMMETRIC
+    )
     spread = tl.reshape(weights, (weights.shape[0], 2, 32))
     spread = (spread - zero[:, :, None]).to(tl.float32) * scale[:, :, None]
     return tl.reshape(spread.to(DTYPE), (weights.shape[0], 64))
 
 
 @triton.jit
-def add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, outputs, BYTES: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
+def add_int4(
+    sums,
+    low,
+    high,
+    weight,
+    scales,
+    zeros,
+    n,
+    exists,
+    chunk,
+    outputs,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+):
     """Return sums [N, M] plus the products of one chunk; low and high [64, M] are its inputs."""
     j = tl.arange(0, 64)
-    pairs = tl.load(weight + n.to(tl.int64)[:, None] * BYTES + chunk * 64 + j[None, :], mask=exists[:, None], other=0)
+    pairs = tl.load(
+        weight + n.to(tl.int64)[:, None] * BYTES + chunk * 64 + j[None, :],
+        mask=exists[:, None],
+        other=0,
+    )
     low_weights, high_weights = pairs_to_16_bits(pairs, low.dtype)
     if GROUP >= 128:
-        scale, zero = _scale_of(scales, zeros, n, exists, chunk * 128 // GROUP, outputs, low.dtype, ASYMMETRIC)
+        scale, zero = _scale_of(
+            scales, zeros, n, exists, chunk * 128 // GROUP, outputs, low.dtype, ASYMMETRIC
+        )
         products = tl.dot(low_weights - zero[:, None], low)
         products = tl.dot(high_weights - zero[:, None], high, products)
         sums += products * scale[:, None]
     elif GROUP == 64:
         scale, zero = _scale_of(scales, zeros, n, exists, chunk * 2, outputs, low.dtype, ASYMMETRIC)
         sums += tl.dot(low_weights - zero[:, None], low) * scale[:, None]
-        scale, zero = _scale_of(scales, zeros, n, exists, chunk * 2 + 1, outputs, low.dtype, ASYMMETRIC)
+        scale, zero = _scale_of(
+            scales, zeros, n, exists, chunk * 2 + 1, outputs, low.dtype, ASYMMETRIC
+        )
         sums += tl.dot(high_weights - zero[:, None], high) * scale[:, None]
     else:  # groups of 32 are too small to scale their sums: scale the weights, which rounds them
         low_weights = _scaled(low_weights, scales, zeros, n, exists, chunk * 4, outputs, ASYMMETRIC)
-        high_weights = _scaled(high_weights, scales, zeros, n, exists, chunk * 4 + 2, outputs, ASYMMETRIC)
+        high_weights = _scaled(
+            high_weights, scales, zeros, n, exists, chunk * 4 + 2, outputs, ASYMMETRIC
+        )
         sums = tl.dot(low_weights, low, sums)
         sums = tl.dot(high_weights, high, sums)
     return sums
@@ -135,14 +165,18 @@ def _add_float8(
     """Return sums [N, M] plus the products of one chunk; inputs [K, M]."""
     K: tl.constexpr = inputs.shape[0]
     inside = exists[:, None] & ((k >= 0) if WHOLE else (k < INPUTS))[None, :]
-    weights = tl.load(weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
+    weights = tl.load(
+        weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=inside, other=0.0
+    )
     if not NARROW:
         weights = float8_to_16_bits(weights, inputs.dtype)
     if GROUP == 0:
         sums = tl.dot(weights, inputs, sums)
     else:
         groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-        scale = tl.load(scales + (n // SHARING) * groups + chunk * K // GROUP, mask=exists, other=0.0)[:, None]
+        scale = tl.load(
+            scales + (n // SHARING) * groups + chunk * K // GROUP, mask=exists, other=0.0
+        )[:, None]
         if NARROW:
             scale = scale * input_scale[None, :]
         sums += tl.dot(weights, inputs) * scale
@@ -185,7 +219,12 @@ def _linear(
     stored = outputs * 2 if GATED else outputs
     if PDL:  # one load per memory line
         STEP: tl.constexpr = K // 2 if INT4 else K
-        line = weight + n.to(tl.int64)[:, None] * BYTES + first * STEP + (tl.arange(0, AHEAD) * STEP)[None, :]
+        line = (
+            weight
+            + n.to(tl.int64)[:, None] * BYTES
+            + first * STEP
+            + (tl.arange(0, AHEAD) * STEP)[None, :]
+        )
         fetch(tl.where(exists[:, None], line, weight))
         if GATED:
             fetch(tl.where(exists[:, None], line + outputs.to(tl.int64) * BYTES, weight))
@@ -201,7 +240,21 @@ def _linear(
             high_there = there[None, :] & ((k >= 0) if WHOLE else (k + 64 < INPUTS))[:, None]
             low = tl.load(row + k[:, None], mask=low_there, other=0.0)
             high = tl.load(row + 64 + k[:, None], mask=high_there, other=0.0)
-            sums = add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, stored, BYTES, GROUP, ASYMMETRIC)
+            sums = add_int4(
+                sums,
+                low,
+                high,
+                weight,
+                scales,
+                zeros,
+                n,
+                exists,
+                chunk,
+                stored,
+                BYTES,
+                GROUP,
+                ASYMMETRIC,
+            )
             if GATED:
                 ups = add_int4(
                     ups,
@@ -224,8 +277,25 @@ def _linear(
             inputs = tl.load(row + k[:, None], mask=inside, other=0.0)
             if NARROW and GROUP > 0:
                 groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-                input_scale = tl.load(x_scales + m * groups + chunk * K // GROUP, mask=there, other=0.0)
-            sums = _add_float8(sums, inputs, input_scale, weight, scales, n, exists, chunk, k, INPUTS, GROUP, SHARING, WHOLE, NARROW)
+                input_scale = tl.load(
+                    x_scales + m * groups + chunk * K // GROUP, mask=there, other=0.0
+                )
+            sums = _add_float8(
+                sums,
+                inputs,
+                input_scale,
+                weight,
+                scales,
+                n,
+                exists,
+                chunk,
+                k,
+                INPUTS,
+                GROUP,
+                SHARING,
+                WHOLE,
+                NARROW,
+            )
             if GATED:
                 ups = _add_float8(
                     ups,
@@ -248,7 +318,10 @@ def _linear(
             input_scale = tl.load(x_scales + m, mask=there, other=0.0)
         sums *= tl.load(scales + n, mask=exists, other=0.0)[:, None] * input_scale[None, :]
         if GATED:
-            ups *= tl.load(scales + n + outputs, mask=exists, other=0.0)[:, None] * input_scale[None, :]
+            ups *= (
+                tl.load(scales + n + outputs, mask=exists, other=0.0)[:, None]
+                * input_scale[None, :]
+            )
     if BIASED:
         sums += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -256,25 +329,52 @@ def _linear(
             ups += tl.load(bias + outputs + n, mask=exists, other=0.0).to(tl.float32)[:, None]
         sums = sums / (1.0 + tl.exp(-sums)) * ups
     at = (tl.program_id(2) * rows + m).to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(out + at, tl.trans(sums).to(out.dtype.element_ty), mask=there[:, None] & exists[None, :])
+    tl.store(
+        out + at, tl.trans(sums).to(out.dtype.element_ty), mask=there[:, None] & exists[None, :]
+    )
 
 
 @cache
-def tiling_for(rows: int, outputs: int, inputs: int, *, int4: bool, gated: bool = False, in_parts: bool = False, narrow: bool = False) -> Tiling:
+def tiling_for(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    *,
+    int4: bool,
+    gated: bool = False,
+    in_parts: bool = False,
+    narrow: bool = False,
+) -> Tiling:
     """Return a tiling for the number of rows (padded to a power of two), outputs (pairs if gated) and inputs. `in_parts`: partial sums are
     allowed. `narrow`: the inputs have 8 bits."""
     if narrow and rows > MOST_NARROW_ROWS:
         return Tiling(128, 64 if gated else 128, 1, 3, 8)
-    m, chunks = max(LEAST_ROWS, min(MOST_ROWS // (2 if gated and not narrow else 1), rows)), ceil(inputs / CHUNK)
+    m, chunks = (
+        max(LEAST_ROWS, min(MOST_ROWS // (2 if gated and not narrow else 1), rows)),
+        ceil(inputs / CHUNK),
+    )
     tiles, n, parts = ceil(rows / m), 64, 1
-    while in_parts and parts < MOST_PARTS and tiles * ceil(outputs / n) * parts < ENOUGH and chunks % (2 * parts) == 0:
+    while (
+        in_parts
+        and parts < MOST_PARTS
+        and tiles * ceil(outputs / n) * parts < ENOUGH
+        and chunks % (2 * parts) == 0
+    ):
         if chunks // (2 * parts) < LEAST_CHUNKS:
             break
         parts *= 2
     while n > 16 and tiles * ceil(outputs / n) * parts < PROCESSORS * 2 // 3:
         n //= 2
-    of_stage = n * (CHUNK // 2 if int4 else CHUNK) * (2 if gated else 1) + m * CHUNK * (1 if narrow else 2)
-    return Tiling(m, n, parts, max(2, min(8, SHARED_BYTES // of_stage, chunks // parts + 1)), 8 if n == 64 and m == 128 else 4)
+    of_stage = n * (CHUNK // 2 if int4 else CHUNK) * (2 if gated else 1) + m * CHUNK * (
+        1 if narrow else 2
+    )
+    return Tiling(
+        m,
+        n,
+        parts,
+        max(2, min(8, SHARED_BYTES // of_stage, chunks // parts + 1)),
+        8 if n == 64 and m == 128 else 4,
+    )
 
 
 def linear(
@@ -298,14 +398,29 @@ def linear(
     narrow = x_scales is not None
     if tiling is None:
         padded = max(LEAST_ROWS, triton.next_power_of_2(rows))
-        tiling = tiling_for(padded, outputs, inputs, int4=weight.is_int4, gated=gated, in_parts=in_parts, narrow=narrow)
-    shape, kind = ((tiling.parts, rows, outputs), torch.float32) if in_parts else ((rows, outputs), dtype or x.dtype)
+        tiling = tiling_for(
+            padded,
+            outputs,
+            inputs,
+            int4=weight.is_int4,
+            gated=gated,
+            in_parts=in_parts,
+            narrow=narrow,
+        )
+    shape, kind = (
+        ((tiling.parts, rows, outputs), torch.float32)
+        if in_parts
+        else ((rows, outputs), dtype or x.dtype)
+    )
     out = torch.empty(shape, dtype=kind, device=x.device)
     if not rows:
         return out
     chunk = CHUNK if weight.is_int4 or not weight.group else min(CHUNK, weight.group)
     chunks = ceil(inputs / chunk / tiling.parts)
-    launch(_linear, (triton.cdiv(outputs, tiling.outputs), triton.cdiv(rows, tiling.rows), tiling.parts))(
+    launch(
+        _linear,
+        (triton.cdiv(outputs, tiling.outputs), triton.cdiv(rows, tiling.rows), tiling.parts),
+    )(
         x,
         weight.scales if x_scales is None else x_scales,
         weight.values,
@@ -321,7 +436,9 @@ def linear(
         K=chunk,
         CHUNKS=chunks,
         GROUP=weight.group,
-        SHARING=weight.values.shape[0] // weight.scales.shape[0] if weight.scales.ndim == 2 and not weight.is_int4 else 1,
+        SHARING=weight.values.shape[0] // weight.scales.shape[0]
+        if weight.scales.ndim == 2 and not weight.is_int4
+        else 1,
         INT4=weight.is_int4,
         ASYMMETRIC=weight.zeros is not None,
         NARROW=narrow,

@@ -33,4 +33,13 @@ def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, words: torch.Tensor) 
     rows, vocab_size = logits.shape
     if rows:
         grid = (rows, triton.cdiv(vocab_size, BLOCK))
-        launch(_mask_tokens, grid)(logits, lines, words, logits.stride(0), words.stride(0), vocab_size, BLOCK=BLOCK, num_warps=WARPS)
+        launch(_mask_tokens, grid)(
+            logits,
+            lines,
+            words,
+            logits.stride(0),
+            words.stride(0),
+            vocab_size,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )

@@ -36,7 +36,11 @@ def _widen(
     let_next_begin(PDL)
     n, chunk, j = tl.program_id(1) * N + tl.arange(0, N), tl.program_id(0), tl.arange(0, 64)
     exists = (n < outputs)[:, None]
-    pairs = tl.load(values + n.to(tl.int64)[:, None] * ((INPUTS + 127) // 128 * 64) + chunk * 64 + j[None, :], mask=exists, other=0)
+    pairs = tl.load(
+        values + n.to(tl.int64)[:, None] * ((INPUTS + 127) // 128 * 64) + chunk * 64 + j[None, :],
+        mask=exists,
+        other=0,
+    )
     wait(PDL)
     for half in tl.static_range(2):
         i = chunk * 128 + half * 64 + j
@@ -46,7 +50,11 @@ def _widen(
         zero = tl.load(zeros + at, mask=mask, other=0).to(tl.int32) if ASYMMETRIC else 8
         small = (pairs >> (4 * half)).to(tl.int32) & 15
         numbers = (small - zero).to(tl.float32) * scale
-        tl.store(out + n.to(tl.int64)[:, None] * INPUTS + i[None, :], numbers.to(out.dtype.element_ty), mask=mask)
+        tl.store(
+            out + n.to(tl.int64)[:, None] * INPUTS + i[None, :],
+            numbers.to(out.dtype.element_ty),
+            mask=mask,
+        )
 
 
 def widened(weight: Stored, dtype: torch.dtype) -> torch.Tensor:

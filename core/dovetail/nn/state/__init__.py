@@ -17,4 +17,14 @@ from dovetail.nn.state.mamba import Mamba2Mixer, mamba2
 from dovetail.nn.state.norm import gated_norm
 from dovetail.nn.state.shapes import DeltaShape, Mamba2Shape
 
-__all__ = ["DeltaShape", "GatedDeltaNet", "Mamba2Mixer", "Mamba2Shape", "ShortConv", "gated_delta_rule", "gated_norm", "mamba2", "short_conv"]
+__all__ = [
+    "DeltaShape",
+    "GatedDeltaNet",
+    "Mamba2Mixer",
+    "Mamba2Shape",
+    "ShortConv",
+    "gated_delta_rule",
+    "gated_norm",
+    "mamba2",
+    "short_conv",
+]

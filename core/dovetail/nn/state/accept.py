@@ -13,14 +13,22 @@ from dovetail.nn.state.alike import AlikeLayers
 from dovetail.nn.state.scan import changed
 
 
-def accept_drafts(alike: AlikeLayers, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor) -> None:
+def accept_drafts(
+    alike: AlikeLayers, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor
+) -> None:
     """Enqueue the changes of the drafts that count in a step with `StateBatch.ahead`. `known` [n] int64: the indices in it of the known tokens that
     have drafts. `num_tokens` [lines] int32: tokens of each row, including those that the step has yielded: accepted drafts and one more."""
     for tensor in range(len(alike.firsts)):
         _accept(alike, tensor, batch, known, num_tokens)
 
 
-def _accept(alike: AlikeLayers, tensor: int, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor) -> None:
+def _accept(
+    alike: AlikeLayers,
+    tensor: int,
+    batch: StateBatch,
+    known: torch.Tensor,
+    num_tokens: torch.Tensor,
+) -> None:
     if use_kernels(known, alike.units, num_tokens):
         from dovetail.nn.kernels import accept as kernels
 
@@ -35,7 +43,9 @@ def _accept(alike: AlikeLayers, tensor: int, batch: StateBatch, known: torch.Ten
             rows = (yielded > draft).nonzero()[:, 0]
             tokens = known[rows] + draft
             if isinstance(noted, Changes):
-                held[rows] = changed(held[rows].float(), Changes(*(values[tokens] for values in noted))).to(held.dtype)
+                held[rows] = changed(
+                    held[rows].float(), Changes(*(values[tokens] for values in noted))
+                ).to(held.dtype)
             else:
                 held[rows] = torch.cat([held[rows, :, 1:], noted[tokens, :, None]], dim=2)
         layer.write(tensor, lines, held)

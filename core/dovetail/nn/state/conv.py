@@ -17,7 +17,9 @@ from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.state.scan import fresh, lines_in_turn, live_states, with_drafts
 
 
-def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+def short_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
+) -> torch.Tensor:
     """Return silu of the causal convolution of x [tokens, channels] with weight [channels, kernel] and bias [channels]: the last column weighs the
     token itself, those before it earlier tokens. Tensor `tensor` of the state, [channels, kernel - 1], has a row's last inputs. Computed in
     float32."""
@@ -33,28 +35,45 @@ def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     return with_drafts(state, compute, x)
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+def _plain(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
+) -> torch.Tensor:
     batch, past = state.batch, weight.shape[1] - 1
     if batch.ahead is not None:
         return _of_lines(x, weight, bias, state, tensor)
     if batch.decodes:
         lines = batch.lines[: len(x)]
-        seen = torch.cat([live_states(state, tensor, lines, batch.kv_lens[: len(x)] <= 1), x[:, :, None].float()], dim=2)
+        seen = torch.cat(
+            [
+                live_states(state, tensor, lines, batch.kv_lens[: len(x)] <= 1),
+                x[:, :, None].float(),
+            ],
+            dim=2,
+        )
         state.write(tensor, lines, seen[:, :, 1:])
         y = (seen * weight).sum(-1)
         return F.silu(y if bias is None else y + bias).to(x.dtype)
     rows, lines = batch.num_rows, batch.lines[: batch.num_rows]
-    before = live_states(state, tensor, lines, fresh(batch)).transpose(1, 2)  # [rows, past, channels]
+    before = live_states(state, tensor, lines, fresh(batch)).transpose(
+        1, 2
+    )  # [rows, past, channels]
     starts = batch.query_starts[: rows + 1].long()
     lengths = starts.diff()
-    row_of = torch.repeat_interleave(torch.arange(rows, device=x.device), lengths, output_size=batch.num_tokens)
+    row_of = torch.repeat_interleave(
+        torch.arange(rows, device=x.device), lengths, output_size=batch.num_tokens
+    )
     steps = torch.arange(past, device=x.device)
-    firsts = starts[:-1] + past * torch.arange(rows, device=x.device)  # of each row's part of `seen`: its past inputs, then its tokens
+    firsts = starts[:-1] + past * torch.arange(
+        rows, device=x.device
+    )  # of each row's part of `seen`: its past inputs, then its tokens
     seen = x.new_empty((batch.num_tokens + past * rows, x.shape[1]), dtype=torch.float32)
     seen[(firsts[:, None] + steps).flatten()] = before.flatten(0, 1)
     places = torch.arange(batch.num_tokens, device=x.device) + past * (row_of + 1)
     seen[places] = x[: batch.num_tokens].float()
-    y = sum((seen[places - past + i] * weight[:, i] for i in range(past + 1)), start=torch.zeros((), device=x.device))
+    y = sum(
+        (seen[places - past + i] * weight[:, i] for i in range(past + 1)),
+        start=torch.zeros((), device=x.device),
+    )
     out = x.new_zeros(x.shape)
     out[: batch.num_tokens] = F.silu(y if bias is None else y + bias).to(x.dtype)
     if batch.checkpoint_at is not None and batch.checkpoint_lines is not None:
@@ -65,7 +84,9 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sta
     return out
 
 
-def _of_lines(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+def _of_lines(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
+) -> torch.Tensor:
     """The convolution of single tokens that may be drafts, whose inputs it notes."""
     batch, out, held = state.batch, torch.empty_like(x), torch.empty(0)
     noted = state.changes[tensor]
@@ -88,7 +109,9 @@ class ShortConv(nn.Module):
     """Weight and bias of a short convolution. The channels of a checkpoint's tensor are sections (shard id -> size on this rank), each split evenly
     over the ranks."""
 
-    def __init__(self, sections: Mapping[str, int], kernel: int, context: BuildContext, *, bias: bool) -> None:
+    def __init__(
+        self, sections: Mapping[str, int], kernel: int, context: BuildContext, *, bias: bool
+    ) -> None:
         super().__init__()
         ranks, rank = context.parallel.size, context.parallel.rank
         channels = sum(sections.values())

@@ -82,7 +82,11 @@ def _change(held: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Te
 
 
 # Inputs: q, k [n, k_heads, k_size], v [n, v_heads, v_size], decay, beta [n, v_heads]
-RULE = Rule(decay=lambda inputs: inputs[3].exp(), change=_change, outputs=lambda held, inputs: (held * shared(inputs[0], held.shape[1])).sum(-1))
+RULE = Rule(
+    decay=lambda inputs: inputs[3].exp(),
+    change=_change,
+    outputs=lambda held, inputs: (held * shared(inputs[0], held.shape[1])).sum(-1),
+)
 
 
 def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +100,9 @@ def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torc
     total, between = decays(decay)
     system = beta[..., None] * (k @ k.mT) * between
     wanted = beta[..., None] * (v - total.exp()[..., None] * (k @ held.mT))
-    change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [n, heads, length, v_size]
+    change = torch.linalg.solve_triangular(
+        system, wanted, upper=False, unitriangular=True
+    )  # [n, heads, length, v_size]
     outputs = total.exp()[..., None] * (q @ held.mT) + (q @ k.mT * between) @ change
     to_end = (total[..., -1:] - total).exp()[..., None]
     after = total[..., -1].exp()[..., None, None] * held + change.mT @ (k * to_end)
@@ -107,7 +113,9 @@ def decays(decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of decays [..., length] from the first token on, and the factors from token j to token i [..., i, j], 0 where j > i.
     Differences are taken before `exp`, which would overflow otherwise."""
     total = decay.cumsum(-1)
-    later = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device).triu_(1)
+    later = torch.ones(
+        decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device
+    ).triu_(1)
     return total, (total[..., None] - total[..., None, :]).masked_fill_(later, float("-inf")).exp_()
 
 
@@ -122,19 +130,33 @@ class GatedDeltaNet(Layer):
     parts of projections of the stream -> [tokens, v_heads * v_size], the input of the last projection. `shape` and all sizes are this rank's: heads
     are split evenly over the ranks."""
 
-    def __init__(self, shape: DeltaShape, eps: float, state: StateLayer, context: BuildContext) -> None:
+    def __init__(
+        self, shape: DeltaShape, eps: float, state: StateLayer, context: BuildContext
+    ) -> None:
         """`state`: made of `shape.spec`. `eps`: of the norm."""
         super().__init__()
         self.shape, self.eps, self.state = shape, eps, state
         keys = shape.k_heads * shape.k_size
-        self.conv = ShortConv({"q": keys, "k": keys, "v": shape.v_heads * shape.v_size}, shape.kernel, context, bias=False)
-        self.A_log, self.dt_bias = per_head(shape.v_heads, context), per_head(shape.v_heads, context)
+        self.conv = ShortConv(
+            {"q": keys, "k": keys, "v": shape.v_heads * shape.v_size},
+            shape.kernel,
+            context,
+            bias=False,
+        )
+        self.A_log, self.dt_bias = (
+            per_head(shape.v_heads, context),
+            per_head(shape.v_heads, context),
+        )
         self.norm_weight = whole((shape.v_size,), context, scale=True)
 
-    def forward(self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+    ) -> torch.Tensor:
         qkv = self.conv(qkv, self.state, 0)
         y = gated_delta_rule(qkv, a, b, self.A_log, self.dt_bias, self.shape, self.state, 1)
-        return gated_norm(y.flatten(1), z, self.norm_weight, self.eps, self.shape.v_size, norm_before_gate=True)
+        return gated_norm(
+            y.flatten(1), z, self.norm_weight, self.eps, self.shape.v_size, norm_before_gate=True
+        )
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Yield the rules for a checkpoint's tensors: `{prefix}conv1d.weight`, `A_log`, `dt_bias` and `norm.weight`."""

@@ -73,7 +73,9 @@ def _scanned(
     x = by_heads(x, shape.heads)
     into, out_of = (by_heads(part, shape.groups) for part in (into, out_of))
     steps = F.softplus(dt.float() + dt_bias).clamp(*limits)
-    y = scan(state, tensor, (x * steps[..., None], into, out_of, -A_log.exp() * steps), compute, RULE)
+    y = scan(
+        state, tensor, (x * steps[..., None], into, out_of, -A_log.exp() * steps), compute, RULE
+    )
     y += D[:, None] * x
     return y.to(xBC.dtype)
 
@@ -90,7 +92,9 @@ def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torc
     """`RULE` as matrix products: attention within the chunk, whose scores decay, and what the state adds."""
     if inputs[0].shape[1] == 1:
         return RULE.token_by_token(states, inputs)
-    x, into, out_of, decay = (part.transpose(1, 2) for part in inputs)  # [n, heads or groups, length, ...]
+    x, into, out_of, decay = (
+        part.transpose(1, 2) for part in inputs
+    )  # [n, heads or groups, length, ...]
     sharing = x.shape[1] // into.shape[1]
     held = states.view(len(x), x.shape[1], x.shape[3], -1)
     total, between = decays(decay)
@@ -131,17 +135,43 @@ class Mamba2Mixer(Layer):
         self.shape, self.eps, self.state, self.limits = shape, eps, state, limits
         self.norm_group, self.norm_before_gate = norm_group, norm_before_gate
         groups = shape.groups * shape.state_size
-        self.conv = ShortConv({"x": channels, "B": groups, "C": groups}, shape.kernel, context, bias=conv_bias)
+        self.conv = ShortConv(
+            {"x": channels, "B": groups, "C": groups}, shape.kernel, context, bias=conv_bias
+        )
         self.A_log, self.D, self.dt_bias = (per_head(shape.heads, context) for _ in range(3))
-        where = Part((channels * context.parallel.size,), 0, channels * context.parallel.rank, channels)
+        where = Part(
+            (channels * context.parallel.size,), 0, channels * context.parallel.rank, channels
+        )
         self.norm_weight = Weight((channels,), {None: where}, context, scale=True)
 
     def forward(self, xBC: torch.Tensor, z: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:  # noqa: N803
-        y = mamba2(self.conv(xBC, self.state, 0), dt, self.A_log, self.D, self.dt_bias, self.limits, self.shape, self.state, 1)
-        return gated_norm(y.flatten(1), z, self.norm_weight, self.eps, self.norm_group, norm_before_gate=self.norm_before_gate)
+        y = mamba2(
+            self.conv(xBC, self.state, 0),
+            dt,
+            self.A_log,
+            self.D,
+            self.dt_bias,
+            self.limits,
+            self.shape,
+            self.state,
+            1,
+        )
+        return gated_norm(
+            y.flatten(1),
+            z,
+            self.norm_weight,
+            self.eps,
+            self.norm_group,
+            norm_before_gate=self.norm_before_gate,
+        )
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Yield the rules for a checkpoint's tensors: `{prefix}conv1d.weight` and `.bias`, `A_log`, `D`, `dt_bias` and `norm.weight`."""
         yield from self.conv.weights(f"{prefix}conv1d.")
-        for name, parameter in (("A_log", self.A_log), ("D", self.D), ("dt_bias", self.dt_bias), ("norm.weight", self.norm_weight)):
+        for name, parameter in (
+            ("A_log", self.A_log),
+            ("D", self.D),
+            ("dt_bias", self.dt_bias),
+            ("norm.weight", self.norm_weight),
+        ):
             yield WeightRule(f"{prefix}{name}", parameter)

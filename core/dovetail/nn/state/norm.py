@@ -11,7 +11,15 @@ from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 
 
-def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, group: int, *, norm_before_gate: bool) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group: int,
+    *,
+    norm_before_gate: bool,
+) -> torch.Tensor:
     """Return the RMS norms of groups of `group` channels of x [tokens, channels], times weight [channels], or [group] for each group, and silu(z), z
     [tokens, channels]: norm(x) * weight * silu(z) if `norm_before_gate`, otherwise norm(x * silu(z)) * weight. Computed in float32, in x's dtype."""
     if use_kernels(x, weight):
@@ -21,6 +29,8 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
             return kernels.gated_norm(x, z, weight, eps, group, norm_before_gate=norm_before_gate)
     gate = F.silu(z.float())
     y = x.float() if norm_before_gate else x.float() * gate
-    y = F.rms_norm(y.view(*y.shape[:-1], -1, group), (group,), None, eps) * weight.float().view(-1, group)
+    y = F.rms_norm(y.view(*y.shape[:-1], -1, group), (group,), None, eps) * weight.float().view(
+        -1, group
+    )
     y = y.flatten(-2)
     return (y * gate if norm_before_gate else y).to(x.dtype)

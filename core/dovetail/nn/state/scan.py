@@ -26,15 +26,23 @@ class Rule:
     change: Callable[[torch.Tensor, Tensors], tuple[torch.Tensor, torch.Tensor]]
     outputs: Callable[[torch.Tensor, Tensors], torch.Tensor]
 
-    def token(self, states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor, Changes]:
+    def token(
+        self, states: torch.Tensor, inputs: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, Changes]:
         """Return (outputs of a token, the states [n, rows, row_size] after it, what it changes)."""
         decay = self.decay(inputs)
         held = _decayed(states, decay)
         change, key = self.change(held, inputs)
         held = held + change[..., None] * shared(key, held.shape[1])
-        return self.outputs(held, inputs), held.flatten(1, 2), Changes(decay, change.flatten(1), key)
+        return (
+            self.outputs(held, inputs),
+            held.flatten(1, 2),
+            Changes(decay, change.flatten(1), key),
+        )
 
-    def token_by_token(self, states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_by_token(
+        self, states: torch.Tensor, inputs: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The recurrence itself; see `Compute`."""
         outputs = []
         for token in zip(*(x.unbind(1) for x in inputs), strict=True):
@@ -46,7 +54,9 @@ class Rule:
 def changed(states: torch.Tensor, changes: Changes) -> torch.Tensor:
     """Return the states [n, rows, row_size] float32 after the changes of a token."""
     held = _decayed(states, changes.decay)
-    return (held + changes.change.view(held.shape[:3])[..., None] * shared(changes.key, held.shape[1])).flatten(1, 2)
+    return (
+        held + changes.change.view(held.shape[:3])[..., None] * shared(changes.key, held.shape[1])
+    ).flatten(1, 2)
 
 
 def _decayed(states: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
@@ -69,7 +79,9 @@ class Piece:
     kept: bool
 
 
-def scan(state: StateLayer, tensor: int, inputs: Sequence[torch.Tensor], compute: Compute, rule: Rule) -> torch.Tensor:
+def scan(
+    state: StateLayer, tensor: int, inputs: Sequence[torch.Tensor], compute: Compute, rule: Rule
+) -> torch.Tensor:
     """Return the outputs [tokens, ...] for inputs [tokens, ...] of a step, 0 for padding; replace the states of its rows, write its checkpoints, and
     note the changes of drafts. `compute` and `rule` are the same recurrence."""
     batch = state.batch
@@ -77,24 +89,34 @@ def scan(state: StateLayer, tensor: int, inputs: Sequence[torch.Tensor], compute
         return _scan_lines(state, tensor, tuple(inputs), rule)
     if batch.decodes:
         lines = batch.lines[: len(inputs[0])]
-        outputs, after = compute(live_states(state, tensor, lines, batch.kv_lens[: len(lines)] <= 1), tuple(x[:, None] for x in inputs))
+        outputs, after = compute(
+            live_states(state, tensor, lines, batch.kv_lens[: len(lines)] <= 1),
+            tuple(x[:, None] for x in inputs),
+        )
         state.write(tensor, lines, after)
         return outputs[:, 0]
     lines = batch.lines[: batch.num_rows]
     held = live_states(state, tensor, lines, fresh(batch))
     result: torch.Tensor | None = None
     for pieces in _rounds(batch):
-        rows, begins, lengths = torch.tensor([(p.row, p.begin, p.end - p.begin) for p in pieces], device=lines.device).unbind(1)
+        rows, begins, lengths = torch.tensor(
+            [(p.row, p.begin, p.end - p.begin) for p in pieces], device=lines.device
+        ).unbind(1)
         steps = torch.arange(int(max(p.end - p.begin for p in pieces)), device=lines.device)
         inside = steps < lengths[:, None]
         tokens = (begins[:, None] + steps).clamp_(max=batch.num_tokens - 1)
-        parts = tuple(x[tokens].masked_fill_(~inside.view(*inside.shape, *[1] * (x.ndim - 1)), 0) for x in inputs)
+        parts = tuple(
+            x[tokens].masked_fill_(~inside.view(*inside.shape, *[1] * (x.ndim - 1)), 0)
+            for x in inputs
+        )
         outputs, after = compute(held[rows], parts)
         held[rows] = after
         if result is None:
             result = outputs.new_zeros(len(inputs[0]), *outputs.shape[2:])
         result[tokens[inside]] = outputs[inside]
-        if (kept := [i for i, piece in enumerate(pieces) if piece.kept]) and batch.checkpoint_lines is not None:
+        if (
+            kept := [i for i, piece in enumerate(pieces) if piece.kept]
+        ) and batch.checkpoint_lines is not None:
             state.write(tensor, batch.checkpoint_lines[rows[kept]], after[kept])
     state.write(tensor, lines, held)
     if result is None:
@@ -122,17 +144,25 @@ def _scan_lines(state: StateLayer, tensor: int, inputs: Tensors, rule: Rule) -> 
     return result
 
 
-def lines_in_turn(batch: StateBatch, count: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def lines_in_turn(
+    batch: StateBatch, count: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield the `count` tokens of a step with `StateBatch.ahead` such that all that a token follows are before it: (drafts before each, the tokens
     [n], the indices of their requests among those of the step [n])."""
-    ahead = batch.ahead[:count] if batch.ahead is not None else torch.zeros(count, dtype=torch.int32, device=batch.lines.device)
+    ahead = (
+        batch.ahead[:count]
+        if batch.ahead is not None
+        else torch.zeros(count, dtype=torch.int32, device=batch.lines.device)
+    )
     request = (ahead == 0).cumsum(0) - 1
     for drafts in range(int(ahead.max()) + 1):
         tokens = (ahead == drafts).nonzero()[:, 0]
         yield drafts, tokens, request[tokens]
 
 
-def with_drafts(state: StateLayer, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+def with_drafts(
+    state: StateLayer, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
     """Return compute(*inputs) [tokens, ...] of a layer's planned step, for inputs [tokens, ...]; of tokens that are computed apart
     (`StateBatch.drafted`) from them alone."""
     outputs = compute(*inputs)
@@ -148,7 +178,9 @@ def fresh(batch: StateBatch) -> torch.Tensor:
     return batch.kv_lens[: batch.num_rows] <= starts.diff()
 
 
-def live_states(state: StateLayer, tensor: int, lines: torch.Tensor, from_zero: torch.Tensor) -> torch.Tensor:
+def live_states(
+    state: StateLayer, tensor: int, lines: torch.Tensor, from_zero: torch.Tensor
+) -> torch.Tensor:
     """Return the states of `lines` [n, rows, row_size] float32, 0 where `from_zero` [n], whatever the memory holds."""
     return state.read(tensor, lines).float().masked_fill_(from_zero[:, None, None], 0)
 
@@ -159,11 +191,19 @@ def _rounds(batch: StateBatch) -> Iterator[list[Piece]]:
     if batch.host_checkpoint_at is None:
         raise DovetailError("a step of several tokens a row has no chunks")
     rows, begin = list[list[Piece]](), 0
-    for row, (length, at) in enumerate(zip(batch.host_query_lens.tolist(), batch.host_checkpoint_at.tolist(), strict=True)):
+    for row, (length, at) in enumerate(
+        zip(batch.host_query_lens.tolist(), batch.host_checkpoint_at.tolist(), strict=True)
+    ):
         pieces = []
         for first, last in ((0, at), (at, length)):
             pieces += [
-                Piece(row, begin + i, begin + min(i + CHUNK, last), kept=last == at and min(i + CHUNK, last) == at) for i in range(first, last, CHUNK)
+                Piece(
+                    row,
+                    begin + i,
+                    begin + min(i + CHUNK, last),
+                    kept=last == at and min(i + CHUNK, last) == at,
+                )
+                for i in range(first, last, CHUNK)
             ]
         rows.append(pieces)
         begin += length

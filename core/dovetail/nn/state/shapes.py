@@ -26,9 +26,20 @@ class DeltaShape:
     kernel: int
 
     def __post_init__(self) -> None:
-        _check("Gated DeltaNet", "key head size", self.k_size, "value heads", self.v_heads, "key heads", self.k_heads, self.kernel)
+        _check(
+            "Gated DeltaNet",
+            "key head size",
+            self.k_size,
+            "value heads",
+            self.v_heads,
+            "key heads",
+            self.k_heads,
+            self.kernel,
+        )
         if not 0 < self.v_size <= LARGEST:
-            raise UnsupportedError(f"Gated DeltaNet: a value head size of {self.v_size} is not implemented: at most {LARGEST}")
+            raise UnsupportedError(
+                f"Gated DeltaNet: a value head size of {self.v_size} is not implemented: at most {LARGEST}"
+            )
 
     @property
     def conv_channels(self) -> int:
@@ -37,7 +48,9 @@ class DeltaShape:
 
     def spec(self, index: int) -> StateSpec:
         """Return the state of layer `index`: the convolution's inputs, and each v head's matrix [v_size, k_size]."""
-        matrices = StateTensor(self.v_heads * self.v_size, self.k_size, heads=self.v_heads, keys=self.k_heads)
+        matrices = StateTensor(
+            self.v_heads * self.v_size, self.k_size, heads=self.v_heads, keys=self.k_heads
+        )
         return StateSpec(index, (_inputs(self.conv_channels, self.kernel), matrices))
 
 
@@ -56,9 +69,20 @@ class Mamba2Shape:
     kernel: int
 
     def __post_init__(self) -> None:
-        _check("Mamba2", "state size", self.state_size, "heads", self.heads, "groups", self.groups, self.kernel)
+        _check(
+            "Mamba2",
+            "state size",
+            self.state_size,
+            "heads",
+            self.heads,
+            "groups",
+            self.groups,
+            self.kernel,
+        )
         if not 0 < self.head_size <= LARGEST:
-            raise UnsupportedError(f"Mamba2: a head size of {self.head_size} is not implemented: at most {LARGEST}")
+            raise UnsupportedError(
+                f"Mamba2: a head size of {self.head_size} is not implemented: at most {LARGEST}"
+            )
 
     @property
     def conv_channels(self) -> int:
@@ -67,7 +91,9 @@ class Mamba2Shape:
 
     def spec(self, index: int) -> StateSpec:
         """Return the state of layer `index`: the convolution's inputs, and each head's matrix [head_size, state_size]."""
-        matrices = StateTensor(self.heads * self.head_size, self.state_size, heads=self.heads, keys=self.groups)
+        matrices = StateTensor(
+            self.heads * self.head_size, self.state_size, heads=self.heads, keys=self.groups
+        )
         return StateSpec(index, (_inputs(self.conv_channels, self.kernel), matrices))
 
 
@@ -75,10 +101,25 @@ def _inputs(channels: int, kernel: int) -> StateTensor:
     return StateTensor(channels, kernel - 1, keeps_inputs=True)
 
 
-def _check(layer: str, row: str, row_size: int, heads_name: str, heads: int, groups_name: str, groups: int, kernel: int) -> None:
+def _check(
+    layer: str,
+    row: str,
+    row_size: int,
+    heads_name: str,
+    heads: int,
+    groups_name: str,
+    groups: int,
+    kernel: int,
+) -> None:
     if not 0 < row_size <= LARGEST or row_size & (row_size - 1):
-        raise UnsupportedError(f"{layer}: a {row} of {row_size} is not implemented: it must be a power of two, at most {LARGEST}")
+        raise UnsupportedError(
+            f"{layer}: a {row} of {row_size} is not implemented: it must be a power of two, at most {LARGEST}"
+        )
     if groups < 1 or heads < 1 or heads % groups:
-        raise UnsupportedError(f"{layer}: {heads} {heads_name} can't be shared by {groups} {groups_name}")
+        raise UnsupportedError(
+            f"{layer}: {heads} {heads_name} can't be shared by {groups} {groups_name}"
+        )
     if kernel < 2:
-        raise UnsupportedError(f"{layer}: a convolution over {kernel} tokens is not implemented: at least 2")
+        raise UnsupportedError(
+            f"{layer}: a convolution over {kernel} tokens is not implemented: at least 2"
+        )

@@ -33,7 +33,12 @@ AT_ONCE = min(4, os.cpu_count() or 1)  # processes
 ASKS = "dovetail.runtime.machine"
 
 
-def examine(only: str | None = None, *, time_limit_s: float = TIME_LIMIT_S, core_commands: Collection[str] = ()) -> Diagnosis:
+def examine(
+    only: str | None = None,
+    *,
+    time_limit_s: float = TIME_LIMIT_S,
+    core_commands: Collection[str] = (),
+) -> Diagnosis:
     """Examine all third-party plugins, or those of the distribution `only`. Other plugins only declare what they offer, to find name collisions;
     built-in ones do so in this process, as in every command. `time_limit_s`: timeout per plugin, as `OwnTime` counts. Plugins denied by
     `DOVETAIL_PLUGINS` aren't imported. `core_commands`: names reserved for Dovetail's own commands.
@@ -59,14 +64,22 @@ def examine(only: str | None = None, *, time_limit_s: float = TIME_LIMIT_S, core
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reports = list(pool.map(examined, allowed))
-    findings = [*metadata_findings(only), *(finding for report in reports for finding in report.findings)]
+    findings = [
+        *metadata_findings(only),
+        *(finding for report in reports for finding in report.findings),
+    ]
     findings += _collisions(reports, core_commands)
     if only is not None:
         findings += _nothing_there(only, found, findings)
 
     return Diagnosis(
         tuple(plugin.origin for plugin in allowed if concerns(plugin.origin)),
-        tuple(sorted((finding for finding in findings if concerns(finding.origin)), key=lambda finding: finding.origin)),
+        tuple(
+            sorted(
+                (finding for finding in findings if concerns(finding.origin)),
+                key=lambda finding: finding.origin,
+            )
+        ),
         tuple(plugin.origin for plugin in denied if concerns(plugin.origin)),
     )
 
@@ -77,13 +90,17 @@ class _Report:
 
     origin: PluginOrigin
     findings: list[Finding] = field(default_factory=list)
-    offers: list[tuple[str, str, str]] = field(default_factory=list)  # as `probe.offers_of` yields them
+    offers: list[tuple[str, str, str]] = field(
+        default_factory=list
+    )  # as `probe.offers_of` yields them
 
 
 def _ask(plugin: FoundPlugin) -> _Report:
     """Load a built-in plugin in this process, as every command does, and return its offers."""
     loaded = load_plugin(plugin)
-    return _Report(plugin.origin, offers=[*probe.offers_of(loaded)] if isinstance(loaded, LoadedPlugin) else [])
+    return _Report(
+        plugin.origin, offers=[*probe.offers_of(loaded)] if isinstance(loaded, LoadedPlugin) else []
+    )
 
 
 def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -> _Report:
@@ -92,51 +109,112 @@ def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -
         report.touch()
         command = [sys.executable, "-P", "-m", probe.__name__, plugin.origin.id, str(report), level]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # it would read all entry points, and fail on malformed ones
+        environment["PYDANTIC_DISABLE_PLUGINS"] = (
+            "__all__"  # it would read all entry points, and fail on malformed ones
+        )
         with output.open("wb") as sink:
-            code = run_within(command, time_limit_s, stdout=sink, stderr=sink, env=environment, start_new_session=True)
-        lines = [event(line) for line in report.read_text(encoding="utf-8", errors="replace").splitlines()]
+            code = run_within(
+                command,
+                time_limit_s,
+                stdout=sink,
+                stderr=sink,
+                env=environment,
+                start_new_session=True,
+            )
+        lines = [
+            event(line)
+            for line in report.read_text(encoding="utf-8", errors="replace").splitlines()
+        ]
         return _read(plugin, lines, code, last_words(output), time_limit_s)
 
 
-def _read(plugin: FoundPlugin, lines: Sequence[Mapping[str, Any]], code: int | None, output: Sequence[str], time_limit_s: float) -> _Report:
-    report, phase, module, ended = _Report(plugin.origin), "starting", plugin.entry_point.module, False
+def _read(
+    plugin: FoundPlugin,
+    lines: Sequence[Mapping[str, Any]],
+    code: int | None,
+    output: Sequence[str],
+    time_limit_s: float,
+) -> _Report:
+    report, phase, module, ended = (
+        _Report(plugin.origin),
+        "starting",
+        plugin.entry_point.module,
+        False,
+    )
     for line in lines:
-        phase, module, ended = line.get("phase", phase), line.get("module", module), ended or "end" in line
+        phase, module, ended = (
+            line.get("phase", phase),
+            line.get("module", module),
+            ended or "end" in line,
+        )
         if "problem" in line:
             report.findings.append(Finding(plugin.origin, *line["problem"]))
         report.offers += [(what, name, by) for what, name, by in line.get("offers", ())]
     if not ended:
         said = f"; its last words: {output[-1][-SHOWN:]}" if output else ""
-        report.findings.append(Finding(plugin.origin, *_unfinished(module, phase, code, said, time_limit_s)))
+        report.findings.append(
+            Finding(plugin.origin, *_unfinished(module, phase, code, said, time_limit_s))
+        )
     elif output and not any(finding.problem == "prints" for finding in report.findings):
         what = f"it writes to the process's output: {probe.short(' '.join(output))}"
-        report.findings.append(Finding(plugin.origin, "prints", what, "log with the logging module, and only once something of it runs"))
+        report.findings.append(
+            Finding(
+                plugin.origin,
+                "prints",
+                what,
+                "log with the logging module, and only once something of it runs",
+            )
+        )
     return report
 
 
-def _unfinished(module: str, phase: str, code: int | None, said: str, time_limit_s: float) -> Problem:
+def _unfinished(
+    module: str, phase: str, code: int | None, said: str, time_limit_s: float
+) -> Problem:
     if code is None:
         remedy = f"python -X faulthandler -c 'import {module}' and Ctrl-C show where it waits; --time-limit gives it longer"
-        return "hangs", f"{phase} took longer than {time_limit_s:g} s, not counting time when others had the CPU{said}", remedy
+        return (
+            "hangs",
+            f"{phase} took longer than {time_limit_s:g} s, not counting time when others had the CPU{said}",
+            remedy,
+        )
     if code < 0:
-        return "crashes", f"{phase} ended the process {ending(code)}{said}", f"python -X faulthandler -c 'import {module}' shows where"
-    return "exits", f"{phase} ended the process {ending(code)}{said}", "neither importing nor declaring may exit"
+        return (
+            "crashes",
+            f"{phase} ended the process {ending(code)}{said}",
+            f"python -X faulthandler -c 'import {module}' shows where",
+        )
+    return (
+        "exits",
+        f"{phase} ended the process {ending(code)}{said}",
+        "neither importing nor declaring may exit",
+    )
 
 
 def _collisions(reports: Sequence[_Report], core_commands: Collection[str]) -> Iterator[Finding]:
     owners: dict[tuple[str, str], list[tuple[PluginOrigin, str]]] = {}
     for report in reports:
         for what, name, by in report.offers:
-            owners.setdefault((what, name), []).append((report.origin, f"{report.origin.distribution}:{by}"))
+            owners.setdefault((what, name), []).append(
+                (report.origin, f"{report.origin.distribution}:{by}")
+            )
     for (what, name), offers in owners.items():
         for origin, full in offers:
-            yield from _collision(what, name, origin, full, [other for other, _ in offers if other != origin])
+            yield from _collision(
+                what, name, origin, full, [other for other, _ in offers if other != origin]
+            )
             if what == "command" and name in core_commands:
-                yield Finding(origin, "name-collision", f"command {name!r} is one of Dovetail's own", f"it is reached as {full}; rename it")
+                yield Finding(
+                    origin,
+                    "name-collision",
+                    f"command {name!r} is one of Dovetail's own",
+                    f"it is reached as {full}; rename it",
+                )
 
 
-def _collision(what: str, name: str, origin: PluginOrigin, full: str, others: Sequence[PluginOrigin]) -> Iterator[Finding]:
+def _collision(
+    what: str, name: str, origin: PluginOrigin, full: str, others: Sequence[PluginOrigin]
+) -> Iterator[Finding]:
     if what == "bundled model":  # it is always named in full
         others = [other for other in others if other.distribution == origin.distribution]
     if not others:
@@ -146,12 +224,21 @@ def _collision(what: str, name: str, origin: PluginOrigin, full: str, others: Se
         yield Finding(origin, "offered-twice", f"{told}, of the same distribution", "offer it once")
         return
     built_in = any(other.built_in for other in others)
-    used = "the built-in is used unless the other is named in full" if built_in else "neither is used unless it is named in full"
+    used = (
+        "the built-in is used unless the other is named in full"
+        if built_in
+        else "neither is used unless it is named in full"
+    )
     remedy = {
         "architecture": f"to use this one, write `model: {{path: …, component: {full}}}` in engine.yaml",
         "quantization": f"to use this one, write `quantization: {full}` in engine.yaml",
     }
-    yield Finding(origin, "name-collision", f"{told}; {used}", remedy.get(what, f"to use this one, write {full}; or rename it"))
+    yield Finding(
+        origin,
+        "name-collision",
+        f"{told}; {used}",
+        remedy.get(what, f"to use this one, write {full}; or rename it"),
+    )
 
 
 def _check_installed(only: str, found: Sequence[FoundPlugin]) -> None:
@@ -160,16 +247,24 @@ def _check_installed(only: str, found: Sequence[FoundPlugin]) -> None:
     except metadata.PackageNotFoundError:
         known = sorted({plugin.origin.distribution for plugin in found})
         hint = did_you_mean(only, known)
-        raise PluginError(f"no distribution {only!r} is installed{hint}; with plugins there are {', '.join(known) or 'none'}") from None
+        raise PluginError(
+            f"no distribution {only!r} is installed{hint}; with plugins there are {', '.join(known) or 'none'}"
+        ) from None
 
 
-def _nothing_there(only: str, found: Sequence[FoundPlugin], findings: Sequence[Finding]) -> Iterator[Finding]:
-    told = any(finding.problem == "metadata-unreadable" for finding in findings) or only == NAMESPACE
+def _nothing_there(
+    only: str, found: Sequence[FoundPlugin], findings: Sequence[Finding]
+) -> Iterator[Finding]:
+    told = (
+        any(finding.problem == "metadata-unreadable" for finding in findings) or only == NAMESPACE
+    )
     if told or any(plugin.origin.distribution == only for plugin in found):
         return
     origin = PluginOrigin(only, "?", metadata.version(only))
     remedy = f'add [project.entry-points."{ENTRY_POINT_GROUP}"] to its pyproject.toml, with a line like name = "package", and reinstall it'
-    yield Finding(origin, "no-plugin", f"it has no entry point in the group {ENTRY_POINT_GROUP}", remedy)
+    yield Finding(
+        origin, "no-plugin", f"it has no entry point in the group {ENTRY_POINT_GROUP}", remedy
+    )
 
 
 def look_at_machine(time_limit_s: float) -> str | None:
@@ -177,7 +272,9 @@ def look_at_machine(time_limit_s: float) -> str | None:
     if find_spec("torch") is None:
         return None
     with TemporaryFile() as told:
-        run_within([sys.executable, "-P", "-m", ASKS], time_limit_s, stdout=told, stderr=subprocess.DEVNULL)
+        run_within(
+            [sys.executable, "-P", "-m", ASKS], time_limit_s, stdout=told, stderr=subprocess.DEVNULL
+        )
         told.seek(0)
         offers = event(told.read().decode(errors="replace").strip().rpartition("\n")[2])
     if not offers:
@@ -192,9 +289,15 @@ def in_words(gpus: list[str], peers: bool, backends: list[str]) -> str:
     names = ", ".join(dict.fromkeys(gpus))
     if len(gpus) == 1:
         return f"1 CUDA device ({names}): one rank, so the executor tensor has nothing to split"
-    reach = "which can read each other's memory" if peers else "which can't read each other's memory"
+    reach = (
+        "which can read each other's memory" if peers else "which can't read each other's memory"
+    )
     return f"{len(gpus)} CUDA devices ({names}), {reach}; as many ranks of the executor tensor, {_sums('nccl', backends)}"
 
 
 def _sums(backend: str, backends: list[str]) -> str:
-    return f"which sum through {backend}" if backend in backends else f"which can't sum: this torch was built without {backend}"
+    return (
+        f"which sum through {backend}"
+        if backend in backends
+        else f"which can't sum: this torch was built without {backend}"
+    )

@@ -59,7 +59,11 @@ PROBLEMS: dict[str, Severity] = {
     "offered-twice": "error",
 }
 SHOWN = 3  # files named in a message
-HIDING = ("source-moved", "entry-points-stale", "wrong-group")  # problems that keep a component from being found
+HIDING = (
+    "source-moved",
+    "entry-points-stale",
+    "wrong-group",
+)  # problems that keep a component from being found
 _STRANGER: Problem = (
     "wrong-dovetail",
     f"a distribution called {NAMESPACE} is installed: an older Dovetail or another project, whose modules may have replaced Dovetail's",
@@ -96,12 +100,20 @@ class Diagnosis:
 def metadata_findings(only: str | None = None) -> list[Finding]:
     """Return findings on all distributions with plugins, also in a misspelt entry-point group, or on the distribution `only` (a normalized name)."""
     findings = [
-        Finding(failure.origin, "metadata-unreadable", failure.reason, f"reinstall it, or delete {failure.origin.distribution} by hand")
+        Finding(
+            failure.origin,
+            "metadata-unreadable",
+            failure.reason,
+            f"reinstall it, or delete {failure.origin.distribution} by hand",
+        )
         for failure in find_plugins().failures
         if only in (None, failure.origin.distribution) and failure.origin.distribution != NAMESPACE
     ]
     installed = _installed(only)
-    findings += [Finding(PluginOrigin(NAMESPACE, "?", copy.version), *_STRANGER) for copy in installed.pop(NAMESPACE, [])]
+    findings += [
+        Finding(PluginOrigin(NAMESPACE, "?", copy.version), *_STRANGER)
+        for copy in installed.pop(NAMESPACE, [])
+    ]
     for copies in installed.values():
         origin = PluginOrigin(canonicalize_name(copies[0].name), "?", copies[0].version)
         findings += [Finding(origin, *problem) for check in _CHECKS for problem in check(copies)]
@@ -117,14 +129,26 @@ def _twice(copies: list[metadata.Distribution]) -> Iterator[Problem]:
     if len(copies) > 1:
         places = ", ".join(f"{copy.version} in {_home(copy)}" for copy in copies)
         remedy = f"pip uninstall {copies[0].name} until it finds nothing more, delete what is left of these, and install it once"
-        yield "metadata-twice", f"it is installed {len(copies)} times: {places}; the first counts", remedy
+        yield (
+            "metadata-twice",
+            f"it is installed {len(copies)} times: {places}; the first counts",
+            remedy,
+        )
 
 
 def _files_gone(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    record = csv.reader((copies[0].read_text("RECORD") or "").splitlines())  # `files` leaves out what isn't there, from Python 3.12 on
-    gone = [row[0] for row in record if row and row[0].endswith(".py") and not Path(str(copies[0].locate_file(row[0]))).exists()]
+    record = csv.reader(
+        (copies[0].read_text("RECORD") or "").splitlines()
+    )  # `files` leaves out what isn't there, from Python 3.12 on
+    gone = [
+        row[0]
+        for row in record
+        if row and row[0].endswith(".py") and not Path(str(copies[0].locate_file(row[0]))).exists()
+    ]
     if gone:
-        named = ", ".join(gone[:SHOWN]) + (f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else "")
+        named = ", ".join(gone[:SHOWN]) + (
+            f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else ""
+        )
         remedy = f"pip install --force-reinstall --no-deps {copies[0].name}, or pip uninstall {copies[0].name}"
         yield "files-gone", f"its metadata lists files that aren't there: {named}", remedy
 
@@ -133,42 +157,67 @@ def _source_moved(copies: list[metadata.Distribution]) -> Iterator[Problem]:
     source = _editable_source(copies[0])
     if source is not None and not source.is_dir():
         remedy = f"pip install -e WHERE_IT_IS_NOW, or pip uninstall {copies[0].name}"
-        yield "source-moved", f"it was installed with pip install -e from {source}, which isn't there any more", remedy
+        yield (
+            "source-moved",
+            f"it was installed with pip install -e from {source}, which isn't there any more",
+            remedy,
+        )
 
 
 def _entry_points_stale(copies: list[metadata.Distribution]) -> Iterator[Problem]:
     source = _editable_source(copies[0])
     if source is None or (wanted := _entry_points_of_source(source)) is None:
         return
-    installed = {point.name: point.value for point in copies[0].entry_points.select(group=ENTRY_POINT_GROUP)}
+    installed = {
+        point.name: point.value for point in copies[0].entry_points.select(group=ENTRY_POINT_GROUP)
+    }
     if installed != wanted:
         what = f"{source / 'pyproject.toml'} has the entry points {_shown(wanted)}, installed are {_shown(installed)}"
-        yield "entry-points-stale", what, f"entry points are read at installation: pip install -e {source}"
+        yield (
+            "entry-points-stale",
+            what,
+            f"entry points are read at installation: pip install -e {source}",
+        )
 
 
 def _wrong_group(copies: list[metadata.Distribution]) -> Iterator[Problem]:
     for group in sorted({point.group for point in copies[0].entry_points}):
         if _is_misspelt(group):
-            yield "wrong-group", f"its entry points are in the group {group!r}", f"write [project.entry-points.{ENTRY_POINT_GROUP!r}]"
+            yield (
+                "wrong-group",
+                f"its entry points are in the group {group!r}",
+                f"write [project.entry-points.{ENTRY_POINT_GROUP!r}]",
+            )
 
 
 def _is_misspelt(group: str) -> bool:
     """Return True if a group of entry points was meant to be Dovetail's; many projects have one that ends in ".plugins"."""
     likeness = SequenceMatcher(None, group.replace("_", "."), ENTRY_POINT_GROUP).ratio()
-    return group != ENTRY_POINT_GROUP and likeness >= (0.6 if group.startswith("dovetail") else 0.85)
+    return group != ENTRY_POINT_GROUP and likeness >= (
+        0.6 if group.startswith("dovetail") else 0.85
+    )
 
 
 def _dependency_missing(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    missing = missing_requirements(text for text in copies[0].requires or () if not _is_wrong_dovetail(text))
+    missing = missing_requirements(
+        text for text in copies[0].requires or () if not _is_wrong_dovetail(text)
+    )
     if missing:
-        yield "dependency-missing", f"it depends on {', '.join(map(str, missing))}", pip_line(missing, copies[0].name)
+        yield (
+            "dependency-missing",
+            f"it depends on {', '.join(map(str, missing))}",
+            pip_line(missing, copies[0].name),
+        )
 
 
 def _wrong_dovetail(copies: list[metadata.Distribution]) -> Iterator[Problem]:
     """Yield a problem for a dependency on `dovetail`, the module's name, which on the package index is another project."""
     wrong = [Requirement(text) for text in copies[0].requires or () if _is_wrong_dovetail(text)]
     if wrong:
-        wanted = [(f"[{','.join(sorted(one.extras))}]" if one.extras else "") + str(one.specifier) for one in wrong]
+        wanted = [
+            (f"[{','.join(sorted(one.extras))}]" if one.extras else "") + str(one.specifier)
+            for one in wrong
+        ]
         what = f"it depends on {', '.join(NAMESPACE + part for part in wanted)}; the index's {NAMESPACE} is another project, which pip would install"
         right = " and ".join(f'"{DISTRIBUTION}{part}"' for part in wanted)
         yield "wrong-dovetail", what, f"write {right} in its pyproject.toml, and install it again"
@@ -181,7 +230,15 @@ def _is_wrong_dovetail(text: str) -> bool:
         return False
 
 
-_CHECKS = (_twice, _files_gone, _source_moved, _entry_points_stale, _wrong_group, _dependency_missing, _wrong_dovetail)
+_CHECKS = (
+    _twice,
+    _files_gone,
+    _source_moved,
+    _entry_points_stale,
+    _wrong_group,
+    _dependency_missing,
+    _wrong_dovetail,
+)
 
 
 def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
@@ -195,12 +252,18 @@ def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
             continue
         if name == only or (only is None and (name == NAMESPACE or any(map(_concerns_us, groups)))):
             found.setdefault(name, {}).setdefault(_home(distribution), distribution)
-    return {name: _without_leftovers_of_builds(list(copies.values())) for name, copies in found.items()}
+    return {
+        name: _without_leftovers_of_builds(list(copies.values())) for name, copies in found.items()
+    }
 
 
-def _without_leftovers_of_builds(copies: list[metadata.Distribution]) -> list[metadata.Distribution]:
+def _without_leftovers_of_builds(
+    copies: list[metadata.Distribution],
+) -> list[metadata.Distribution]:
     """Drop the egg-info that `pip install -e` leaves in the source folder, which is on `sys.path` and would count as a second copy."""
-    sources = [source.resolve() for copy in copies if (source := _editable_source(copy)) is not None]
+    sources = [
+        source.resolve() for copy in copies if (source := _editable_source(copy)) is not None
+    ]
 
     def is_leftover(home: Path) -> bool:
         return home.suffix == ".egg-info" and any(home.is_relative_to(source) for source in sources)
@@ -232,7 +295,9 @@ def _editable_source(distribution: metadata.Distribution) -> Path | None:
 def _entry_points_of_source(source: Path) -> dict[str, str] | None:
     """Return the entry points in the project's pyproject.toml; None if it has none, or can't be read."""
     try:
-        project: Any = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        project: Any = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))[
+            "project"
+        ]
     except (OSError, ValueError, KeyError):
         return None
     if "entry-points" in project.get("dynamic", ()):

@@ -26,7 +26,9 @@ from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
 from dovetail.where import did_you_mean
 
-Level = Literal["declare", "use"]  # whether to import only the declarations, or also all that is declared
+Level = Literal[
+    "declare", "use"
+]  # whether to import only the declarations, or also all that is declared
 
 HEAVY = ("torch", "transformers", "triton")
 HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
@@ -57,7 +59,9 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _while_declaring(found: FoundPlugin, result: LoadedPlugin | PluginFailure, already: set[str], threads: int) -> Iterator[Problem]:
+def _while_declaring(
+    found: FoundPlugin, result: LoadedPlugin | PluginFailure, already: set[str], threads: int
+) -> Iterator[Problem]:
     new = sys.modules.keys() - already
     if isinstance(result, PluginFailure):
         yield _of_failure(found, result)
@@ -65,15 +69,28 @@ def _while_declaring(found: FoundPlugin, result: LoadedPlugin | PluginFailure, a
         yield from _unmarked_hooks(sys.modules.get(found.entry_point.module))
     heavy = [name for name in HEAVY if name in new]
     if heavy:
-        guilty = sorted(name for name in new if _is_below(name, found.entry_point.module) and any(one in vars(sys.modules[name]) for one in heavy))
+        guilty = sorted(
+            name
+            for name in new
+            if _is_below(name, found.entry_point.module)
+            and any(one in vars(sys.modules[name]) for one in heavy)
+        )
         where = f", in {', '.join(guilty)}" if guilty else ""
         remedy = "import it in the module that a ComponentSpec's target names, which is loaded when it is used"
         yield "imports-torch", f"it imports {' and '.join(heavy)} while it declares{where}", remedy
     if result.output:
-        yield "prints", f"it prints while it declares: {short(result.output)}", "log with the logging module, and only once something of it runs"
+        yield (
+            "prints",
+            f"it prints while it declares: {short(result.output)}",
+            "log with the logging module, and only once something of it runs",
+        )
     if threading.active_count() > threads:
         names = ", ".join(thread.name for thread in threading.enumerate()[threads:])
-        yield "leaves-threads", f"it has started threads while it declares: {names}", "start them when a component is made, and end them with it"
+        yield (
+            "leaves-threads",
+            f"it has started threads while it declares: {names}",
+            "start them when a component is made, and end them with it",
+        )
 
 
 def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
@@ -82,10 +99,22 @@ def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
         return _of_failed_import(found, error, failure.reason)
     if failure.phase == "hooks":
         if type(error).__name__ == "PluginValidationError":
-            return "hook-unknown", f"{failure.reason}", f"hooks are {', '.join(HOOKS)}{_nearest_hook(str(error))}"
-        return "hook-missing", failure.reason, f"define one in {point.value}, marked with @hookimpl from dovetail.api"
+            return (
+                "hook-unknown",
+                f"{failure.reason}",
+                f"hooks are {', '.join(HOOKS)}{_nearest_hook(str(error))}",
+            )
+        return (
+            "hook-missing",
+            failure.reason,
+            f"define one in {point.value}, marked with @hookimpl from dovetail.api",
+        )
     if isinstance(error, SystemExit):
-        return "exits", f"a hook ended the process: {failure.reason}", "a hook only returns what there is"
+        return (
+            "exits",
+            f"a hook ended the process: {failure.reason}",
+            "a hook only returns what there is",
+        )
     return (
         "declaration-wrong",
         failure.reason,
@@ -95,10 +124,22 @@ def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
 
 def _of_failed_import(found: FoundPlugin, error: BaseException, text: str) -> Problem:
     point = found.entry_point
-    if isinstance(error, ModuleNotFoundError) and error.name and (point.module == error.name or point.module.startswith(f"{error.name}.")):
-        return "points-nowhere", f"its entry point names the module {point.module}, which isn't installed", _remedy_for_nowhere(found)
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and (point.module == error.name or point.module.startswith(f"{error.name}."))
+    ):
+        return (
+            "points-nowhere",
+            f"its entry point names the module {point.module}, which isn't installed",
+            _remedy_for_nowhere(found),
+        )
     if isinstance(error, AttributeError) and point.attr and point.module in sys.modules:
-        return "points-nowhere", f"its entry point names {point.value}: {error}", _remedy_for_nowhere(found)
+        return (
+            "points-nowhere",
+            f"its entry point names {point.value}: {error}",
+            _remedy_for_nowhere(found),
+        )
     if isinstance(error, SystemExit):
         return (
             "exits",
@@ -106,8 +147,16 @@ def _of_failed_import(found: FoundPlugin, error: BaseException, text: str) -> Pr
             "guard what is meant for the command line with if __name__ == '__main__'",
         )
     if isinstance(error, ModuleNotFoundError):
-        return "import-fails", f"importing {point.module} failed: {text}", f"install {error.name}, and name it in the dependencies in pyproject.toml"
-    return "import-fails", f"importing {point.module} failed: {text}", f"python -c 'import {point.module}' shows where"
+        return (
+            "import-fails",
+            f"importing {point.module} failed: {text}",
+            f"install {error.name}, and name it in the dependencies in pyproject.toml",
+        )
+    return (
+        "import-fails",
+        f"importing {point.module} failed: {text}",
+        f"python -c 'import {point.module}' shows where",
+    )
 
 
 def _remedy_for_nowhere(found: FoundPlugin) -> str:
@@ -117,36 +166,73 @@ def _remedy_for_nowhere(found: FoundPlugin) -> str:
 def _nearest_hook(text: str) -> str:
     """Return a hint naming the hook that pluggy's message probably means."""
     words = [word.strip("'\".,:()") for word in text.split()]
-    return next((near for word in words if word.startswith("dovetail") and word not in HOOKS and (near := did_you_mean(word, HOOKS))), "")
+    return next(
+        (
+            near
+            for word in words
+            if word.startswith("dovetail")
+            and word not in HOOKS
+            and (near := did_you_mean(word, HOOKS))
+        ),
+        "",
+    )
 
 
 def _unmarked_hooks(module: Any) -> Iterator[Problem]:
     """Yield a problem for each function that is named (almost) like a hook and isn't marked as one, in a module that has marked hooks."""
     for name, value in vars(module).items() if module is not None else ():
-        if not callable(value) or not name.startswith("dovetail_") or getattr(value, "__module__", None) != module.__name__:
+        if (
+            not callable(value)
+            or not name.startswith("dovetail_")
+            or getattr(value, "__module__", None) != module.__name__
+        ):
             continue
         if name not in HOOKS and (near := did_you_mean(name, HOOKS)):
-            yield "hook-unknown", f"{name}() is no hook{near}", f"hooks are {', '.join(HOOKS)}, marked with @hookimpl"
+            yield (
+                "hook-unknown",
+                f"{name}() is no hook{near}",
+                f"hooks are {', '.join(HOOKS)}, marked with @hookimpl",
+            )
         elif name in HOOKS and not hasattr(value, "dovetail_impl"):
-            yield "hook-unknown", f"{name}() isn't marked as a hook, so nobody calls it", "mark it with @hookimpl from dovetail.api"
+            yield (
+                "hook-unknown",
+                f"{name}() isn't marked as a hook, so nobody calls it",
+                "mark it with @hookimpl from dovetail.api",
+            )
 
 
 def offers_of(plugin: LoadedPlugin) -> Iterator[tuple[str, str, str]]:
     """Yield (what, name, short name of the declaration) of each offer that can collide with another plugin's."""
     yield from ((what, name, name) for what, name in plugin.offers())
-    yield from (("architecture", name, spec.name) for spec in plugin.components for name in spec.architectures)
+    yield from (
+        ("architecture", name, spec.name)
+        for spec in plugin.components
+        for name in spec.architectures
+    )
 
 
 def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iterator[Problem]:
     for spec in sorted(plugin.components, key=lambda spec: (KINDS.index(spec.kind), spec.name)):
-        write(phase=f"importing what {spec.kind} {spec.name!r} names", module=spec.target.partition(":")[0])
+        write(
+            phase=f"importing what {spec.kind} {spec.name!r} names",
+            module=spec.target.partition(":")[0],
+        )
         yield from _of_component(ResolvedComponent(spec, plugin.origin))
     for command in plugin.commands:
-        write(phase=f"importing what command {command.name!r} names", module=command.target.partition(":")[0])
-        yield from _attempts(f"command {command.name!r}", [ResolvedCommand(command, plugin.origin).load])
+        write(
+            phase=f"importing what command {command.name!r} names",
+            module=command.target.partition(":")[0],
+        )
+        yield from _attempts(
+            f"command {command.name!r}", [ResolvedCommand(command, plugin.origin).load]
+        )
     for model in plugin.models:
         if not _has_model(model.package, model.path):
-            yield "target-fails", f"bundled model {model.name!r}: there is no {model.path} in {model.package}", "ship it as package data"
+            yield (
+                "target-fails",
+                f"bundled model {model.name!r}: there is no {model.path} in {model.package}",
+                "ship it as package data",
+            )
 
 
 def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
@@ -164,13 +250,18 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
         yield (
             "api-older",
             f"{component} is written for {component.spec.kind} api {component.spec.api}; this Dovetail has {last} and runs it {runs}",
-            "; then ".join(f"for {change.after}: {change.upgrade}" for change in component.changes) + f'; then declare api="{last}"',
+            "; then ".join(f"for {change.after}: {change.upgrade}" for change in component.changes)
+            + f'; then declare api="{last}"',
         )
     steps = [component.options_model, component.request_extra]
     missing = missing_requirements(component.spec.requires)
     if missing:
         lacks = ", ".join(map(str, missing))
-        yield "requirement-missing", f"{named} can't be used here: it needs {lacks}", pip_line(missing, component.distribution)
+        yield (
+            "requirement-missing",
+            f"{named} can't be used here: it needs {lacks}",
+            pip_line(missing, component.distribution),
+        )
     else:
         steps.append(component.load)
     yield from _attempts(named, steps)
@@ -183,7 +274,11 @@ def _attempts(named: str, steps: Iterable[Any]) -> Iterator[Problem]:
             step()
         except DovetailError as error:
             if str(error) not in told:
-                yield "target-fails", f"{named}: {error}", "correct what the spec names, or the module that it names"
+                yield (
+                    "target-fails",
+                    f"{named}: {error}",
+                    "correct what the spec names, or the module that it names",
+                )
             told.add(str(error))
 
 

@@ -31,11 +31,18 @@ class OwnTime:
         self.restart()
 
     def restart(self) -> None:
-        self._elapsed_s, self._asked, self._waited = 0.0, time.monotonic(), dict(waits(self._process))
+        self._elapsed_s, self._asked, self._waited = (
+            0.0,
+            time.monotonic(),
+            dict(waits(self._process)),
+        )
 
     def elapsed_s(self) -> float:
         now, waited = time.monotonic(), dict(waits(self._process))
-        hindered = max((ns - self._waited.get(thread, 0) for thread, ns in waited.items()), default=0) / 1e9
+        hindered = (
+            max((ns - self._waited.get(thread, 0) for thread, ns in waited.items()), default=0)
+            / 1e9
+        )
         self._elapsed_s += max(0.0, now - self._asked - hindered)
         self._asked, self._waited = now, waited
         return self._elapsed_s
@@ -59,7 +66,9 @@ def waits(process: int) -> Iterator[tuple[str, int]]:
         return
     for thread in threads:
         folder = Path("/proc", str(process), "task", thread)
-        with suppress(OSError, ValueError, IndexError):  # it has ended since, or the system doesn't keep this
+        with suppress(
+            OSError, ValueError, IndexError
+        ):  # it has ended since, or the system doesn't keep this
             yield thread, int((folder / "schedstat").read_text().split()[1])
         with suppress(OSError):
             for child in (folder / "children").read_text().split():
@@ -90,7 +99,9 @@ def run_within(command: Sequence[str], limit_s: float, **popen: Any) -> int | No
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process, and if it leads a session all others in it."""
     process.kill()
-    with suppress(AttributeError, ProcessLookupError, PermissionError):  # not on a Unix, or it leads none
+    with suppress(
+        AttributeError, ProcessLookupError, PermissionError
+    ):  # not on a Unix, or it leads none
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

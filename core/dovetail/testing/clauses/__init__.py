@@ -67,7 +67,11 @@ def clauses_of(kind: Subject) -> list[Clause]:
     marks."""
     module = import_module(f"dovetail.api.{kind}")
     marks: Marks = import_module(f"{__name__}.{kind}").CLAUSES
-    unused = {(place, words) for place, mark in marks.items() for words in (("*",) if isinstance(mark, Mark) else mark)}
+    unused = {
+        (place, words)
+        for place, mark in marks.items()
+        for words in (("*",) if isinstance(mark, Mark) else mark)
+    }
     found = []
     for place, text in sentences(inspect.getsource(module)):
         at, words, mark = _mark_of(marks, place, text)
@@ -102,8 +106,15 @@ def sentences(source: str) -> Iterator[tuple[str, str]]:
                 if isinstance(part, ast.FunctionDef):
                     yield from _split(f"{node.name}.{part.name}", ast.get_docstring(part))
                 elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                    told = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-                    yield from _split(f"{node.name}.{part.target.id}", inspect.cleandoc(told) if isinstance(told, str) else _comment(lines, part))
+                    told = (
+                        after.value.value
+                        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                        else None
+                    )
+                    yield from _split(
+                        f"{node.name}.{part.target.id}",
+                        inspect.cleandoc(told) if isinstance(told, str) else _comment(lines, part),
+                    )
 
 
 def _comment(lines: list[str], field: ast.AnnAssign) -> str:
@@ -120,4 +131,8 @@ def _comment(lines: list[str], field: ast.AnnAssign) -> str:
 def _split(place: str, text: str | None) -> Iterator[tuple[str, str]]:
     for paragraph in (text or "").split("\n\n"):
         if not paragraph.startswith("    "):  # skip drawings
-            yield from ((place, sentence) for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\"])", " ".join(paragraph.split())) if sentence)
+            yield from (
+                (place, sentence)
+                for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\"])", " ".join(paragraph.split()))
+                if sentence
+            )

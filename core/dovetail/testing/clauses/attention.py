@@ -44,21 +44,35 @@ CLAUSES: Marks = {
     "AttentionContext.block_size": held("block_sizes", "group_block_sizes"),
     "AttentionContext.cache_dtype": held("cache_dtypes", "cache_places"),
     "KVScales": {
-        "divided by before": held("cache_dtypes", "cache_saturates", but="scales below 1e-20 aren't tested"),
-        "whenever they run": held("cache_dtypes", but="scales that change between two replays of a captured graph aren't tried"),
+        "divided by before": held(
+            "cache_dtypes", "cache_saturates", but="scales below 1e-20 aren't tested"
+        ),
+        "whenever they run": held(
+            "cache_dtypes",
+            but="scales that change between two replays of a captured graph aren't tried",
+        ),
         "change only while": TOLD,
     },
     "AttentionBatch": {
         "only reads them": held("read_only", "replan"),
         "must not change any page": held("padding"),
         "entries that no query sees": held("block_table", "unseen_pages", "group_pages"),
-        "page * block_size": held("block_table", "group_pages", "large_pool", but="pools with tensors of 2^31 elements aren't tested"),
+        "page * block_size": held(
+            "block_table",
+            "group_pages",
+            "large_pool",
+            but="pools with tensors of 2^31 elements aren't tested",
+        ),
         "that all rows share": held("shared_prefix"),
         "only with cuda_graph": held("mixed_graph"),
         "*": TOLD,
     },
     "LayerCache": {
-        "zeroed at first": held("pages", "values", but="that it is zeroed is the executor's part: the suite fills it with NaN"),
+        "zeroed at first": held(
+            "pages",
+            "values",
+            but="that it is zeroed is the executor's part: the suite fills it with NaN",
+        ),
         "what page i holds": held("pages"),
         "The last page is waste": held("padding", "values"),
         "Other layers may use": held("groups", "pages", "group_block_sizes"),
@@ -79,18 +93,29 @@ CLAUSES: Marks = {
     "AttentionLayer.kv_scales": held("cache_dtypes"),
     "AttentionLayer.sinks": held("sinks"),
     "AttentionLayer.bind_sinks": {
-        "kernels read it whenever": held("sinks", but="sinks that change between two replays of a captured graph aren't tried"),
+        "kernels read it whenever": held(
+            "sinks", but="sinks that change between two replays of a captured graph aren't tried"
+        ),
         "*": held("sinks"),
     },
-    "AttentionLayer.bind": {"in place of an earlier one": held("memory", "pages"), "`LayerSpec.shares`": held("shares")},
-    "AttentionLayer.write": held("v_in_k", "values", "block_table", "write_first", "cache_dtypes", "cache_saturates"),
+    "AttentionLayer.bind": {
+        "in place of an earlier one": held("memory", "pages"),
+        "`LayerSpec.shares`": held("shares"),
+    },
+    "AttentionLayer.write": held(
+        "v_in_k", "values", "block_table", "write_first", "cache_dtypes", "cache_saturates"
+    ),
     "AttentionLayer.cache_for_fused_write": held("fused_write"),
     "AttentionLayer.attend": {
-        "causal attention": held("values", "causal", "write_first", "huge_scores", "dtypes", "again"),
+        "causal attention": held(
+            "values", "causal", "write_first", "huge_scores", "dtypes", "again"
+        ),
         "With `LayerSpec.causal` False": held("bidirectional"),
         "No other layer is written": TOLD,
         "values of padding tokens": held("values"),
-        "until the next `attend`": held("layers", but="a result is inspected after one `write` and `plan`"),
+        "until the next `attend`": held(
+            "layers", but="a result is inspected after one `write` and `plan`"
+        ),
     },
     "AttentionBackend": TOLD,
     "AttentionBackend.reasons_against": held("refusals", "head_sizes", "block_sizes"),
@@ -99,6 +124,9 @@ CLAUSES: Marks = {
     "AttentionBackend.prepare": {"bound again": held("memory", "pages"), "*": held("limits")},
     "AttentionBackend.plan": {
         "Fill the buffers": held("replan", "again"),
-        "On a GPU": held("graph", but="an allocation or a wait that changes no value isn't detected; not tested without a GPU"),
+        "On a GPU": held(
+            "graph",
+            but="an allocation or a wait that changes no value isn't detected; not tested without a GPU",
+        ),
     },
 }

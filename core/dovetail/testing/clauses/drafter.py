@@ -6,7 +6,11 @@ from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
 CLAUSES: Marks = {
     "module": TOLD,
-    "DrafterContext": {"ids are 0 to": held("ids"), "is asked for at once": held("most"), "*": TOLD},
+    "DrafterContext": {
+        "ids are 0 to": held("ids"),
+        "is asked for at once": held("most"),
+        "*": TOLD,
+    },
     "Drafter": {
         "one thread at a time": held("any_thread"),
         "may only be proposed": held("client"),
@@ -15,7 +19,9 @@ CLAUSES: Marks = {
     },
     "Drafter.propose": {
         "the tokens that are likely": held("most", "ids", "raises_nothing"),
-        "microseconds": unchecked("suites don't judge times; the verdict's notes state the time of a request"),
+        "microseconds": unchecked(
+            "suites don't judge times; the verdict's notes state the time of a request"
+        ),
         "*": TOLD,
     },
     "Drafter.on_finished": held("forgets", "raises_nothing"),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
-NO_STATES = "no model of the suite has recurrent layers; models' suites and the engine's own tests do"
+NO_STATES = (
+    "no model of the suite has recurrent layers; models' suites and the engine's own tests do"
+)
 
 CLAUSES: Marks = {
     "module": {"token ids stay": held("ids_stay"), "order of submission": held("order"), "*": TOLD},
     "ComponentRef": TOLD,
     "QuantizationRef": TOLD,
     "ExecutorConfig": held("limits", "capacity", but="only lengths and sizes are tested"),
-    "ExecutorConfig.kv_cache_dtype": unchecked("the suite's executors keep K and V in the dtype of the activations"),
+    "ExecutorConfig.kv_cache_dtype": unchecked(
+        "the suite's executors keep K and V in the dtype of the activations"
+    ),
     "ExecutorConfig.kv_cache_scales": unchecked("no cache of the suite's executors has scales"),
     "ExecutorConfig.state_dtype": unchecked(NO_STATES),
     "ExecutorConfig.max_drafts": held("drafts", "drafts_limits"),
@@ -52,7 +56,11 @@ CLAUSES: Marks = {
     "Capacity.line_costs": unchecked("suites don't judge times"),
     "Capacity.draft_costs": unchecked("suites don't judge times"),
     "Capacity.prompt_rate": unchecked("suites don't judge times"),
-    "Capacity": {"may be submitted": held("order", "capacity"), "it can use": held("shared_prefix"), "*": held("capacity", "limits")},
+    "Capacity": {
+        "may be submitted": held("order", "capacity"),
+        "it can use": held("shared_prefix"),
+        "*": held("capacity", "limits"),
+    },
     "NewRow": {
         "Its tokens are sampled by": held("sampling"),
         "It may have run before": held("ids_stay"),
@@ -63,7 +71,10 @@ CLAUSES: Marks = {
         "*": held("row_reuse"),
     },
     "RowCheckpoint": unchecked(NO_STATES),
-    "Drafts": {"-1:": unchecked("no executor of the suite runs a draft model"), "*": held("drafts", "drafts_beside")},
+    "Drafts": {
+        "-1:": unchecked("no executor of the suite runs a draft model"),
+        "*": held("drafts", "drafts_beside"),
+    },
     "Batch.drafts": held("drafts"),
     "Batch.pooled": held("pooled"),
     "Batch.adapters": held("adapters", "adapter_slots", "adapter_merged"),
@@ -91,7 +102,9 @@ CLAUSES: Marks = {
     "HostLogprobs": held("logprobs", "prompt_logprobs"),
     "Result": {
         "owned by the core": held("ownership"),
-        "began and ended": held("times", "durations", but="a duration fails only below a hundredth of the elapsed time"),
+        "began and ended": held(
+            "times", "durations", but="a duration fails only below a hundredth of the elapsed time"
+        ),
         "-1: none": held("results"),
         "one row per yielded token": held("logprobs", "drafts_logprobs"),
         "tokens that each row yielded": held("drafts", "drafts_beside"),
@@ -100,20 +113,30 @@ CLAUSES: Marks = {
         "the result of a row": held("pooled", "pooled_failed"),
         "recorded graphs that the step replayed": TOLD,
         "why this row failed": held(
-            "results", "failed_row", "pooled_failed", but="detecting NaN isn't required of rows that sample, only that no other row is reported"
+            "results",
+            "failed_row",
+            "pooled_failed",
+            but="detecting NaN isn't required of rows that sample, only that no other row is reported",
         ),
     },
     "Executor": TOLD,
     "Executor.start": held("failed_start", "capacity"),
-    "Executor.submit": {"as soon as possible": unchecked("suites don't judge times"), "uncollected": held("order")},
+    "Executor.submit": {
+        "as soon as possible": unchecked("suites don't judge times"),
+        "uncollected": held("order"),
+    },
     "Executor.mask_words": held("masks"),
     "Executor.sample": {
         "samples a token that its mask": held("masks", "masked_draws", "drafts_masks"),
         "Log-probabilities": held("masked_logprobs"),
-        "Raises `UnsupportedError`": unchecked("the default does, and the core doesn't call it without the capability `masks`"),
+        "Raises `UnsupportedError`": unchecked(
+            "the default does, and the core doesn't call it without the capability `masks`"
+        ),
         "*": held("late", "late_overlap", "masks"),
     },
     "Executor.collect": held("order", "results"),
-    "Executor.check": held("healthy", "dead_worker", "failure", but="a lost device can't be simulated"),
+    "Executor.check": held(
+        "healthy", "dead_worker", "failure", but="a lost device can't be simulated"
+    ),
     "Executor.stop": held("stop", "leaves_nothing", "failed_start"),
 }

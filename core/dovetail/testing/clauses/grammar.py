@@ -7,7 +7,11 @@ from dovetail.testing.clauses import TOLD, Marks, held
 CLAUSES: Marks = {
     "module": TOLD,
     "GrammarSpec": {
-        "a JSON Schema": held("json_schema", "keywords", but="for each keyword, a value on each side of its limit is tested"),
+        "a JSON Schema": held(
+            "json_schema",
+            "keywords",
+            but="for each keyword, a value on each side of its limit is tested",
+        ),
         "A backend may allow less": held("json_schema", "keywords", "white_space"),
         "Any JSON object": held("json_object", "mask", "grammars", "regexes"),
         "may have bytes": TOLD,
@@ -24,7 +28,13 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "GrammarCapabilities": held("refuses", "rollback", "forced", "hygiene.capabilities"),
-    "Matcher": {"can't continue": held("failed", but="no library is driven to its limits; a vocabulary without a fitting token is used"), "*": TOLD},
+    "Matcher": {
+        "can't continue": held(
+            "failed",
+            but="no library is driven to its limits; a vocabulary without a fitting token is used",
+        ),
+        "*": TOLD,
+    },
     "Matcher.fill": {
         "Write the mask": held("words", "mask"),
         "An id is allowed": held("mask", "json_schema"),
@@ -36,8 +46,13 @@ CLAUSES: Marks = {
     "Matcher.rollback": held("rollback"),
     "Matcher.forced": held("forced", "end"),
     "Matcher.complete": held("complete", "end", "no_stop_ids", "failed"),
-    "Grammar": held("separate", "end", but="simultaneous use of one grammar by two threads isn't tested"),
-    "Grammar.begin": {"Takes microseconds": held("begin", but="it fails only from 1 ms"), "*": held("mask", "separate")},
+    "Grammar": held(
+        "separate", "end", but="simultaneous use of one grammar by two threads isn't tested"
+    ),
+    "Grammar.begin": {
+        "Takes microseconds": held("begin", but="it fails only from 1 ms"),
+        "*": held("mask", "separate"),
+    },
     "GrammarBackend": TOLD,
     "GrammarBackend.compile": {
         "Several threads": held("threads"),

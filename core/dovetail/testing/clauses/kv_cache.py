@@ -65,7 +65,10 @@ CLAUSES: Marks = {
         "Only calls for tokens known": held("checkpoints"),
         "*": TOLD,
     },
-    "KVCacheManager.uncommit": {"Checkpoints of this request": held("checkpoint_dropped"), "*": held("uncommit")},
+    "KVCacheManager.uncommit": {
+        "Checkpoints of this request": held("checkpoint_dropped"),
+        "*": held("uncommit"),
+    },
     "KVCacheManager.fork": {
         "which holds no blocks": held("fork", "fork_copies", "misuse"),
         "with nothing changed": held("fork", "failed_fork"),
@@ -78,7 +81,10 @@ CLAUSES: Marks = {
         "count as held": held("counts", "checkpoint_found", "no_leak"),
         "*": TOLD,
     },
-    "KVCacheManager.free": {"can be found": held("no_leak", "generated", "reuse"), "even if it holds no blocks": held("lawful", "forgets")},
+    "KVCacheManager.free": {
+        "can be found": held("no_leak", "generated", "reuse"),
+        "even if it holds no blocks": held("lawful", "forgets"),
+    },
     "KVCacheManager.trim": {
         "in each group": held("trim", "lawful"),
         "keep their length": held("tables"),
@@ -87,7 +93,9 @@ CLAUSES: Marks = {
     "KVCacheManager.reset": held("reset"),
     "KVCacheManager.counts": held("counts", but="O(1) isn't measured"),
     "KVCacheManager.check_integrity": {
-        "is inconsistent": held("integrity", but="that it raises on an inconsistent state can't be tested from outside"),
+        "is inconsistent": held(
+            "integrity", but="that it raises on an inconsistent state can't be tested from outside"
+        ),
         "*": TOLD,
     },
     "KVCacheManager.available_pages": held("counts"),

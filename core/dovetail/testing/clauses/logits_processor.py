@@ -6,9 +6,17 @@ from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
 CLAUSES: Marks = {
     "module": {"allows none of them": held("banned"), "*": TOLD},
-    "LogitsProcessorContext": {"only read": held("read_only"), "most that": held("lines", "sizes"), "*": TOLD},
+    "LogitsProcessorContext": {
+        "only read": held("read_only"),
+        "most that": held("lines", "sizes"),
+        "*": TOLD,
+    },
     "LogitsProcessorCapabilities": {
-        "`cuda_graph`": held("replayed", "graph", but="without a GPU no graph is captured; a recording of the operations is replayed on the CPU"),
+        "`cuda_graph`": held(
+            "replayed",
+            "graph",
+            but="without a GPU no graph is captured; a recording of the operations is replayed on the CPU",
+        ),
         "Without it": TOLD,
         "*": held("hygiene.capabilities"),
     },
@@ -22,12 +30,18 @@ CLAUSES: Marks = {
     },
     "LogitsProcessor.prepare": {
         "Allocate all buffers": held("sizes", "others", "replayed"),
-        "temporary": unchecked("memory isn't measured; what `apply` keeps and reads again, `stateless` finds"),
+        "temporary": unchecked(
+            "memory isn't measured; what `apply` keeps and reads again, `stateless` finds"
+        ),
     },
     "LogitsProcessor.update": {
         "Forget the rows": held("reused_rows", "preemption"),
-        "fixed buffers": held("replayed", "graph", but="only of processors that declare `cuda_graph`"),
-        "called again for each row": held("reused_rows", but="no row of the suite makes `update` raise"),
+        "fixed buffers": held(
+            "replayed", "graph", but="only of processors that declare `cuda_graph`"
+        ),
+        "called again for each row": held(
+            "reused_rows", but="no row of the suite makes `update` raise"
+        ),
         "forgotten": TOLD,
     },
     "LogitsProcessor.apply": {
@@ -36,6 +50,8 @@ CLAUSES: Marks = {
         "The history of a line": held("lines", "stale_history"),
         "What a line gets": held("batch", "row", "lines", "stateless", "extremes"),
         "no undo": held("stateless", "preemption"),
-        "ends with an error": held("examples", "bad_arguments", but="only for the suite's examples and invalid values"),
+        "ends with an error": held(
+            "examples", "bad_arguments", but="only for the suite's examples and invalid values"
+        ),
     },
 }

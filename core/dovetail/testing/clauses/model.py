@@ -16,11 +16,18 @@ CLAUSES: Marks = {
     "ParallelGroup": TOLD,
     "ModelCapabilities": {"`taps`": held("taps"), "*": held("hygiene.capabilities", "shards")},
     "ModelContext": TOLD,
-    "BuildContext": {"longest sequence": held("max_len", but="a length beyond the model's own isn't tested"), "*": TOLD},
-    "BuildContext.weights_later": unchecked("the suite's checkpoints are plain: leaving such weights to later isn't tested"),
+    "BuildContext": {
+        "longest sequence": held("max_len", but="a length beyond the model's own isn't tested"),
+        "*": TOLD,
+    },
+    "BuildContext.weights_later": unchecked(
+        "the suite's checkpoints are plain: leaving such weights to later isn't tested"
+    ),
     "CausalLM": held("checkpoint"),
     "CausalLM.forward": {
-        "Return the hidden states": held("transformers", "chunks", "decode", "ragged", "prefix", "dtype"),
+        "Return the hidden states": held(
+            "transformers", "chunks", "decode", "ragged", "prefix", "dtype"
+        ),
         "indices of the tokens": held("wanted"),
         "K and V of all tokens": held("wanted"),
         "recurrent layer replaces": held("states"),
@@ -28,14 +35,26 @@ CLAUSES: Marks = {
         "Positions may be": held("positions", "prefix", "ragged"),
         "*": TOLD,
     },
-    "CausalLM.logits": {"same on every rank": held("transformers", "shards"), "may overwrite": held("owns_nothing")},
+    "CausalLM.logits": {
+        "same on every rank": held("transformers", "shards"),
+        "may overwrite": held("owns_nothing"),
+    },
     "CausalLM.weights": held("weight_names", "weight_use"),
     "Tapped": TOLD,
     "Tapped.embed": held("taps"),
-    "Tapped.forward_tapped": {"the same on every rank": unchecked("no draft head runs in the suite; `shards` compares logits"), "*": held("taps")},
-    "LoadsItself": unchecked("only the built-in model `transformers` does, which has its own tests"),
+    "Tapped.forward_tapped": {
+        "the same on every rank": unchecked(
+            "no draft head runs in the suite; `shards` compares logits"
+        ),
+        "*": held("taps"),
+    },
+    "LoadsItself": unchecked(
+        "only the built-in model `transformers` does, which has its own tests"
+    ),
     "TrialRun": TOLD,
-    "VerifiesItself": unchecked("only the built-in model `transformers` does, which has its own tests"),
+    "VerifiesItself": unchecked(
+        "only the built-in model `transformers` does, which has its own tests"
+    ),
     "WeightRule": {
         "loads the checkpoint's tensor": held("checkpoint"),
         "part of a fused": held("weight_use", "shards"),

@@ -20,9 +20,16 @@ CLAUSES: Marks = {
     "ObserverContext": TOLD,
     "ObserverCapabilities": held("hygiene.capabilities", "raises_nothing"),
     "Observer": {
-        "should return quickly": unchecked("suites don't judge times; the verdict's notes state the observer's time per step"),
+        "should return quickly": unchecked(
+            "suites don't judge times; the verdict's notes state the observer's time per step"
+        ),
         "An observer may keep": held("forgets"),
         "*": held("hygiene.callbacks", "hygiene.signatures", "empty_run"),
     },
-    "Observer.on_started": held("raises_nothing", "failed_run", "leaves_nothing", but="raising for options that it can't satisfy isn't tested"),
+    "Observer.on_started": held(
+        "raises_nothing",
+        "failed_run",
+        "leaves_nothing",
+        but="raising for options that it can't satisfy isn't tested",
+    ),
 }

@@ -7,7 +7,10 @@ from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 CLAUSES: Marks = {
     "module": {
         "is a function of the whole text": held("chunking", "held"),
-        "none of it is lost": held("content", but="what belongs to a call or a mark is the format's, and only the examples test it"),
+        "none of it is lost": held(
+            "content",
+            but="what belongs to a call or a mark is the format's, and only the examples test it",
+        ),
         "*": TOLD,
     },
     "Content": held("events"),

@@ -20,19 +20,35 @@ CLAUSES: Marks = {
         "never sampled after the others": held("bad_words", "bans_lifted"),
         "never sampled before min_tokens": held("min_tokens", "bans_lifted"),
         "full names of the logits processors": TOLD,
-        "keys that the request sets": held("extra_args", but="the meaning of a key is up to the sampler"),
-        "`dovetail.sampling_params": held("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
+        "keys that the request sets": held(
+            "extra_args", but="the meaning of a key is up to the sampler"
+        ),
+        "`dovetail.sampling_params": held(
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "allowed_token_ids",
+        ),
         "*": TOLD,
     },
     "Lines": held("lines", "lines_apart"),
     "RowHistory.lengths": held("lines"),
-    "RowHistory": {"only reads them": held("read_only"), "prompt, then generated": held("stale_history"), "*": TOLD},
+    "RowHistory": {
+        "only reads them": held("read_only"),
+        "prompt, then generated": held("stale_history"),
+        "*": TOLD,
+    },
     "SamplerContext.max_drafts": held("lines"),
-    "SamplerContext": held("large_vocabulary", but="vocabularies of more than 147,456 tokens aren't tested"),
+    "SamplerContext": held(
+        "large_vocabulary", but="vocabularies of more than 147,456 tokens aren't tested"
+    ),
     "SamplerCapabilities": {
         "`processors`": UNPROCESSED,
         "`cuda_graph`": held("captured", "graph", but="without a GPU no graph is captured"),
-        "`cuda_graph_full`": held("fully_captured", "full_graph", but="without a GPU no graph is captured"),
+        "`cuda_graph_full`": held(
+            "fully_captured", "full_graph", but="without a GPU no graph is captured"
+        ),
         "`drafts`": held("lines"),
         "keys of": TOLD,
         "`extra_args_model`": held("extra_args"),
@@ -42,10 +58,16 @@ CLAUSES: Marks = {
     },
     "Capture": TOLD,
     "TopLogprobs": held("logprobs", but="dtypes are checked by the executor's suite"),
-    "SampledTokens": {"if any row requests": held("logprobs", "logprobs_harmless", "reused_rows"), "*": held("output")},
+    "SampledTokens": {
+        "if any row requests": held("logprobs", "logprobs_harmless", "reused_rows"),
+        "*": held("output"),
+    },
     "Sampler": TOLD,
     "Sampler.prepare": held("row"),
-    "Sampler.update": {"Forget the rows": held("reused_rows", "preemption", "extra_args"), "*": TOLD},
+    "Sampler.update": {
+        "Forget the rows": held("reused_rows", "preemption", "extra_args"),
+        "*": TOLD,
+    },
     "Sampler.sample": {
         "Sample one token": held("output", "dtypes", "extremes", "read_only"),
         "until the sampler is called again": TOLD,
@@ -63,6 +85,12 @@ CLAUSES: Marks = {
         "Each replay": held("captured_again", "fully_captured_again", "graph", "full_graph"),
         "any valid id": held("captured", "fully_captured"),
         "any number of columns": held("fully_captured", "full_graph"),
-        "*": held("captured", "graph", "fully_captured", "full_graph", but="without a GPU no graph is captured"),
+        "*": held(
+            "captured",
+            "graph",
+            "fully_captured",
+            "full_graph",
+            but="without a GPU no graph is captured",
+        ),
     },
 }

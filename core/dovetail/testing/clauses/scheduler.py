@@ -30,7 +30,9 @@ CLAUSES: Marks = {
     "Scheduler": {
         "may keep requests": held("forgets"),
         "may not read another": held(
-            "replay", "read_only", but="a policy that blocks is detected only if it hangs, and one that reads `datetime` only by chance"
+            "replay",
+            "read_only",
+            but="a policy that blocks is detected only if it hangs, and one that reads `datetime` only by chance",
         ),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,

@@ -24,7 +24,9 @@ CLAUSES: Marks = {
     },
     "Tokenizer.encode_chat": {
         "What messages contain": held("chat_text"),
-        "Raises `RequestError`": held("chat_refuses", but="of the keys of messages, only those of calls are tried"),
+        "Raises `RequestError`": held(
+            "chat_refuses", but="of the keys of messages, only those of calls are tried"
+        ),
         "*": held("chat"),
     },
 }

@@ -35,13 +35,24 @@ class AttentionSuite(AttentionGroups):
         blocks, heads = self.small(self.block_sizes()), self.small(self.head_sizes())
 
         @repeatable(self.examples)
-        @given(cases(max_len=self.max_len, block_sizes=blocks, head_sizes=heads, windows=self.claims.window))
+        @given(
+            cases(
+                max_len=self.max_len,
+                block_sizes=blocks,
+                head_sizes=heads,
+                windows=self.claims.window,
+            )
+        )
         def each(case: Case) -> None:
-            assert_as_defined(self.bench(replace(case, device=self.place, dtype=self.tried_dtypes()[0])))
+            assert_as_defined(
+                self.bench(replace(case, device=self.place, dtype=self.tried_dtypes()[0]))
+            )
 
         each()
         # typical faults of kernels with tiles of rows, or parts of a row
-        assert_as_defined(self.bench(self.case((3,) * MANY_ROWS, (1, 2) * (MANY_ROWS // 2), heads=2, kv_heads=1)))
+        assert_as_defined(
+            self.bench(self.case((3,) * MANY_ROWS, (1, 2) * (MANY_ROWS // 2), heads=2, kv_heads=1))
+        )
         assert_as_defined(self.bench(self.case((LONGER, LONGER), (1, 3), heads=2, kv_heads=1)))
 
     @check("attention.causal", since="0.1", capability="causal")
@@ -49,7 +60,11 @@ class AttentionSuite(AttentionGroups):
         """A query at position p attends to positions 0 to p, including those of its own step, for any history. Off-by-one errors are typical if
         queries are counted from the start of the step and keys from the start of the row."""
         size = self.claims.default_block_size()
-        assert_sees(self.bench(self.case((0, size - 1, size, 3 * size + 1, 5), (2 * size + 1, 2, size + 1, 1, 7))))
+        assert_sees(
+            self.bench(
+                self.case((0, size - 1, size, 3 * size + 1, 5), (2 * size + 1, 2, size + 1, 1, 7))
+            )
+        )
 
     @check("attention.window", since="0.1", capability="window")
     def test_a_query_with_a_window_sees_that_many_tokens_itself_included(self) -> None:
@@ -57,7 +72,17 @@ class AttentionSuite(AttentionGroups):
         have been released: the entries of its table are any pages."""
         size = self.claims.default_block_size()
         for window in (1, size, size + 1, 2 * size + 3):
-            assert_sees(self.bench(self.case((0, size, 3 * size + 1), (size + 5, 7, 1), windows=(window, None), heads=2, kv_heads=1)))
+            assert_sees(
+                self.bench(
+                    self.case(
+                        (0, size, 3 * size + 1),
+                        (size + 5, 7, 1),
+                        windows=(window, None),
+                        heads=2,
+                        kv_heads=1,
+                    )
+                )
+            )
         bench = self.bench(self.case((LONG + 300,), (1,), windows=(LONG,), heads=2, kv_heads=1))
         for row in bench.v[0]:
             row += 1  # so that the mean of many isn't near 0
@@ -70,11 +95,19 @@ class AttentionSuite(AttentionGroups):
         next one is written."""
         size = self.claims.default_block_size()
         for window in (None, 1, size, 2 * size + 3) if self.claims.window else (None,):
-            case = self.case((), (1, 2 * size + 1, size, 7, size, 5 * size), windows=(window,), heads=2, kv_heads=1).whole(LONG)
+            case = self.case(
+                (),
+                (1, 2 * size + 1, size, 7, size, 5 * size),
+                windows=(window,),
+                heads=2,
+                kv_heads=1,
+            ).whole(LONG)
             assert_sees(self.bench(case))
         windows = (None, 20) if self.claims.window and self.claims.groups else (None,)
         for dtype in self.tried_dtypes():
-            bench = self.bench(self.case((), (90, 3, 41, 200), windows=windows, padding=5, dtype=dtype).whole(LONG))
+            bench = self.bench(
+                self.case((), (90, 3, 41, 200), windows=windows, padding=5, dtype=dtype).whole(LONG)
+            )
             assert_as_defined(bench, f"in {dtype}, all tokens of each row: ")
             bench.write((0, 0, 0, 0), (5, 0, 41, 0))
             bench.write(bench.case.history, bench.case.lens)
@@ -84,7 +117,17 @@ class AttentionSuite(AttentionGroups):
     @check("attention.gqa", since="0.1")
     def test_heads_share_kv_heads_in_groups_that_follow_each_other(self) -> None:
         """Head h reads kv head h // (heads // kv_heads), for any ratio: 1, odd, larger than a tile; and for any number of kv heads."""
-        for heads, kv_heads in ((2, 2), (3, 1), (6, 2), (7, 1), (9, 3), (16, 1), (12, 4), (5, 5), (40, 2)):
+        for heads, kv_heads in (
+            (2, 2),
+            (3, 1),
+            (6, 2),
+            (7, 1),
+            (9, 3),
+            (16, 1),
+            (12, 4),
+            (5, 5),
+            (40, 2),
+        ):
             case = self.case((0, 20), (9, 1), heads=heads, kv_heads=kv_heads)
             bench = self.bench(case)
             for row in bench.v[0]:
@@ -103,8 +146,15 @@ class AttentionSuite(AttentionGroups):
         """`LayerSpec.scale` multiplies q·k, also with a window; 1 / sqrt(head_size) is only its usual value."""
         windows = (None, 12) if self.claims.window else (None,)
         for size in (min(self.head_sizes()), max(self.head_sizes())):
-            for scale in (0.02, min(1.0, 8 * size**-0.5)):  # scores of a larger one would be rounded by more than values are judged by
-                assert_as_defined(self.bench(self.case((0, 20), (30, 1), scale=scale, head_size=size, windows=windows)))
+            for scale in (
+                0.02,
+                min(1.0, 8 * size**-0.5),
+            ):  # scores of a larger one would be rounded by more than values are judged by
+                assert_as_defined(
+                    self.bench(
+                        self.case((0, 20), (30, 1), scale=scale, head_size=size, windows=windows)
+                    )
+                )
 
     @check("attention.huge_scores", since="0.1")
     def test_huge_scores_overflow_nothing(self) -> None:
@@ -120,7 +170,11 @@ class AttentionSuite(AttentionGroups):
         `capabilities.dtypes`."""
         for dtype in self.tried_dtypes():
             windows = (None, 20) if self.claims.window else (None,)
-            bench = self.bench(self.case((0, 30, LONG), (40, 9, 1), dtype=dtype, windows=windows, heads=2, kv_heads=1))
+            bench = self.bench(
+                self.case(
+                    (0, 30, LONG), (40, 9, 1), dtype=dtype, windows=windows, heads=2, kv_heads=1
+                )
+            )
             for row in (row for layer in bench.q for row in layer):
                 row *= 0.1  # flat weights: every token counts in the sums
             assert_as_defined(bench)
@@ -129,18 +183,41 @@ class AttentionSuite(AttentionGroups):
     def test_each_declared_head_size_is_served(self) -> None:
         """All of `capabilities.head_sizes`, or a selection if any is allowed; each with a dtype and a block size in turn."""
         sizes = self.head_sizes()
-        for size, dtype, block_size in zip(sizes, cycle(self.tried_dtypes()), cycle(self.small(self.block_sizes())), strict=False):
-            self.assert_claimed(AttentionContext(self.claims.devices[0], dtype, block_size), self.layer(size))
-            assert_as_defined(self.bench(self.case((30, 3), (1, 6), head_size=size, dtype=dtype, block_size=block_size, heads=2, kv_heads=1)))
+        for size, dtype, block_size in zip(
+            sizes, cycle(self.tried_dtypes()), cycle(self.small(self.block_sizes())), strict=False
+        ):
+            self.assert_claimed(
+                AttentionContext(self.claims.devices[0], dtype, block_size), self.layer(size)
+            )
+            assert_as_defined(
+                self.bench(
+                    self.case(
+                        (30, 3),
+                        (1, 6),
+                        head_size=size,
+                        dtype=dtype,
+                        block_size=block_size,
+                        heads=2,
+                        kv_heads=1,
+                    )
+                )
+            )
 
     @check("attention.block_sizes", since="0.1")
     def test_each_declared_block_size_is_served(self) -> None:
         """All of `capabilities.block_sizes`, or some multiples of `block_size_multiple`; with rows ending right before, at and right after a block's
         end."""
         for size in self.block_sizes():
-            self.assert_claimed(AttentionContext(self.claims.devices[0], self.tried_dtypes()[0], size), self.layer(self.head_sizes()[0]))
+            self.assert_claimed(
+                AttentionContext(self.claims.devices[0], self.tried_dtypes()[0], size),
+                self.layer(self.head_sizes()[0]),
+            )
             history = (max(0, size - 2), size - 1, size, 0)
-            assert_as_defined(self.bench(self.case(history, (1, 1, 1, size + 1), block_size=size, heads=2, kv_heads=1)))
+            assert_as_defined(
+                self.bench(
+                    self.case(history, (1, 1, 1, size + 1), block_size=size, heads=2, kv_heads=1)
+                )
+            )
 
     @check("attention.refusals", since="0.1")
     def test_what_is_not_declared_is_refused_in_words(self) -> None:
@@ -149,8 +226,13 @@ class AttentionSuite(AttentionGroups):
         for value, context, layer in self.undeclared():
             fine = replace(self.layer(self.head_sizes()[0]), kv_heads=layer.kv_heads)
             reasons = self.component_class.reasons_against(context, [fine, layer])
-            named = [r for r in reasons if isinstance(r, str) and str(value) in r and len(r.split()) > 2]
-            require(named, f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}")
+            named = [
+                r for r in reasons if isinstance(r, str) and str(value) in r and len(r.split()) > 2
+            ]
+            require(
+                named,
+                f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}",
+            )
 
     def undeclared(self) -> list[tuple[object, AttentionContext, LayerSpec]]:
         """Return, for each capability, a layer that violates only this one."""
@@ -189,7 +271,10 @@ class AttentionSuite(AttentionGroups):
 
     def assert_claimed(self, context: AttentionContext, layer: LayerSpec) -> None:
         reasons = self.component_class.reasons_against(context, [layer])
-        require(not reasons, f"{context} with head size {layer.head_size} is declared, but refused: {list(reasons)}")
+        require(
+            not reasons,
+            f"{context} with head size {layer.head_size} is declared, but refused: {list(reasons)}",
+        )
 
     @check("attention.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_prefix_that_rows_share_is_attended_as_defined(self) -> None:
@@ -199,8 +284,15 @@ class AttentionSuite(AttentionGroups):
         size = self.claims.default_block_size()
         blocks = -(-160 // size)
         tails = tuple(blocks * size + n for n in (1, size, 2 * size + 3, 7, 30))
-        for last, windows, told in ((1, (None,), (blocks, 1)), (5, (None, 40) if self.claims.groups else (None,), (blocks,))):
-            bench = self.bench(self.case(tails, (1,) * 4 + (last,), heads=2, kv_heads=1, padding=2, windows=windows))
+        for last, windows, told in (
+            (1, (None,), (blocks, 1)),
+            (5, (None, 40) if self.claims.groups else (None,), (blocks,)),
+        ):
+            bench = self.bench(
+                self.case(
+                    tails, (1,) * 4 + (last,), heads=2, kv_heads=1, padding=2, windows=windows
+                )
+            )
             self.assert_shares(bench, blocks, told)
 
     @check("attention.fused_write", since="0.1", capability="fused_write")
@@ -208,7 +300,9 @@ class AttentionSuite(AttentionGroups):
         """`cache_for_fused_write` exposes the cache: token i's K at k[slots[i] // block_size, slots[i] % block_size]. It must be the memory that
         `attend` reads, with `slots` of the last plan, of the layer's group and page, at the same addresses after each plan; after another `bind` it
         is the new memory."""
-        self.assert_written_when_open(self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False)))
+        self.assert_written_when_open(
+            self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False))
+        )
 
     @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
     def test_a_step_planned_for_a_mixed_graph_is_attended_as_any_other(self) -> None:
@@ -221,7 +315,15 @@ class AttentionSuite(AttentionGroups):
             ((0,), (41,)),
             ((3,) * MANY_ROWS, (1, 2) * (MANY_ROWS // 2)),
         ):
-            case = self.case(history, queries, heads=4, kv_heads=2, padding=3, windows=(None, window), mixed_graph=True)
+            case = self.case(
+                history,
+                queries,
+                heads=4,
+                kv_heads=2,
+                padding=3,
+                windows=(None, window),
+                mixed_graph=True,
+            )
             bench = self.bench(case)
             assert_as_defined(bench, "planned with mixed_graph: ")
             bench.plan_padding(8)
@@ -234,13 +336,26 @@ class AttentionSuite(AttentionGroups):
         any step with the same number of rows; a capture with `mixed_graph`, if declared, any step with the same number of tokens."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
-        scores = {"sinks": (self.claims.sinks,), "softcaps": (20.0 if self.claims.softcap else None,)}
+        scores = {
+            "sinks": (self.claims.sinks,),
+            "softcaps": (20.0 if self.claims.softcap else None,),
+        }
         bench = self.bench(self.case((300, 5, 17, 90), (1,) * 4, heads=4, kv_heads=2, **scores))
         bench.compute()
         bench.plan((0, 1, 2, 16), (1, 2, 3, 17))
         self.capture_and_replay(bench, "replayed for another step: ")
         if self.claims.cuda_graph == "mixed":
-            bench = self.bench(self.case((300, 5, 0, 90), (1, 1, 40, 7), heads=4, kv_heads=2, padding=15, mixed_graph=True, **scores))
+            bench = self.bench(
+                self.case(
+                    (300, 5, 0, 90),
+                    (1, 1, 40, 7),
+                    heads=4,
+                    kv_heads=2,
+                    padding=15,
+                    mixed_graph=True,
+                    **scores,
+                )
+            )
             bench.compute()
             bench.plan_padding(64)
             self.capture_and_replay(bench, "a mixed step, replayed by a graph of padding: ")

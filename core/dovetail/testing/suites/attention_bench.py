@@ -11,12 +11,21 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, KVScales, LayerSpec
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionLayer,
+    KVScales,
+    LayerSpec,
+)
 from dovetail.testing.checks import require
 from dovetail.testing.memory import Place, bind_layers
 from dovetail.testing.suites import attention_oracle as oracle
 
-Tensors = list[list[torch.Tensor]]  # [layer][row], on the CPU, with values representable in the case's dtype
+Tensors = list[
+    list[torch.Tensor]
+]  # [layer][row], on the CPU, with values representable in the case's dtype
 MakeBackend = Callable[[AttentionContext], AttentionBackend]
 ALL_BITS = 0xFF  # in each byte: NaN in every dtype of a cache
 
@@ -40,16 +49,26 @@ class Case:
     scale: float | None = None  # None: 1 / sqrt(head_size)
     sinks: tuple[bool, ...] = (False,)  # whether layers have sinks; assigned to layers in turn
     softcaps: tuple[float | None, ...] = (None,)  # likewise
-    v_in_k: int | None = None  # number of leading elements of K that are V; None: V is stored separately
+    v_in_k: int | None = (
+        None  # number of leading elements of K that are V; None: V is stored separately
+    )
     mixed_graph: bool = False  # plan all steps with it
     cache_dtype: str | None = None  # of K and V in the cache; None: the dtype of q
-    kv_scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # of K and V in such a cache; assigned to layers in turn
-    shapes: tuple[tuple[int, int, int], ...] = ()  # by layer, if they differ: heads, kv_heads, head_size
+    kv_scales: tuple[tuple[float, float], ...] = (
+        (1.0, 1.0),
+    )  # of K and V in such a cache; assigned to layers in turn
+    shapes: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # by layer, if they differ: heads, kv_heads, head_size
     exact: bool = False  # prepare the backend for exactly this step
     poisoned: bool = True  # initialize every slot with NaN
     earlier_pages: int = 0  # of a pool that the layers are bound to before the case's
-    places: tuple[Place, ...] = ()  # by layer; (): layers with the same window are a group, the full one first, with tensors of their own
-    shares: tuple[int | None, ...] = (None,)  # the layer whose cache a layer has; assigned to layers in turn
+    places: tuple[
+        Place, ...
+    ] = ()  # by layer; (): layers with the same window are a group, the full one first, with tensors of their own
+    shares: tuple[int | None, ...] = (
+        None,
+    )  # the layer whose cache a layer has; assigned to layers in turn
     causal: bool = True  # of all layers; if not, there is no history
 
     def whole(self, most: int) -> Case:
@@ -91,20 +110,39 @@ class Case:
     @property
     def placed(self) -> tuple[Place, ...]:
         windows = sorted(set(self.windows), key=lambda window: window or 0)
-        return self.places or tuple(Place(windows.index(window), block_size=self.block_size) for window in self.windows)
+        return self.places or tuple(
+            Place(windows.index(window), block_size=self.block_size) for window in self.windows
+        )
 
     @property
     def groups(self) -> list[Group]:
         """Return the cache groups in order."""
         found: list[Group] = []
         for index in range(1 + max(place.group for place in self.placed)):
-            members = [(place, spec) for place, spec in zip(self.placed, self.specs, strict=True) if place.group == index and spec.shares is None]
-            found.append(Group(members[0][0].block_size or self.block_size, 1 + max(place.page for place, _ in members), members[0][1].window))
+            members = [
+                (place, spec)
+                for place, spec in zip(self.placed, self.specs, strict=True)
+                if place.group == index and spec.shares is None
+            ]
+            found.append(
+                Group(
+                    members[0][0].block_size or self.block_size,
+                    1 + max(place.page for place, _ in members),
+                    members[0][1].window,
+                )
+            )
         return found
 
     @property
     def num_pages(self) -> int:
-        return sum(-(-length // group.block_size) * group.pages for group in self.groups for length in self.lens) + self.spare_blocks
+        return (
+            sum(
+                -(-length // group.block_size) * group.pages
+                for group in self.groups
+                for length in self.lens
+            )
+            + self.spare_blocks
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -120,9 +158,15 @@ class Group:
     pages: int
     window: int | None
 
-    def first_visible(self, queries: NDArray[np.int64], lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def first_visible(
+        self, queries: NDArray[np.int64], lens: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """Return the first block that rows with `queries` of `lens` tokens see. [rows] each."""
-        return np.zeros_like(lens) if self.window is None else np.maximum(lens - queries - self.window + 1, 0) // self.block_size
+        return (
+            np.zeros_like(lens)
+            if self.window is None
+            else np.maximum(lens - queries - self.window + 1, 0) // self.block_size
+        )
 
 
 @st.composite
@@ -135,7 +179,11 @@ def cases(
     windows: bool = True,
 ) -> Case:
     """Mixes of prefills, chunks and decodes."""
-    row = st.tuples(st.sampled_from(["prefill", "chunk", "decode"]), st.integers(1, max_len), st.integers(1, max_len))
+    row = st.tuples(
+        st.sampled_from(["prefill", "chunk", "decode"]),
+        st.integers(1, max_len),
+        st.integers(1, max_len),
+    )
     rows = draw(st.lists(row, min_size=1, max_size=7))
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     window = st.one_of(st.none(), st.integers(1, max_len)) if windows else st.none()
@@ -160,31 +208,58 @@ class Bench:
 
     def __init__(self, make: MakeBackend, case: Case, *, relabel: int = 0) -> None:
         self.case = case
-        self.backend = make(AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype))
+        self.backend = make(
+            AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype)
+        )
         self.layers: list[AttentionLayer] = [self.backend.make_layer(spec) for spec in case.specs]
-        self.scales = [KVScales(*(torch.tensor(scale, device=case.device) for scale in case.scales_of(i))) for i in range(len(self.layers))]
+        self.scales = [
+            KVScales(*(torch.tensor(scale, device=case.device) for scale in case.scales_of(i)))
+            for i in range(len(self.layers))
+        ]
         for layer, scales in zip(self.layers, self.scales, strict=True):
             layer.kv_scales = scales if case.cache_dtype is not None else None
         if case.earlier_pages:
             bind_layers(self.backend, self.layers, case.earlier_pages, case.placed)
         tokens = case.num_blocks * case.block_size
-        self.max_rows, self.max_tokens, self.max_len = 2 * len(case.lens) + 72, max(tokens, sum(case.lens)) + case.padding, tokens
+        self.max_rows, self.max_tokens, self.max_len = (
+            2 * len(case.lens) + 72,
+            max(tokens, sum(case.lens)) + case.padding,
+            tokens,
+        )
         if case.exact:
-            self.max_rows, self.max_tokens, self.max_len = len(case.lens), sum(case.queries), max(case.lens)
+            self.max_rows, self.max_tokens, self.max_len = (
+                len(case.lens),
+                sum(case.queries),
+                max(case.lens),
+            )
         self.groups, self.waste_page = case.groups, case.num_pages
         self.tables = self._tables(np.random.default_rng(relabel).permutation(case.num_pages))
         generator = torch.Generator().manual_seed(case.seed)
 
         def normal(lens: tuple[int, ...], heads: Callable[[LayerSpec], int]) -> Tensors:
-            return [[torch.randn((n, heads(spec), spec.head_size), generator=generator).to(case.torch_dtype) for n in lens] for spec in case.specs]
+            return [
+                [
+                    torch.randn((n, heads(spec), spec.head_size), generator=generator).to(
+                        case.torch_dtype
+                    )
+                    for n in lens
+                ]
+                for spec in case.specs
+            ]
 
         self.k, self.v = (normal(case.lens, lambda spec: spec.kv_heads) for _ in range(2))
         if case.v_in_k is not None:
             self.v = [[row[..., : case.v_in_k] for row in rows] for rows in self.k]  # views
         for values in (self.k, self.v):
-            values[:] = [rows if spec.shares is None else values[spec.shares] for spec, rows in zip(case.specs, values, strict=True)]
+            values[:] = [
+                rows if spec.shares is None else values[spec.shares]
+                for spec, rows in zip(case.specs, values, strict=True)
+            ]
         self.q = normal(case.queries, lambda spec: spec.heads)
-        self.sinks = [2 * torch.randn(spec.heads, generator=generator) + 1 if spec.sinks else None for spec in case.specs]
+        self.sinks = [
+            2 * torch.randn(spec.heads, generator=generator) + 1 if spec.sinks else None
+            for spec in case.specs
+        ]
         for layer, sinks in zip(self.layers, self.sinks, strict=True):
             if sinks is not None:
                 layer.bind_sinks(sinks.to(case.device))
@@ -203,9 +278,17 @@ class Bench:
         tables, free = [], iter(labels.tolist())
         for group in self.groups:
             sizes = [-(-length // group.block_size) for length in self.case.lens]
-            table = np.full((group.pages, len(sizes), max(sizes) + 2 * (not self.case.exact)), self.waste_page, dtype=np.int32)
+            table = np.full(
+                (group.pages, len(sizes), max(sizes) + 2 * (not self.case.exact)),
+                self.waste_page,
+                dtype=np.int32,
+            )
             for row, size in enumerate(sizes):
-                table[:, row, :size] = np.array([next(free) for _ in range(size * group.pages)], dtype=np.int32).reshape(size, group.pages).T
+                table[:, row, :size] = (
+                    np.array([next(free) for _ in range(size * group.pages)], dtype=np.int32)
+                    .reshape(size, group.pages)
+                    .T
+                )
             tables.append(table)
         return tables
 
@@ -215,10 +298,20 @@ class Bench:
         first: NDArray[np.int32] = self.tables[0][0]
         return first
 
-    def batch(self, rows: Sequence[int], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> AttentionBatch:
+    def batch(
+        self,
+        rows: Sequence[int],
+        queries: NDArray[np.int64],
+        lens: NDArray[np.int64],
+        padding: int = 0,
+        shared: int = 0,
+    ) -> AttentionBatch:
         """Return a step of these of the case's rows, that compute their last `queries` of `lens` tokens. Entries of blocks that no query sees are
         the waste page, as everything in the tables of padding rows."""
-        starts, padding_rows = np.concatenate([[0], np.cumsum(queries)]), 0 if self.case.mixed_graph else padding
+        starts, padding_rows = (
+            np.concatenate([[0], np.cumsum(queries)]),
+            0 if self.case.mixed_graph else padding,
+        )
         positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
 
         def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
@@ -227,17 +320,33 @@ class Bench:
         tables, slots = [], []
         for group, own in zip(self.groups, self.tables, strict=True):
             size, table = group.block_size, own[:, list(rows)]  # [pages, rows, blocks]
-            written = [table[:, row, p // size].astype(np.int64) * size + p % size for row, p in enumerate(positions)]
-            waste = np.broadcast_to(self.waste_page * size + np.arange(padding) % size, (group.pages, padding))
+            written = [
+                table[:, row, p // size].astype(np.int64) * size + p % size
+                for row, p in enumerate(positions)
+            ]
+            waste = np.broadcast_to(
+                self.waste_page * size + np.arange(padding) % size, (group.pages, padding)
+            )
             slots.append(tensor(np.concatenate([*written, waste], axis=1), torch.int64))
             unseen = np.arange(table.shape[2]) < group.first_visible(queries, lens)[:, None]
             table[:, unseen] = self.waste_page
-            tables.append(tensor(np.pad(table, ((0, 0), (0, padding_rows), (0, 0)), constant_values=self.waste_page), torch.int32))
+            tables.append(
+                tensor(
+                    np.pad(
+                        table, ((0, 0), (0, padding_rows), (0, 0)), constant_values=self.waste_page
+                    ),
+                    torch.int32,
+                )
+            )
         return AttentionBatch(
             num_rows=len(queries),
             num_tokens=int(starts[-1]),
-            query_starts=tensor(np.concatenate([starts, np.full(padding_rows, starts[-1])]), torch.int32),
-            kv_lens=tensor(np.concatenate([lens, np.zeros(padding_rows, dtype=np.int64)]), torch.int32),
+            query_starts=tensor(
+                np.concatenate([starts, np.full(padding_rows, starts[-1])]), torch.int32
+            ),
+            kv_lens=tensor(
+                np.concatenate([lens, np.zeros(padding_rows, dtype=np.int64)]), torch.int32
+            ),
             block_tables=tuple(tables),
             slots=tuple(slots),
             host_query_lens=queries.astype(np.int32),
@@ -246,18 +355,31 @@ class Bench:
             mixed_graph=self.case.mixed_graph,
         )
 
-    def plan_rows(self, rows: Sequence[int], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> None:
+    def plan_rows(
+        self,
+        rows: Sequence[int],
+        queries: NDArray[np.int64],
+        lens: NDArray[np.int64],
+        padding: int = 0,
+        shared: int = 0,
+    ) -> None:
         self.backend.plan(self.batch(rows, queries, lens, padding, shared))
 
     def plan_padding(self, tokens: int) -> None:
         """Plan a step of no rows."""
         self.plan_rows((), np.zeros(0, np.int64), np.zeros(0, np.int64), padding=tokens)
 
-    def plan(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0) -> None:
+    def plan(
+        self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0
+    ) -> None:
         """Plan a step that computes tokens [start, end) of each row; rows without tokens are omitted."""
-        rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        rows = [
+            row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
+        ]
         counts = np.array([ends[row] - starts[row] for row in rows], np.int64)
-        self.plan_rows(rows, counts, np.array([ends[row] for row in rows], np.int64), padding, shared)
+        self.plan_rows(
+            rows, counts, np.array([ends[row] for row in rows], np.int64), padding, shared
+        )
 
     def reorder(self, order: Sequence[int]) -> None:
         """Let the case's rows, with their blocks, stand in another order; they must be of equal lengths."""
@@ -265,7 +387,14 @@ class Bench:
         for layers in (self.k, self.v, self.q):
             layers[:] = [[rows[index] for index in order] for rows in layers]
 
-    def write(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0, without: int | None = None) -> None:
+    def write(
+        self,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        padding: int = 0,
+        shared: int = 0,
+        without: int | None = None,
+    ) -> None:
         """Plan such a step and write its K and V; padding tokens have NaN. `without`: the index of a layer that isn't written."""
         self.plan(starts, ends, padding, shared)
         for index, layer in enumerate(self.layers):
@@ -274,7 +403,14 @@ class Bench:
             self._write(index, starts, ends, padding)
 
     def _write(self, index: int, starts: Sequence[int], ends: Sequence[int], padding: int) -> None:
-        k, v = ([row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v))
+        k, v = (
+            [
+                row[start:end]
+                for row, start, end in zip(values[index], starts, ends, strict=True)
+                if end > start
+            ]
+            for values in (self.k, self.v)
+        )
         layer = self.layers[index]
         layer.write(self.tensor(k, padding), None if layer.spec.v_in_k else self.tensor(v, padding))
 
@@ -293,8 +429,14 @@ class Bench:
             results.append(layer.attend(self.tensor(q, padding)).clone())
         for spec, result in zip(self.case.specs, results, strict=True):
             expected = (sum(self.case.queries) + padding, spec.heads, spec.out_size)
-            require(result.shape == expected, f"attend() returned the shape {list(result.shape)}, expected {list(expected)}")
-            require(result.dtype == self.case.torch_dtype, f"attend() returned {result.dtype}, expected the dtype of q, {self.case.torch_dtype}")
+            require(
+                result.shape == expected,
+                f"attend() returned the shape {list(result.shape)}, expected {list(expected)}",
+            )
+            require(
+                result.dtype == self.case.torch_dtype,
+                f"attend() returned {result.dtype}, expected the dtype of q, {self.case.torch_dtype}",
+            )
         return [result[: sum(self.case.queries)].double().cpu() for result in results]
 
     def compute(self) -> None:
@@ -309,12 +451,20 @@ class Bench:
 
     def expected(self) -> list[torch.Tensor]:
         """Return exact values in the form of `attend`."""
-        return [torch.cat([oracle.exact(q, k, v, self._rules(i)) for q, k, v in self._rows(i)]) for i in range(len(self.layers))]
+        return [
+            torch.cat([oracle.exact(q, k, v, self._rules(i)) for q, k, v in self._rows(i)])
+            for i in range(len(self.layers))
+        ]
 
     def allowed_errors(self) -> list[torch.Tensor]:
         """Return the allowed error of each layer, for each token; it is the same for all tokens of a row."""
         return [
-            torch.cat([self._allowed(self._rules(layer), q, k, v).expand(len(q)) for q, k, v in self._rows(layer)])
+            torch.cat(
+                [
+                    self._allowed(self._rules(layer), q, k, v).expand(len(q))
+                    for q, k, v in self._rows(layer)
+                ]
+            )
             for layer in range(len(self.layers))
         ]
 
@@ -322,7 +472,9 @@ class Bench:
         spec = self.case.specs[layer]
         return oracle.Rules(spec.scale, spec.window, spec.softcap, self.sinks[layer], spec.causal)
 
-    def _allowed(self, rules: oracle.Rules, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _allowed(
+        self, rules: oracle.Rules, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         exact, dtype = oracle.exact(q, k, v, rules), self.case.torch_dtype
         return oracle.allowed_error(exact, oracle.plain(q, k, v, rules, dtype), dtype)
 
@@ -333,5 +485,8 @@ class Bench:
             dtype: torch.dtype = getattr(torch, name)
             k_scale, v_scale = self.case.scales_of(layer)
             v_scale = k_scale if self.case.v_in_k is not None else v_scale
-            k, v = ([oracle.kept(row, scale, dtype) for row in rows] for rows, scale in ((k, k_scale), (v, v_scale)))
+            k, v = (
+                [oracle.kept(row, scale, dtype) for row in rows]
+                for rows, scale in ((k, k_scale), (v, v_scale))
+            )
         return list(zip(self.q[layer], k, v, strict=True))

@@ -20,7 +20,9 @@ def assert_as_defined(bench: Bench, what: str = "") -> None:
 
 def assert_close(bench: Bench, results: list[torch.Tensor], what: str = "") -> None:
     """Check that each layer's values are the exact ones, within rounding errors."""
-    for spec, result, exact, allowed in zip(bench.case.specs, results, bench.expected(), bench.allowed_errors(), strict=True):
+    for spec, result, exact, allowed in zip(
+        bench.case.specs, results, bench.expected(), bench.allowed_errors(), strict=True
+    ):
         errors = (result - exact).abs().nan_to_num(torch.inf).amax((1, 2))  # of each token
         token = int((errors / allowed).argmax())
         require(
@@ -39,11 +41,22 @@ def assert_sees(bench: Bench) -> None:
             v[:] = torch.arange(len(v))[:, None, None]
         bench.compute()
         seen = bench.attend()[layer].mean((1, 2))
-        at = np.concatenate([np.arange(start, end) for start, end in zip(bench.case.history, bench.case.lens, strict=True)])
+        at = np.concatenate(
+            [
+                np.arange(start, end)
+                for start, end in zip(bench.case.history, bench.case.lens, strict=True)
+            ]
+        )
         reach = spec.window or len(at) + max(at)
         first = np.maximum(0, at - reach + 1)
-        last = at if spec.causal else np.minimum(at + reach, np.repeat(bench.case.lens, bench.case.queries)) - 1
-        for position, begin, end, mean in zip(at.tolist(), first.tolist(), last.tolist(), seen.tolist(), strict=True):
+        last = (
+            at
+            if spec.causal
+            else np.minimum(at + reach, np.repeat(bench.case.lens, bench.case.queries)) - 1
+        )
+        for position, begin, end, mean in zip(
+            at.tolist(), first.tolist(), last.tolist(), seen.tolist(), strict=True
+        ):
             expected = (begin + end) / 2
             require(
                 abs(mean - expected) < 0.25,

@@ -21,7 +21,16 @@ class AttentionLatent(AttentionScores):
         small, large = SIZES
         self.assert_scores(heads=4, kv_heads=1, head_size=small[0], v_in_k=small[1])
         for heads, (size, v_size) in ((5, large), (MANY_HEADS, small), (3, (16, 16))):
-            case = self.case((0, 20), (9, 1), heads=heads, kv_heads=1, head_size=size, v_in_k=v_size, windows=(None,), scale=0.1)
+            case = self.case(
+                (0, 20),
+                (9, 1),
+                heads=heads,
+                kv_heads=1,
+                head_size=size,
+                v_in_k=v_size,
+                windows=(None,),
+                scale=0.1,
+            )
             assert_as_defined(self.bench(case), f"with {heads} heads: ")
 
     @check("attention.v_in_k_memory", since="0.3", capability="v_in_k")

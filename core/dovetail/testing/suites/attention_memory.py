@@ -44,7 +44,10 @@ class AttentionMemory(AttentionSubject):
             assert_as_defined(bench, f"with the blocks {bench.table.tolist()}, ")
         changes = [(result - results[0]).abs().amax((1, 2)) for result in results]
         for change in changes:
-            require((change <= bench.allowed_errors()[0]).all(), f"other physical blocks change the result by {change.max():.3g}")
+            require(
+                (change <= bench.allowed_errors()[0]).all(),
+                f"other physical blocks change the result by {change.max():.3g}",
+            )
 
     @check("attention.layers", since="0.1", capability="causal")
     def test_layers_have_caches_of_their_own(self) -> None:
@@ -55,8 +58,17 @@ class AttentionMemory(AttentionSubject):
         first, second, _ = bench.layers
         result = first.attend(bench.tensor(bench.q[0]))
         before = result.clone()
-        second.write(*(bench.tensor([row[start:] for row, start in zip(rows[1], bench.case.history, strict=True)]) for rows in (bench.k, bench.v)))
-        require(torch.equal(result, before), "the next layer's write() changed a result of attend()")
+        second.write(
+            *(
+                bench.tensor(
+                    [row[start:] for row, start in zip(rows[1], bench.case.history, strict=True)]
+                )
+                for rows in (bench.k, bench.v)
+            )
+        )
+        require(
+            torch.equal(result, before), "the next layer's write() changed a result of attend()"
+        )
         bench.plan((0, 0), (1, 1))
         require(torch.equal(result, before), "the next plan() changed a result of attend()")
 
@@ -67,26 +79,37 @@ class AttentionMemory(AttentionSubject):
         small, large = min(self.head_sizes()), max(self.small(self.head_sizes(), 128))
         shapes = ((4, 2, small), (6, 1, large), (2, 2, small))
         windows = (None, None, 12 if self.claims.groups else None)
-        assert_as_defined(self.bench(self.case((0, 20), (9, 1), shapes=shapes, windows=windows)), "beside layers of other shapes, ")
+        assert_as_defined(
+            self.bench(self.case((0, 20), (9, 1), shapes=shapes, windows=windows)),
+            "beside layers of other shapes, ",
+        )
 
     @check("attention.write_first", since="0.1", capability="causal")
     def test_a_row_sees_what_another_row_writes_in_the_same_step(self) -> None:
         """Rows may share blocks that are computed in this step (a common prefix), so `write` stores K and V of the whole step before `attend`
         reads, and `attend` reads the cache, not the step's own k and v."""
         size = self.claims.default_block_size()
-        bench = self.bench(self.case((size, 0, size), (4, size + 4, 1)))  # the middle row computes what both others attend to
+        bench = self.bench(
+            self.case((size, 0, size), (4, size + 4, 1))
+        )  # the middle row computes what both others attend to
         for values in (bench.k[0], bench.v[0]):
             values[0][:size] = values[2][:size] = values[1][:size]
         bench.table[[0, 2], 0] = bench.table[1, 0]
         bench.write(bench.case.history, bench.case.lens)
-        assert_close(bench, bench.attend(), "a row that shares a block with one that computes it in this step: ")
+        assert_close(
+            bench,
+            bench.attend(),
+            "a row that shares a block with one that computes it in this step: ",
+        )
 
     @check("attention.padding", since="0.1", capability="causal")
     def test_padding_touches_nothing(self) -> None:
         """K and V of padding tokens (NaN here) are stored in the waste page, where their slots are, and nowhere else."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             whole = 4 * size
-            case = self.case((whole - 1, 0), (1, whole), block_size=size, spare_blocks=0, padding=70)  # every slot of the pool is in use
+            case = self.case(
+                (whole - 1, 0), (1, whole), block_size=size, spare_blocks=0, padding=70
+            )  # every slot of the pool is in use
             bench = self.bench(case)
             bench.compute()
             bench.write((whole - 1, whole), case.lens, padding=70)
@@ -128,15 +151,27 @@ class AttentionMemory(AttentionSubject):
         used = bench.batch(range(3), queries, lens)
         for order, fewer in (((0, 1, 2), 0), ((1, 2, 0), 0), ((0, 1, 2), 3), ((0, 1, 2), 0)):
             bench.reorder(order)
-            for array, other in zip(_arrays(used).values(), _arrays(bench.batch(range(3), queries, lens - fewer)).values(), strict=True):
+            for array, other in zip(
+                _arrays(used).values(),
+                _arrays(bench.batch(range(3), queries, lens - fewer)).values(),
+                strict=True,
+            ):
                 array[:] = other
             bench.backend.plan(used)
             now = zip(bench.k[0], bench.v[0], case.history, strict=True)
-            k, v = (list(rows) for rows in zip(*((k[start - fewer :][:1], v[start - fewer :][:1]) for k, v, start in now), strict=True))
+            k, v = (
+                list(rows)
+                for rows in zip(
+                    *((k[start - fewer :][:1], v[start - fewer :][:1]) for k, v, start in now),
+                    strict=True,
+                )
+            )
             layer.write(bench.tensor(k), bench.tensor(v))
             result = layer.attend(bench.tensor(bench.q[0])).double().cpu()
             if not fewer:
-                assert_close(bench, [result], "after a plan of the same tensors, which held another step: ")
+                assert_close(
+                    bench, [result], "after a plan of the same tensors, which held another step: "
+                )
 
     @check("attention.limits", since="0.1")
     def test_what_was_prepared_for_can_be_used_up(self) -> None:
@@ -144,16 +179,36 @@ class AttentionMemory(AttentionSubject):
         be a multiple of the block size: a block table has ceil(max_len / block_size) valid columns."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             longest = 3 * size + 1
-            case = self.case((0, longest - 1, 1, 1), (longest, 1, 1, 1), block_size=size, heads=2, kv_heads=1, exact=True)
-            assert_as_defined(self.bench(case), f"prepared for {len(case.lens)} rows, {sum(case.queries)} tokens, sequences of {longest}: ")
+            case = self.case(
+                (0, longest - 1, 1, 1),
+                (longest, 1, 1, 1),
+                block_size=size,
+                heads=2,
+                kv_heads=1,
+                exact=True,
+            )
+            assert_as_defined(
+                self.bench(case),
+                f"prepared for {len(case.lens)} rows, {sum(case.queries)} tokens, sequences of {longest}: ",
+            )
 
     @check("attention.large_pool", since="0.1", capability="causal")
     def test_slots_are_numbered_beyond_16_bits(self) -> None:
         """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, page ids int32, and indices computed from them need 64
         bits."""
         size = min(self.block_sizes())
-        case = self.case((0, 5, 2 * size), (2 * size + 1, 1, 3), block_size=size, heads=2, kv_heads=1, poisoned=False, spare_blocks=-(-LARGE // size))
-        assert_as_defined(self.bench(case), f"in a pool of {case.num_pages} pages of {size} tokens: ")
+        case = self.case(
+            (0, 5, 2 * size),
+            (2 * size + 1, 1, 3),
+            block_size=size,
+            heads=2,
+            kv_heads=1,
+            poisoned=False,
+            spare_blocks=-(-LARGE // size),
+        )
+        assert_as_defined(
+            self.bench(case), f"in a pool of {case.num_pages} pages of {size} tokens: "
+        )
 
     @check("attention.read_only", since="0.1")
     def test_what_it_is_given_is_only_read(self) -> None:
@@ -164,11 +219,15 @@ class AttentionMemory(AttentionSubject):
         """Check a step of 3 rows and 2 tokens of padding."""
         bench = self.bench(case)
         bench.write((0,) * 3, case.history)
-        batch = bench.batch(range(3), np.array(bench.case.queries), np.array(bench.case.lens), padding=2)
+        batch = bench.batch(
+            range(3), np.array(bench.case.queries), np.array(bench.case.lens), padding=2
+        )
         step = _arrays(batch)
         for name, values in (("k", bench.k), ("v", bench.v), ("q", bench.q)):
             starts = (0,) * 3 if name == "q" else bench.case.history
-            step[name] = bench.tensor([row[start:] for row, start in zip(values[0], starts, strict=True)], padding=2)
+            step[name] = bench.tensor(
+                [row[start:] for row, start in zip(values[0], starts, strict=True)], padding=2
+            )
         before = {name: copy.deepcopy(value) for name, value in step.items()}
         bench.backend.plan(batch)
         bench.layers[0].write(step["k"], step["v"])
@@ -186,12 +245,21 @@ class AttentionMemory(AttentionSubject):
             if any(history):
                 bench.write((0, 0), history)
             heads, kv_heads = bench.case.heads, bench.case.kv_heads
-            new_k, new_v = ([row[start:] for row, start in zip(values[0], history, strict=True)] for values in (bench.k, bench.v))
-            whole = torch.cat([bench.tensor(rows) for rows in (bench.q[0], new_k, new_v)], dim=1)  # [tokens, heads + 2 * kv_heads, size]
+            new_k, new_v = (
+                [row[start:] for row, start in zip(values[0], history, strict=True)]
+                for values in (bench.k, bench.v)
+            )
+            whole = torch.cat(
+                [bench.tensor(rows) for rows in (bench.q[0], new_k, new_v)], dim=1
+            )  # [tokens, heads + 2 * kv_heads, size]
             q, k, v = torch.split(whole, [heads, kv_heads, kv_heads], dim=1)
             bench.plan(history, bench.case.lens)
             bench.layers[0].write(k, v)
-            assert_close(bench, [bench.layers[0].attend(q).double().cpu()], "q, k and v as parts of one tensor: ")
+            assert_close(
+                bench,
+                [bench.layers[0].attend(q).double().cpu()],
+                "q, k and v as parts of one tensor: ",
+            )
 
     @check("attention.pages", since="0.4", capability="causal")
     def test_a_page_is_all_that_a_block_is(self) -> None:
@@ -204,46 +272,74 @@ class AttentionMemory(AttentionSubject):
         """Check the case's step after each of its pages was moved to another pool, in which they are elsewhere and rows are longer."""
         first, second = self.bench(case), self.bench(case, relabel=1)
         first.compute()
-        longer = [memory.new_full((len(memory), memory.shape[1] + GAP), ALL_BITS) for memory in second.pool]
+        longer = [
+            memory.new_full((len(memory), memory.shape[1] + GAP), ALL_BITS)
+            for memory in second.pool
+        ]
         for layer in second.layers:
             cache = layer.cache
             require(cache is not None, "bind() kept no cache in `layer.cache`")
             if cache is not None:
-                places = [next(i for i, own in enumerate(second.pool) if own is memory) for memory in cache.memory]
+                places = [
+                    next(i for i, own in enumerate(second.pool) if own is memory)
+                    for memory in cache.memory
+                ]
                 layer.bind(replace(cache, memory=tuple(longer[place] for place in places)))
         second.backend.prepare(second.max_rows, second.max_tokens, second.max_len)
         for old, new in zip(first.pool, longer, strict=True):
             for before, after in zip(first.tables, second.tables, strict=True):
                 new[after.ravel().tolist(), : old.shape[1]] = old[before.ravel().tolist()]
         second.plan(case.history, case.lens, case.padding)
-        assert_close(second, second.attend(case.padding), "of pages that were copied to another pool: ")
+        assert_close(
+            second, second.attend(case.padding), "of pages that were copied to another pool: "
+        )
         second.write(case.history, case.lens, case.padding)
         assert_close(second, second.attend(case.padding), "in pages with room for more: ")
         for memory in longer:
-            require(bool((memory[:, -GAP:] == ALL_BITS).all()), "write() changed bytes of a page beyond its `tensor_bytes`")
-        unused = sorted(set(range(case.num_pages)) - {page for table in second.tables for page in table.ravel().tolist()})
+            require(
+                bool((memory[:, -GAP:] == ALL_BITS).all()),
+                "write() changed bytes of a page beyond its `tensor_bytes`",
+            )
+        unused = sorted(
+            set(range(case.num_pages))
+            - {page for table in second.tables for page in table.ravel().tolist()}
+        )
         for memory in longer:
-            require(bool((memory[unused] == ALL_BITS).all()), f"write() changed one of the pages {unused}, which no row has")
+            require(
+                bool((memory[unused] == ALL_BITS).all()),
+                f"write() changed one of the pages {unused}, which no row has",
+            )
 
     @check("attention.memory", since="0.1", capability="causal")
     def test_blocks_take_the_memory_that_tensor_bytes_says(self) -> None:
         """The engine sizes the pool by `tensor_bytes`: K and V of one block, of this layer, in the cache's dtype. A backend has no memory of its own
         that grows with the pool, and after another `bind` neither the earlier memory nor state that refers to it."""
-        self.assert_memory(AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size()))
+        self.assert_memory(
+            AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size())
+        )
         for pages in (1, 20):
             case = self.case((0, 20), (9, 1), padding=2, spare_blocks=0, earlier_pages=pages)
             assert_as_defined(self.bench(case), f"after an earlier pool of {pages} pages: ")
 
     def assert_memory(self, context: AttentionContext) -> None:
         backend, size = self.make(context), context.block_size
-        layers = [backend.make_layer(LayerSpec(i, 4, kv_heads, self.head_sizes()[0], 1.0)) for i, kv_heads in enumerate((2, 4))]
+        layers = [
+            backend.make_layer(LayerSpec(i, 4, kv_heads, self.head_sizes()[0], 1.0))
+            for i, kv_heads in enumerate((2, 4))
+        ]
         dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
         for layer in layers:
-            said, own = backend.tensor_bytes(layer.spec, size), size * layer.spec.kv_heads * layer.spec.head_size * dtype.itemsize
+            said, own = (
+                backend.tensor_bytes(layer.spec, size),
+                size * layer.spec.kv_heads * layer.spec.head_size * dtype.itemsize,
+            )
             told = f"K and V of a block are {own} bytes each in {dtype}, tensor_bytes says {said}"
             require(len(said) == 2 and 2 * own <= sum(said) <= MEMORY_BESIDE * 2 * own, told)
             other = backend.tensor_bytes(layer.spec, 3 * size)
-            require(other == tuple(3 * tensor for tensor in said), f"tensor_bytes says {said} for blocks of {size} tokens, {other} for {3 * size}")
+            require(
+                other == tuple(3 * tensor for tensor in said),
+                f"tensor_bytes says {said} for blocks of {size} tokens, {other} for {3 * size}",
+            )
 
         def beside(pages: int) -> int:
             pool = bind_layers(backend, layers, pages)
@@ -259,12 +355,18 @@ class AttentionMemory(AttentionSubject):
         """Check the bench's step with rows that begin with the same blocks, for several values of `shared_prefix_blocks`; then with other K and V
         in these blocks, and in other blocks."""
         own = bench.table[:, :blocks].copy()
-        for row, numbers, what in ((0, told, ""), (0, told[:1], "other K and V in "), (1, told[:1], "other blocks after ")):
+        for row, numbers, what in (
+            (0, told, ""),
+            (0, told[:1], "other K and V in "),
+            (1, told[:1], "other blocks after "),
+        ):
             share_prefix(bench, blocks, own[row])
             bench.write((0,) * len(bench.case.history), bench.case.history)
             for shared in numbers:
                 bench.write(bench.case.history, bench.case.lens, bench.case.padding, shared)
-                assert_close(bench, bench.attend(bench.case.padding), f"with {what}{shared} shared blocks: ")
+                assert_close(
+                    bench, bench.attend(bench.case.padding), f"with {what}{shared} shared blocks: "
+                )
 
     def assert_written_when_open(self, bench: Bench, index: int = 0) -> None:
         """Check a step of 10 tokens in two rows in which K and V of a layer are written to its exposed cache: as exposed for the step, as exposed
@@ -272,16 +374,26 @@ class AttentionMemory(AttentionSubject):
         case = bench.case
         bench.write((0,) * 2, case.history)
         kept = self.opened(bench, index)
-        bench.plan(case.history, case.lens, padding=4)  # whose slots aren't those of a later step's padding
+        bench.plan(
+            case.history, case.lens, padding=4
+        )  # whose slots aren't those of a later step's padding
         larger = [max(0, length - 20) for length in case.lens]
         bench.plan(larger, case.lens, padding=3)
         bench.plan((0, 0), (1, 1))
         again = self.opened(bench, index)
-        require(again.slots.data_ptr() == kept.slots.data_ptr(), "`slots` moved from one plan to the next")
+        require(
+            again.slots.data_ptr() == kept.slots.data_ptr(),
+            "`slots` moved from one plan to the next",
+        )
         self.assert_takes(bench, index, kept, "a cache that was laid open in an earlier step: ")
         bench.bind()
         bench.write((0,) * 2, case.history)
-        self.assert_takes(bench, index, self.opened(bench, index), "a cache that was laid open after a second bind(): ")
+        self.assert_takes(
+            bench,
+            index,
+            self.opened(bench, index),
+            "a cache that was laid open after a second bind(): ",
+        )
 
     def opened(self, bench: Bench, index: int) -> FusedCache:
         """Plan the bench's step, with 2 tokens of padding, and return a layer's exposed cache."""
@@ -297,14 +409,23 @@ class AttentionMemory(AttentionSubject):
         bench.write(case.history, case.lens, padding=2, without=index)
         slots = cache.slots[:12]
         wasted = all(slot // size == bench.waste_page for slot in slots[10:].tolist())
-        require(wasted, f"{what}the slots of two tokens of padding are {slots[10:].tolist()}, expected some of page {bench.waste_page}")
-        for into, values, scale in zip((cache.k, cache.v), (bench.k, bench.v), case.scales_of(index), strict=True):
-            step = bench.tensor([row[start:] for row, start in zip(values[index], case.history, strict=True)])
+        require(
+            wasted,
+            f"{what}the slots of two tokens of padding are {slots[10:].tolist()}, expected some of page {bench.waste_page}",
+        )
+        for into, values, scale in zip(
+            (cache.k, cache.v), (bench.k, bench.v), case.scales_of(index), strict=True
+        ):
+            step = bench.tensor(
+                [row[start:] for row, start in zip(values[index], case.history, strict=True)]
+            )
             at = slots[:10] // size, slots[:10] % size
             if case.cache_dtype is None:
                 into[at] = step
             else:
-                require(cache.scales is not None, "the open cache has a smaller dtype, and no scales")
+                require(
+                    cache.scales is not None, "the open cache has a smaller dtype, and no scales"
+                )
                 into.view(torch.uint8)[at] = (step.float() / scale).to(into.dtype).view(torch.uint8)
         assert_close(bench, bench.attend(padding=2), f"K and V written into {what}")
 
@@ -312,8 +433,17 @@ class AttentionMemory(AttentionSubject):
 def _arrays(batch: AttentionBatch) -> dict[str, Any]:
     """Return all arrays and tensors of a batch by name."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    flat = {f"{name}[{i}]": part for name, value in values.items() if isinstance(value, tuple) for i, part in enumerate(value)}
-    return {name: value for name, value in (values | flat).items() if isinstance(value, np.ndarray | torch.Tensor)}
+    flat = {
+        f"{name}[{i}]": part
+        for name, value in values.items()
+        if isinstance(value, tuple)
+        for i, part in enumerate(value)
+    }
+    return {
+        name: value
+        for name, value in (values | flat).items()
+        if isinstance(value, np.ndarray | torch.Tensor)
+    }
 
 
 def _host(values: Any) -> Any:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-TIMES_THE_PLAIN_ERROR = 4.0  # another order of summation changes the error, but hardly by this factor
+TIMES_THE_PLAIN_ERROR = (
+    4.0  # another order of summation changes the error, but hardly by this factor
+)
 ROUNDINGS = 12.0  # of a row's largest value, if the direct version's error happens to be tiny
 
 
@@ -28,7 +30,9 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> to
     return _attend(q.double(), k.double(), v.double(), rules, torch.float64)
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dtype: torch.dtype) -> torch.Tensor:
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dtype: torch.dtype
+) -> torch.Tensor:
     """Do the same with scores, weights and output rounded to `dtype` and all sums in float32, as a simple implementation would. Returns float64."""
     return _attend(q.float(), k.float(), v.float(), rules, dtype).double()
 
@@ -40,7 +44,9 @@ def kept(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
     return scaled.clamp(info.min, info.max).to(dtype).double() * float(torch.tensor(scale))
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dtype: torch.dtype) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dtype: torch.dtype
+) -> torch.Tensor:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).to(q.dtype)
 
@@ -48,13 +54,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dty
     scores = rounded(torch.einsum("qhd,khd->hqk", q, k[:, kv_head]) * rules.scale)
     if rules.softcap is not None:
         scores = rounded(torch.tanh(scores / rules.softcap) * rules.softcap)
-    ahead = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]  # of each query, how far each key is after it
+    ahead = (
+        torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
+    )  # of each query, how far each key is after it
     seen = ahead <= 0 if rules.causal else torch.ones_like(ahead, dtype=torch.bool)
     if rules.window is not None:
         seen &= ahead.abs() < rules.window
     scores = scores.masked_fill(~seen, -torch.inf)
     if rules.sinks is not None:  # one key more, without a value
-        scores = torch.cat([scores, rules.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
+        scores = torch.cat(
+            [scores, rules.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)], -1
+        )
     weights = rounded(scores.softmax(-1))[..., : len(k)]
     return rounded(torch.einsum("hqk,khd->qhd", weights, v[:, kv_head]))
 

@@ -20,16 +20,32 @@ class AttentionScores(AttentionSmallCache):
         """Yield a step for each way in which a backend may attend: what computes one may forget what another keeps."""
         window = 20 if self.claims.window else None
         for dtype in self.tried_dtypes():
-            mixed = self.case((0, 30, 90, 5), (40, 9, 1, 1), dtype=dtype, windows=(None, window), padding=3, **fields)
+            mixed = self.case(
+                (0, 30, 90, 5),
+                (40, 9, 1, 1),
+                dtype=dtype,
+                windows=(None, window),
+                padding=3,
+                **fields,
+            )
             yield f"in {dtype}: ", mixed
-        yield "decodes: ", self.case((LONG, 5, 17), (1,) * 3, **({"heads": 2, "kv_heads": 1} | fields))
+        yield (
+            "decodes: ",
+            self.case((LONG, 5, 17), (1,) * 3, **({"heads": 2, "kv_heads": 1} | fields)),
+        )
         if "kv_heads" not in fields:
-            yield "with a head for each kv head: ", self.case((0, 20), (9, 1), heads=3, kv_heads=3, **fields)
+            yield (
+                "with a head for each kv head: ",
+                self.case((0, 20), (9, 1), heads=3, kv_heads=3, **fields),
+            )
         if self.declares("cache_dtypes"):
             for case in self.small_case((0, 90), (30, 1), **fields):
                 yield f"with K and V in {case.cache_dtype}: ", case
         if self.declares("mixed_graph"):
-            yield "planned with mixed_graph: ", self.case((0, 17, 90), (30, 1, 7), padding=3, mixed_graph=True, **fields)
+            yield (
+                "planned with mixed_graph: ",
+                self.case((0, 17, 90), (30, 1, 7), padding=3, mixed_graph=True, **fields),
+            )
 
     def assert_scores(self, **fields: Any) -> None:
         """Check such layers in steps of every sort, with a shared prefix too."""
@@ -39,7 +55,11 @@ class AttentionScores(AttentionSmallCache):
             size = self.claims.default_block_size()
             blocks = -(-160 // size)
             tails = tuple(blocks * size + n for n in (1, size, 7))
-            self.assert_shares(self.bench(self.case(tails, (1, 1, 1), **({"heads": 2, "kv_heads": 1} | fields))), blocks, (blocks,))
+            self.assert_shares(
+                self.bench(self.case(tails, (1, 1, 1), **({"heads": 2, "kv_heads": 1} | fields))),
+                blocks,
+                (blocks,),
+            )
 
     @check("attention.sinks", since="0.3", capability="sinks")
     def test_a_sink_takes_part_in_the_denominator_once(self) -> None:
@@ -49,7 +69,9 @@ class AttentionScores(AttentionSmallCache):
         changes in
         place are read again."""
         self.assert_scores(sinks=(True, False))
-        bench = self.bench(self.case((0, 20), (9, 1), heads=4, kv_heads=2, sinks=(True,), scale=0.05))
+        bench = self.bench(
+            self.case((0, 20), (9, 1), heads=4, kv_heads=2, sinks=(True,), scale=0.05)
+        )
         assert_as_defined(bench, "with a scale of 0.05: ")
         for values in (torch.tensor([300.0, -300.0, 0.0, 20.0]), torch.full((4,), -torch.inf)):
             self.change_sinks(bench, values)
@@ -74,4 +96,7 @@ class AttentionScores(AttentionSmallCache):
             q *= 300
         assert_as_defined(bench, "with huge scores: ")
         if self.declares("sinks"):
-            assert_as_defined(self.bench(self.case((0, 20), (9, 1), softcaps=(0.5,), sinks=(True,))), "with sinks: ")
+            assert_as_defined(
+                self.bench(self.case((0, 20), (9, 1), softcaps=(0.5,), sinks=(True,))),
+                "with sinks: ",
+            )

@@ -15,16 +15,23 @@ from dovetail.testing.suites.attention_judging import assert_as_defined
 from dovetail.testing.suites.attention_memory import AttentionMemory
 
 LONG = 1200  # tokens: enough for sums in half precision to be wrong
-KV_SCALES = ((0.037, 0.21), (0.29, 0.053))  # of K and V, by layer: neither reciprocals nor powers of two
+KV_SCALES = (
+    (0.037, 0.21),
+    (0.29, 0.053),
+)  # of K and V, by layer: neither reciprocals nor powers of two
 
 
 class AttentionSmallCache(AttentionMemory):
     """The same contract, with K and V in each of `capabilities.cache_dtypes`."""
 
-    def small_case(self, history: Sequence[int], queries: Sequence[int], **fields: Any) -> Iterator[Case]:
+    def small_case(
+        self, history: Sequence[int], queries: Sequence[int], **fields: Any
+    ) -> Iterator[Case]:
         """Make a step for a cache of each declared smaller dtype, with scales of K and V."""
         for name in self.claims.cache_dtypes:
-            yield self.case(history, queries, **({"cache_dtype": name, "kv_scales": KV_SCALES} | fields))
+            yield self.case(
+                history, queries, **({"cache_dtype": name, "kv_scales": KV_SCALES} | fields)
+            )
 
     @check("attention.cache_dtypes", since="0.2", capability="cache_dtypes")
     def test_k_and_v_in_a_smaller_dtype_are_attended_as_they_are_stored(self) -> None:
@@ -33,19 +40,35 @@ class AttentionSmallCache(AttentionMemory):
         lose precision that long contexts need. Scales that change later are read again."""
         for dtype in self.tried_dtypes():
             windows = (None, 20 if self.claims.window else None)
-            for case in self.small_case((0, 30, LONG, 5), (40, 9, 1, 1), windows=windows, heads=4, kv_heads=2, dtype=dtype, padding=3):
+            for case in self.small_case(
+                (0, 30, LONG, 5),
+                (40, 9, 1, 1),
+                windows=windows,
+                heads=4,
+                kv_heads=2,
+                dtype=dtype,
+                padding=3,
+            ):
                 bench = self.bench(case)
                 for row in bench.q[0]:
                     row *= 0.1  # flat weights: every token counts in the sums
                 assert_as_defined(bench, f"with K and V in {case.cache_dtype}: ")
-            for tiny in dict.fromkeys(max(scale, torch.finfo(getattr(torch, dtype)).tiny / 64) for scale in (1e-20, 1e-7)):
-                for case in self.small_case((0, 20), (9, 1), dtype=dtype, kv_scales=((tiny, 1.3 * tiny),)):
+            for tiny in dict.fromkeys(
+                max(scale, torch.finfo(getattr(torch, dtype)).tiny / 64) for scale in (1e-20, 1e-7)
+            ):
+                for case in self.small_case(
+                    (0, 20), (9, 1), dtype=dtype, kv_scales=((tiny, 1.3 * tiny),)
+                ):
                     bench = self.bench(case)
                     for k, v, q in zip(bench.k[0], bench.v[0], bench.q[0], strict=True):
                         k *= 20 * tiny
                         v *= 20 * tiny
-                        q *= min(0.02 / tiny, 1e4)  # in the range of float16, in which a backend may multiply FP8
-                    assert_as_defined(bench, f"with K and V in {case.cache_dtype}, divided by {tiny:.3g}: ")
+                        q *= min(
+                            0.02 / tiny, 1e4
+                        )  # in the range of float16, in which a backend may multiply FP8
+                    assert_as_defined(
+                        bench, f"with K and V in {case.cache_dtype}, divided by {tiny:.3g}: "
+                    )
         for case in self.small_case((0, 20), (9, 1)):
             bench = self.bench(case)
             bench.compute()

@@ -41,7 +41,9 @@ class AttentionSubject(Suite):
         for name in ("cuda", "cpu"):
             if name in self.claims.devices and (name == "cpu" or torch.cuda.is_available()):
                 return name
-        raise CheckFailed(f"this machine has none of the declared devices ({', '.join(self.claims.devices)}): run the suite on one that has")
+        raise CheckFailed(
+            f"this machine has none of the declared devices ({', '.join(self.claims.devices)}): run the suite on one that has"
+        )
 
     def declares(self, capability: str) -> bool:
         """`cuda_graph` is declared by any value except "none", `mixed_graph` by that value, `cache_dtypes` by a non-empty tuple, `fused_write` by

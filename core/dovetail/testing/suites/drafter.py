@@ -91,7 +91,10 @@ ODD: tuple[Act, ...] = (  # what an engine may ask, and a script seldom does
     Grow("same", 1000),
     Ask(("same",), (8,)),
     End("ends"),
-    *(Begin(f"sample {n}", (1, 2, 3, 1, 2), (3, n, 1, 2, 3), "bob", parent="of three") for n in range(3)),
+    *(
+        Begin(f"sample {n}", (1, 2, 3, 1, 2), (3, n, 1, 2, 3), "bob", parent="of three")
+        for n in range(3)
+    ),
     Ask(("sample 2", "sample 0", "sample 1", "same"), (1, 2, 3, 4)),
     *(Grow(f"sample {n}", n) for n in range(3)),
     Ask(("sample 0", "sample 1", "sample 2"), (8, 8, 8)),
@@ -109,7 +112,11 @@ class DrafterSuite(Suite):
     kind = "drafter"
 
     def declares(self, capability: str) -> bool:
-        return issubclass(self.component_class, ModelDrafter) if capability == "model" else super().declares(capability)
+        return (
+            issubclass(self.component_class, ModelDrafter)
+            if capability == "model"
+            else super().declares(capability)
+        )
 
     @check("drafter.raises_nothing", since="0.1")
     def test_any_request_has_an_answer(self) -> None:
@@ -124,8 +131,12 @@ class DrafterSuite(Suite):
             took.append(time.perf_counter() - started)
             return result
 
-        answers = [answer for seed in range(STORIES) for answer in self._play(_story(seed), call=timed)]
-        self.note(f"its own time: {1e6 * sum(took) / sum(len(ask.names) for ask, _ in answers):.0f} µs for each request of a call (not judged)")
+        answers = [
+            answer for seed in range(STORIES) for answer in self._play(_story(seed), call=timed)
+        ]
+        self.note(
+            f"its own time: {1e6 * sum(took) / sum(len(ask.names) for ask, _ in answers):.0f} µs for each request of a call (not judged)"
+        )
 
     @check("drafter.most", since="0.1")
     def test_no_more_drafts_than_asked_for(self) -> None:
@@ -136,23 +147,40 @@ class DrafterSuite(Suite):
                 f"for {len(ask.names)} requests it returned {drafts!r:.200}, expected a sequence for each",
             )
             for most, tokens in zip(ask.most, drafts, strict=True):
-                require(hasattr(tokens, "__len__"), f"for a request it returned {tokens!r:.200}, expected a sequence of token ids")
-                require(len(tokens) <= most, f"it proposed {len(tokens)} tokens for a request, where {most} were asked for at most")
+                require(
+                    hasattr(tokens, "__len__"),
+                    f"for a request it returned {tokens!r:.200}, expected a sequence of token ids",
+                )
+                require(
+                    len(tokens) <= most,
+                    f"it proposed {len(tokens)} tokens for a request, where {most} were asked for at most",
+                )
 
     @check("drafter.ids", since="0.1")
     def test_drafts_are_token_ids(self) -> None:
         """A draft isn't a token id, an integer from 0 to `context.vocab_size` - 1. The engine drops all drafts of such a step."""
         for _, drafts in self._answers():
             for token in (token for tokens in drafts for token in tokens):
-                right = isinstance(token, Integral) and not isinstance(token, bool) and 0 <= int(token) < CONTEXT.vocab_size
-                require(right, f"it proposed {token!r:.200}, expected an id from 0 to {CONTEXT.vocab_size - 1}")
+                right = (
+                    isinstance(token, Integral)
+                    and not isinstance(token, bool)
+                    and 0 <= int(token) < CONTEXT.vocab_size
+                )
+                require(
+                    right,
+                    f"it proposed {token!r:.200}, expected an id from 0 to {CONTEXT.vocab_size - 1}",
+                )
 
     @check("drafter.deterministic", since="0.1")
     def test_equal_calls_have_equal_answers(self) -> None:
         """Two drafters that were called in the same way proposed different tokens. Draw no random numbers without a fixed seed, read no clock, and
         don't depend on the order of sets."""
         for seed in range(STORIES):
-            self._require_equal(self._play(_story(seed)), self._play(_story(seed)), "another drafter, called in the same way,")
+            self._require_equal(
+                self._play(_story(seed)),
+                self._play(_story(seed)),
+                "another drafter, called in the same way,",
+            )
 
     @check("drafter.client", since="0.1")
     def test_nothing_is_learned_from_other_clients(self) -> None:
@@ -163,9 +191,19 @@ class DrafterSuite(Suite):
             for client in ("ann", None):
                 for name in self._names(_story(seed), client):
                     owner = name if client is None else client
-                    one, other = _story(seed, ours=owner, others=1), _story(seed, ours=owner, others=2)
-                    mine = frozenset([name]) if client is None else frozenset(self._names(one, client))
-                    self._require_equal(self._play(one), self._play(other), f"with other texts of others, for client {client!r},", mine)
+                    one, other = (
+                        _story(seed, ours=owner, others=1),
+                        _story(seed, ours=owner, others=2),
+                    )
+                    mine = (
+                        frozenset([name]) if client is None else frozenset(self._names(one, client))
+                    )
+                    self._require_equal(
+                        self._play(one),
+                        self._play(other),
+                        f"with other texts of others, for client {client!r},",
+                        mine,
+                    )
                     if client is not None:
                         break
 
@@ -173,32 +211,59 @@ class DrafterSuite(Suite):
     def test_any_thread_may_call(self) -> None:
         """Called from another thread each time, it raised or proposed other tokens. Keep nothing by thread, and no lock from one call to the next."""
         for seed in range(2):
-            self._require_equal(self._play(_story(seed)), self._play(_story(seed), call=_in_thread), "the same, called from threads in turn,")
+            self._require_equal(
+                self._play(_story(seed)),
+                self._play(_story(seed), call=_in_thread),
+                "the same, called from threads in turn,",
+            )
 
     @check("drafter.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
         """After `on_finished` the drafter keeps a request or its id, proposes by the text of an earlier request with the same id, or keeps what no
         other request may be given: the tokens of one without a client. Drop all of it; a server's memory would grow forever."""
         subject = self._make()
-        names = {act.name for seed in range(STORIES) for act in _story(seed) if isinstance(act, Begin)}
+        names = {
+            act.name for seed in range(STORIES) for act in _story(seed) if isinstance(act, Begin)
+        }
         for seed in range(STORIES):
             self._play(_story(seed), subject)
         for path, value in reachable(subject):
             require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
-            require(not (isinstance(value, str) and value in names), f"{path} holds the id {value!r} after its request's end")
+            require(
+                not (isinstance(value, str) and value in names),
+                f"{path} holds the id {value!r} after its request's end",
+            )
         alone = [_story(seed, clients=(None,)) for seed in range(STORIES)]
         for acts in alone:  # all have the same ids
-            self._require_equal(self._play(acts), self._play(acts, subject), "after requests with the same ids, which ended,")
+            self._require_equal(
+                self._play(acts),
+                self._play(acts, subject),
+                "after requests with the same ids, which ended,",
+            )
         sizes = []
         for count in (20, GONE):
             for number in range(count):
-                text = tuple(random.Random(number).choices(range(CONTEXT.vocab_size), k=GONE_TOKENS))
+                text = tuple(
+                    random.Random(number).choices(range(CONTEXT.vocab_size), k=GONE_TOKENS)
+                )
                 half = GONE_TOKENS // 2
                 asked = [Ask(("r",), (4,))] * (number % 2)
-                self._play((Begin("r", text[:half], text[half:], None), *asked, Grow("r", half), *asked, End("r")), subject)
+                self._play(
+                    (
+                        Begin("r", text[:half], text[half:], None),
+                        *asked,
+                        Grow("r", half),
+                        *asked,
+                        End("r"),
+                    ),
+                    subject,
+                )
             sizes.append(_size(subject))
         grown = sizes[1] - sizes[0]
-        require(grown < GONE * GONE_TOKENS, f"{GONE} requests of {GONE_TOKENS} tokens without a client, which ended, left {grown} bytes")
+        require(
+            grown < GONE * GONE_TOKENS,
+            f"{GONE} requests of {GONE_TOKENS} tokens without a client, which ended, left {grown} bytes",
+        )
 
     @check("drafter.request_untouched", since="0.1")
     def test_requests_are_only_read(self) -> None:
@@ -212,10 +277,18 @@ class DrafterSuite(Suite):
         "package.module:Class"; or it drafts itself: the executor does."""
         subject = self._make()
         name, head = subject.model, subject.head
-        require((name is None and head is not None) or (isinstance(name, str) and name), f"model is {name!r}, expected the name or directory of one")
-        require(head is None or (isinstance(head, str) and TARGET.fullmatch(head)), f'head is {head!r}, expected "package.module:Class" or None')
+        require(
+            (name is None and head is not None) or (isinstance(name, str) and name),
+            f"model is {name!r}, expected the name or directory of one",
+        )
+        require(
+            head is None or (isinstance(head, str) and TARGET.fullmatch(head)),
+            f'head is {head!r}, expected "package.module:Class" or None',
+        )
         for _, drafts in self._play(ODD, subject):
-            require(not any(map(len, drafts)), f"propose returned {drafts!r:.200}, expected no drafts")
+            require(
+                not any(map(len, drafts)), f"propose returned {drafts!r:.200}, expected no drafts"
+            )
 
     def _make(self) -> Any:
         return self.make(CONTEXT)
@@ -254,13 +327,18 @@ class DrafterSuite(Suite):
                     watch.before(requests.values())
                 method: Callable[[], Any]
                 if isinstance(act, Ask):
-                    method = partial(drafter.propose, [requests[name] for name in act.names], list(act.most))
+                    method = partial(
+                        drafter.propose, [requests[name] for name in act.names], list(act.most)
+                    )
                 else:
                     method = partial(drafter.on_finished, requests[act.name])
                 try:
                     result = method() if call is None else call(method)
                 except Exception as error:
-                    fail(f"{'propose' if isinstance(act, Ask) else 'on_finished'} raised {describe(error)}", error)
+                    fail(
+                        f"{'propose' if isinstance(act, Ask) else 'on_finished'} raised {describe(error)}",
+                        error,
+                    )
                 if watch is not None:
                     watch.after(act)
                 if isinstance(act, Ask):
@@ -270,19 +348,28 @@ class DrafterSuite(Suite):
         return answers
 
     @staticmethod
-    def _require_equal(one: list[Answer], other: list[Answer], what: str, mine: frozenset[str] | None = None) -> None:
+    def _require_equal(
+        one: list[Answer], other: list[Answer], what: str, mine: frozenset[str] | None = None
+    ) -> None:
         """Require equal drafts, of requests named in `mine` if given."""
         for (ask, drafts), (_, others) in zip(one, other, strict=True):
             for name, tokens, there in zip(ask.names, drafts, others, strict=True):
                 if mine is None or name in mine:
-                    require(list(tokens) == list(there), f"it proposed {list(tokens)} for a request; {what} it proposed {list(there)}")
+                    require(
+                        list(tokens) == list(there),
+                        f"it proposed {list(tokens)} for a request; {what} it proposed {list(there)}",
+                    )
 
 
-def _story(seed: int, *, ours: str = "", others: int = 0, clients: Sequence[str | None] = CLIENTS) -> list[Act]:
+def _story(
+    seed: int, *, ours: str = "", others: int = 0, clients: Sequence[str | None] = CLIENTS
+) -> list[Act]:
     """Make a script. A text is a row of passages: one of a few openings, which all texts share, and a continuation of its own for each owner, a
     client or a request without one. `others` changes the continuations of all owners but `ours`, and nothing else."""
     chance = random.Random(seed)
-    openings = [chance.choices(range(CONTEXT.vocab_size), k=chance.randrange(2, 6)) for _ in range(TOPICS)]
+    openings = [
+        chance.choices(range(CONTEXT.vocab_size), k=chance.randrange(2, 6)) for _ in range(TOPICS)
+    ]
     lengths = [chance.randrange(3, 9) for _ in range(TOPICS)]
 
     def text(owner: str, passages: int) -> tuple[int, ...]:
@@ -297,7 +384,9 @@ def _story(seed: int, *, ours: str = "", others: int = 0, clients: Sequence[str 
     for number in range(10):
         name, client = f"r{number}", chance.choice(clients)
         owner = name if client is None else client
-        begin = Begin(name, text(owner, chance.randrange(1, 6)), text(owner, chance.randrange(1, 4)), client)
+        begin = Begin(
+            name, text(owner, chance.randrange(1, 6)), text(owner, chance.randrange(1, 4)), client
+        )
         acts.append(begin)
         left[name] = len(begin.output)
         for _ in range(chance.randrange(4)):
@@ -323,7 +412,14 @@ def _step(chance: random.Random, acts: list[Act], left: dict[str, int]) -> None:
 
 def _request(begin: Begin) -> LiveRequest:
     most = max(1, len(begin.output))
-    return LiveRequest(begin.name, begin.prompt, SamplingParams(max_tokens=most), max_tokens=most, client=begin.client, parent=begin.parent)
+    return LiveRequest(
+        begin.name,
+        begin.prompt,
+        SamplingParams(max_tokens=most),
+        max_tokens=most,
+        client=begin.client,
+        parent=begin.parent,
+    )
 
 
 class _Watch:
@@ -335,12 +431,29 @@ class _Watch:
     def after(self, act: Act) -> None:
         for request, before in self._known.items():
             for field, value in self._state(request).items():
-                require(value == before[field], f"after {act}, {field} of a request is {value!r:.200}, and was {before[field]!r:.200}")
+                require(
+                    value == before[field],
+                    f"after {act}, {field} of a request is {value!r:.200}, and was {before[field]!r:.200}",
+                )
 
     @staticmethod
     def _state(request: LiveRequest) -> dict[str, Any]:
-        fields = ("id", "client", "parent", "params", "prompt_token_ids", "max_tokens", "priority", "num_computed", "in_flight", "__class__")
-        return {"output_token_ids": list(request.output_token_ids), **{name: getattr(request, name) for name in fields}}
+        fields = (
+            "id",
+            "client",
+            "parent",
+            "params",
+            "prompt_token_ids",
+            "max_tokens",
+            "priority",
+            "num_computed",
+            "in_flight",
+            "__class__",
+        )
+        return {
+            "output_token_ids": list(request.output_token_ids),
+            **{name: getattr(request, name) for name in fields},
+        }
 
 
 def _in_thread(method: Callable[[], Any]) -> Any:

@@ -25,15 +25,34 @@ from dovetail.testing.suites.executor_logprobs import ExecutorLogprobs
 from dovetail.testing.suites.executor_pooled import ExecutorPooled
 from dovetail.testing.suites.executor_results import ExecutorResults
 from dovetail.testing.suites.executor_sampling import ExecutorSampling
-from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, require_quiet, require_same, stop
-from dovetail.testing.suites.footprint import Footprint, child_processes, temporary_folder, tensor_bytes
+from dovetail.testing.suites.executor_subject import (
+    LENGTHS,
+    SEEDED,
+    SETTINGS,
+    require_quiet,
+    require_same,
+    stop,
+)
+from dovetail.testing.suites.footprint import (
+    Footprint,
+    child_processes,
+    temporary_folder,
+    tensor_bytes,
+)
 
 MUCH = 2**20  # bytes that no executor retains incidentally
 NOTICES_S = 3.0  # time limit for reporting a dead worker
 
 
 class ExecutorSuite(
-    ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorDrafts, ExecutorPooled, ExecutorAdapters, ExecutorLogprobs
+    ExecutorResults,
+    ExecutorSampling,
+    ExecutorBlocks,
+    ExecutorLate,
+    ExecutorDrafts,
+    ExecutorPooled,
+    ExecutorAdapters,
+    ExecutorLogprobs,
 ):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing else."""
 
@@ -46,15 +65,30 @@ class ExecutorSuite(
             require(isinstance(capacity, Capacity), f"start returned {capacity!r}")
             least = {"num_pages": 1, "max_in_flight": 1, "vocab_size": 2, "max_model_len": 1}
             for name, value in least.items():
-                require(type(getattr(capacity, name)) is int, f"Capacity.{name} is {getattr(capacity, name)!r}, expected an int")
-                require(getattr(capacity, name) >= value, f"Capacity.{name} is {getattr(capacity, name)}, expected {value} or more")
-            require(layout.block_size >= 1 and layout.groups, f"the layout needs blocks of at least a token, and a group of layers: {layout}")
+                require(
+                    type(getattr(capacity, name)) is int,
+                    f"Capacity.{name} is {getattr(capacity, name)!r}, expected an int",
+                )
+                require(
+                    getattr(capacity, name) >= value,
+                    f"Capacity.{name} is {getattr(capacity, name)}, expected {value} or more",
+                )
+            require(
+                layout.block_size >= 1 and layout.groups,
+                f"the layout needs blocks of at least a token, and a group of layers: {layout}",
+            )
             needed = layout.most_pages(capacity.max_model_len, SETTINGS["max_num_batched_tokens"])
             told = f"the pool has {capacity.num_pages} pages, and one sequence of {capacity.max_model_len} tokens needs {needed}"
             require(capacity.num_pages >= needed, told)
             asked = SETTINGS["max_model_len"]
-            require(capacity.max_model_len <= asked, f"max_model_len is {capacity.max_model_len}, and the config asks for {asked} at most")
-            words = all(isinstance(key, str) and isinstance(value, str) for key, value in capacity.details.items())
+            require(
+                capacity.max_model_len <= asked,
+                f"max_model_len is {capacity.max_model_len}, and the config asks for {asked} at most",
+            )
+            words = all(
+                isinstance(key, str) and isinstance(value, str)
+                for key, value in capacity.details.items()
+            )
             require(words, f"details are for people, words by words: {capacity.details!r}")
 
     @check("executor.stop", since="0.1")
@@ -138,17 +172,25 @@ class ExecutorSuite(
         raised or gave wrong tokens, for this or another row. If the state can no longer be trusted, `check` must raise `DovetailError` on every
         call, and so must `submit`."""
         with self._bench() as bench:
-            expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
+            expected = {
+                name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
+                for name in LENGTHS
+            }
             self._seat(bench, *LENGTHS)
             bench.prefill(*LENGTHS)
             try:
                 bench.executor.collect(bench.executor.submit(bench.build({"c": 1, "a": 4})))
             except Exception:
                 refuses = [_refuses(bench.executor.check) for _ in range(2)]
-                require(refuses[0] == refuses[1], f"after a step that failed, check() raised: {refuses[0]}; when it was called again: {refuses[1]}")
+                require(
+                    refuses[0] == refuses[1],
+                    f"after a step that failed, check() raised: {refuses[0]}; when it was called again: {refuses[1]}",
+                )
                 if refuses[0]:
                     refused = _refuses(lambda: bench.executor.submit(bench.build({"b": 1})))
-                    require(refused, "check() raises after a step that failed, and submit() doesn't")
+                    require(
+                        refused, "check() raises after a step that failed, and submit() doesn't"
+                    )
                     return
                 bench.decode(*LENGTHS, steps=2)
                 for name in LENGTHS:
@@ -159,14 +201,19 @@ class ExecutorSuite(
         """A request generated other tokens beside others, in another row and in other blocks, than by itself. Look for state shared between rows,
         and for reads by position in the batch instead of by row."""
         with self._bench() as bench:
-            expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
+            expected = {
+                name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
+                for name in LENGTHS
+            }
             bench.take_blocks(1)
             self._seat(bench, *LENGTHS, rows={"a": 5, "b": 7, "c": 2})
             bench.prefill("c", "a", "b")
             bench.decode("b", "c", "a")
             bench.decode("a", "b", "c")
             for name in LENGTHS:
-                require_same(bench, name, expected[name], "beside others, in another row and other blocks")
+                require_same(
+                    bench, name, expected[name], "beside others, in another row and other blocks"
+                )
 
     @check("executor.ids_stay", since="0.1")
     def test_sampled_ids_stay_with_their_row(self) -> None:
@@ -180,7 +227,12 @@ class ExecutorSuite(
                     bench.add(name, tokens, prompt_len=LENGTHS[name], **SEEDED.get(name, {}))
                     bench.prefill(name)
                     bench.decode(name, steps=3 - received)
-                    require_same(bench, name, expected[received:], f"given a row anew after {received} tokens")
+                    require_same(
+                        bench,
+                        name,
+                        expected[received:],
+                        f"given a row anew after {received} tokens",
+                    )
                     bench.remove(name)
 
     @check("executor.chunks", since="0.1")
@@ -195,7 +247,12 @@ class ExecutorSuite(
                 bench.run({"c": chunk, "a": 1})
             bench.decode("a", "c")
             for name in "ac":
-                require_same(bench, name, expected[name], "the prompt of c in chunks of 1, 3, 16 and the rest, beside a")
+                require_same(
+                    bench,
+                    name,
+                    expected[name],
+                    "the prompt of c in chunks of 1, 3, 16 and the rest, beside a",
+                )
 
     @check("executor.idle", since="0.1")
     def test_a_row_that_sits_out_steps_is_kept(self) -> None:
@@ -215,7 +272,10 @@ class ExecutorSuite(
         stayed were affected. `removed` precedes `added`, nothing of the old request remains (tokens, blocks, sampling), and other rows don't
         move."""
         with self._bench() as bench:
-            expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
+            expected = {
+                name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
+                for name in LENGTHS
+            }
             for name in ("c", "b", "a", "c"):
                 bench.add(name, self._prompt(bench, name), row=3, **SEEDED.get(name, {}))
                 bench.prefill(name)
@@ -231,7 +291,9 @@ class ExecutorSuite(
             self._seat(bench, "b", rows={"b": 0})
             bench.prefill("b")
             for name in LENGTHS:
-                require_same(bench, name, expected[name], "while b left its row and came back to it")
+                require_same(
+                    bench, name, expected[name], "while b left its row and came back to it"
+                )
 
     @check("executor.limits", since="0.1")
     def test_what_the_config_allows_can_be_used_up(self) -> None:
@@ -242,19 +304,31 @@ class ExecutorSuite(
             longest = bench.capacity.max_model_len
             length = min(step // rows, longest - 1, bench.num_blocks // rows * bench.block_size - 1)
             prompts = {f"r{row}": bench.prompt(length, variant=row) for row in range(rows)}
-            expected = {name: bench.alone(name, prompt, 2, room=1) for name, prompt in prompts.items()}
+            expected = {
+                name: bench.alone(name, prompt, 2, room=1) for name, prompt in prompts.items()
+            }
             for name, prompt in prompts.items():
                 bench.add(name, prompt, room=1)
             bench.prefill(*prompts)
             bench.decode(*prompts)
             for name in prompts:
-                require_same(bench, name, expected[name], f"in a step of {rows} rows and {rows * length} tokens")
+                require_same(
+                    bench,
+                    name,
+                    expected[name],
+                    f"in a step of {rows} rows and {rows * length} tokens",
+                )
             bench.remove(*prompts)
             whole = bench.alone("whole", bench.prompt(longest - 1), 1, room=1, seed=1)
             bench.add("parts", bench.prompt(longest - 1), room=1, seed=1)
             bench.run({"parts": longest - 2})
             bench.prefill("parts")
-            require_same(bench, "parts", whole, f"as the last of {longest} tokens, where the prompt came in two chunks")
+            require_same(
+                bench,
+                "parts",
+                whole,
+                f"as the last of {longest} tokens, where the prompt came in two chunks",
+            )
 
 
 def _refuses(call: Callable[[], object]) -> bool:

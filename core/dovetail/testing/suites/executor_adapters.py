@@ -15,13 +15,24 @@ from numpy.typing import NDArray
 from dovetail.api.executor import AdapterLoad
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.executor_bench import Bench
-from dovetail.testing.suites.executor_subject import LENGTHS, MOST_ADAPTERS, ExecutorSubject, model_directory, require_same
+from dovetail.testing.suites.executor_subject import (
+    LENGTHS,
+    MOST_ADAPTERS,
+    ExecutorSubject,
+    model_directory,
+    require_same,
+)
 from dovetail.testing.suites.footprint import temporary_folder
 
 COUNT = 5  # tokens that requests generate
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens.weight"  # names in a checkpoint, where they may share a tensor
+HEAD, EMBEDDING = (
+    "lm_head",
+    "model.embed_tokens.weight",
+)  # names in a checkpoint, where they may share a tensor
 SIZE = 3.0  # of what an adapter adds, to change most tokens
-Weights = Mapping[str, tuple[NDArray[np.float32], NDArray[np.float32]]]  # module -> A [rank, in] and B [out, rank]
+Weights = Mapping[
+    str, tuple[NDArray[np.float32], NDArray[np.float32]]
+]  # module -> A [rank, in] and B [out, rank]
 
 
 class ExecutorAdapters(ExecutorSubject):
@@ -35,17 +46,29 @@ class ExecutorAdapters(ExecutorSubject):
             plain = {name: self._generated(bench, name) for name in LENGTHS}
             slots = {"a": 1, "b": 0, "c": MOST_ADAPTERS}
             loads = {slot: self._load(bench, slot, files[slot]) for slot in slots.values() if slot}
-            expected = {name: self._generated(bench, name, adapter=slot) for name, slot in slots.items()}
-            require(loads and expected["b"] == plain["b"], f"without an adapter b generated {expected['b']}, and before any was loaded {plain['b']}")
-            changed = [name for name, slot in slots.items() if slot and expected[name] == plain[name]]
-            require(not changed, f"requests {changed} generated the same tokens with adapters as without")
+            expected = {
+                name: self._generated(bench, name, adapter=slot) for name, slot in slots.items()
+            }
+            require(
+                loads and expected["b"] == plain["b"],
+                f"without an adapter b generated {expected['b']}, and before any was loaded {plain['b']}",
+            )
+            changed = [
+                name for name, slot in slots.items() if slot and expected[name] == plain[name]
+            ]
+            require(
+                not changed,
+                f"requests {changed} generated the same tokens with adapters as without",
+            )
             for name, slot in slots.items():
                 bench.add(name, self._prompt(bench, name), adapter=slot)
             bench.run({"c": 20, "a": LENGTHS["a"]})
             bench.run({"a": 1, "b": LENGTHS["b"], "c": LENGTHS["c"] - 20})
             bench.decode("b", "c", "a", steps=COUNT - 2)
             for name in slots:
-                require_same(bench, name, expected[name], "beside rows with other adapters, and without")
+                require_same(
+                    bench, name, expected[name], "beside rows with other adapters, and without"
+                )
 
     @check("executor.adapter_merged", since="0.7", capability="adapters")
     def test_an_adapter_computes_what_merged_weights_do(self) -> None:
@@ -62,12 +85,18 @@ class ExecutorAdapters(ExecutorSubject):
                 for index, which in enumerate(("zeros", "rank 0")):
                     self._load(bench, 2, files[which])
                     got = self._generated(bench, name, adapter=2)
-                    require(got == plain, f"with an adapter of {('zeros', 'rank 0')[index]} {name} generated {got}, and without {plain}")
+                    require(
+                        got == plain,
+                        f"with an adapter of {('zeros', 'rank 0')[index]} {name} generated {got}, and without {plain}",
+                    )
             if merge(model_directory(self.model), folder, files.weights[1]):
                 with self._bench(folder) as merged:
                     for name, tokens in found.items():
                         expected = self._generated(merged, name)
-                        require(tokens == expected, f"with an adapter {name} generated {tokens}, and with merged weights {expected}")
+                        require(
+                            tokens == expected,
+                            f"with an adapter {name} generated {tokens}, and with merged weights {expected}",
+                        )
 
     @check("executor.adapter_slots", since="0.7", capability="adapters")
     def test_a_slot_may_get_another_adapter(self) -> None:
@@ -91,7 +120,12 @@ class ExecutorAdapters(ExecutorSubject):
                 bench.collect()
             bench.collect()
             bench.decode("next", steps=COUNT - 1)
-            require_same(bench, "a", expected[1], "in a step during which its slot was to get another adapter")
+            require_same(
+                bench,
+                "a",
+                expected[1],
+                "in a step during which its slot was to get another adapter",
+            )
             require_same(bench, "next", expected[2], "in a slot that held another adapter before")
 
     # Tools
@@ -116,7 +150,10 @@ class Files:
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         adapters = bench.capacity.adapters
-        require(adapters is not None and adapters.slots >= MOST_ADAPTERS and adapters.modules, f"Capacity.adapters is {adapters!r}")
+        require(
+            adapters is not None and adapters.slots >= MOST_ADAPTERS and adapters.modules,
+            f"Capacity.adapters is {adapters!r}",
+        )
         assert adapters is not None
         self.weights: dict[int | str, Weights] = {}
         ranks: dict[int | str, int] = {1: adapters.max_rank, 2: 1, "zeros": 2, "rank 0": 0}
@@ -125,7 +162,8 @@ class Files:
             self.weights[which] = {
                 name: (
                     random.standard_normal((rank, inputs), np.float32) / np.float32(inputs**0.5),
-                    random.standard_normal((out, rank), np.float32) * np.float32(0 if which == "zeros" else SIZE / max(1, rank) ** 0.5),
+                    random.standard_normal((out, rank), np.float32)
+                    * np.float32(0 if which == "zeros" else SIZE / max(1, rank) ** 0.5),
                 )
                 for name, (inputs, out) in adapters.modules.items()
             }
@@ -136,7 +174,14 @@ class Files:
 
         path = self._folder / f"{which}.safetensors"
         if not path.exists():
-            save_file({f"{name}.lora_{part}": own for name, both in self.weights[which].items() for part, own in zip("AB", both, strict=True)}, path)
+            save_file(
+                {
+                    f"{name}.lora_{part}": own
+                    for name, both in self.weights[which].items()
+                    for part, own in zip("AB", both, strict=True)
+                },
+                path,
+            )
         return str(path)
 
 
@@ -154,7 +199,9 @@ def merge(source: Path, folder: Path, weights: Weights) -> bool:
     if HEAD in weights and f"{HEAD}.weight" not in tensors and EMBEDDING in tensors:
         tensors[f"{HEAD}.weight"] = tensors[EMBEDDING]  # the adapter changes only the output layer
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), encoding="utf-8")
+        (folder / "config.json").write_text(
+            json.dumps({**config, "tie_word_embeddings": False}), encoding="utf-8"
+        )
     if any(f"{name}.weight" not in tensors for name in weights):
         return False
     for name, (a, b) in weights.items():

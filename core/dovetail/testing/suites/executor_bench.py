@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.executor import AdapterLoad, Batch, Capacity, Drafts, Executor, Masks, NewRow, Result, RowPooling
+from dovetail.api.executor import (
+    AdapterLoad,
+    Batch,
+    Capacity,
+    Drafts,
+    Executor,
+    Masks,
+    NewRow,
+    Result,
+    RowPooling,
+)
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import fail, require
@@ -85,11 +95,24 @@ class Bench:
     ) -> Seat:
         """Start a request in the next batch, with blocks for `room` more tokens. Its seed is a function of its name."""
         if row is None:
-            row = next(row for row in range(1000) if row not in [seat.row for seat in self.seats.values()])
+            row = next(
+                row for row in range(1000) if row not in [seat.row for seat in self.seats.values()]
+            )
         if blocks is None:
             blocks = self.take_blocks(-(-(len(tokens) + room) // self.block_size))
         params = RowSampling(**{"temperature": 0.0, "seed": zlib.crc32(name.encode()), **sampling})
-        seat = Seat(name, row, list(tokens), prompt_len or len(tokens), computed, list(blocks), params, len(tokens), pooling, adapter)
+        seat = Seat(
+            name,
+            row,
+            list(tokens),
+            prompt_len or len(tokens),
+            computed,
+            list(blocks),
+            params,
+            len(tokens),
+            pooling,
+            adapter,
+        )
         self.seats[name] = seat
         self.tokens.setdefault(name, [])
         self._added.append(seat)
@@ -107,7 +130,10 @@ class Bench:
         self._loads.append(adapter)
 
     def take_blocks(self, count: int) -> list[int]:
-        require(count <= len(self._free_blocks), f"this check needs a pool of {count - len(self._free_blocks)} blocks more: give the executor more")
+        require(
+            count <= len(self._free_blocks),
+            f"this check needs a pool of {count - len(self._free_blocks)} blocks more: give the executor more",
+        )
         taken = self._free_blocks[-1 : -1 - count : -1]  # not in the order of their ids
         del self._free_blocks[len(self._free_blocks) - count :]
         return taken
@@ -133,23 +159,36 @@ class Bench:
         batch = self.build(counts, copies, shared, late=late, drafts=drafts)
         seats = [self.seats[name] for name in counts]
         self.sent.append(Sent(batch, self._call("submit", batch), seats))
-        for seat, count, yields_token in zip(seats, counts.values(), batch.yields_token.tolist(), strict=True):
+        for seat, count, yields_token in zip(
+            seats, counts.values(), batch.yields_token.tolist(), strict=True
+        ):
             if drafts is None:  # otherwise `collect` shows how many
                 seat.computed += count
                 seat.known += yields_token
         return batch
 
-    def sample(self, allowed: Mapping[str | tuple[str, int], Sequence[int]], *, own_memory: bool = True) -> None:
+    def sample(
+        self, allowed: Mapping[str | tuple[str, int], Sequence[int]], *, own_memory: bool = True
+    ) -> None:
         """Sample the oldest, late step: each request named in `allowed`, or its line after the given number of drafts, samples one of these ids. The
         masks are in the executor's own memory, or, although that was requested, elsewhere; the executor's memory then allows everything."""
         sent = self.sent[0]
-        lines = [(seat.name, ahead) for seat, count in zip(sent.seats, sent.batch.num_lines.tolist(), strict=True) for ahead in range(count)]
+        lines = [
+            (seat.name, ahead)
+            for seat, count in zip(sent.seats, sent.batch.num_lines.tolist(), strict=True)
+            for ahead in range(count)
+        ]
         of_lines = {(key, 0) if isinstance(key, str) else key: ids for key, ids in allowed.items()}
         indices = [index for index, line in enumerate(lines) if line in of_lines]
         width = -(-self.capacity.vocab_size // 32)
         words = self.executor.mask_words(len(indices), width)
-        require(words.shape == (len(indices), width), f"mask_words({len(indices)}, {width}) has the shape {words.shape}")
-        require(words.dtype == np.uint32, f"mask_words has the dtype {words.dtype}, expected uint32")
+        require(
+            words.shape == (len(indices), width),
+            f"mask_words({len(indices)}, {width}) has the shape {words.shape}",
+        )
+        require(
+            words.dtype == np.uint32, f"mask_words has the dtype {words.dtype}, expected uint32"
+        )
         if not own_memory:
             words[:] = ~np.uint32(0)
             words = np.empty_like(words)
@@ -163,20 +202,36 @@ class Bench:
         """Collect the oldest step. `broken`: the request with a row that may fail."""
         sent = self.sent.popleft()
         result: Result = self._call("collect", sent.handle)
-        require(result.step == sent.batch.step, f"collect returned step {result.step} where {sent.batch.step} was the oldest uncollected")
+        require(
+            result.step == sent.batch.step,
+            f"collect returned step {result.step} where {sent.batch.step} was the oldest uncollected",
+        )
         may_fail = {index for index, seat in enumerate(sent.seats) if seat.name == broken}
         told = f"of step {result.step}, {may_fail or 'no'} places in the batch may fail, and Result.failed is {result.failed}"
-        require(result.failed.keys() <= may_fail and all(map(str.strip, result.failed.values())), told)
+        require(
+            result.failed.keys() <= may_fail and all(map(str.strip, result.failed.values())), told
+        )
         ids, count = result.token_ids, len(sent.batch.rows)
         if sent.batch.drafts is not None:
             count = self._collect_drafts(sent, sent.batch.drafts, result.counts)
         else:
-            require(result.counts is None, f"a step without drafts has Result.counts {result.counts!r}")
-        shaped = isinstance(ids, np.ndarray) and ids.shape == (count,) and np.issubdtype(ids.dtype, np.integer)
-        require(shaped, f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{count}] integers")
+            require(
+                result.counts is None, f"a step without drafts has Result.counts {result.counts!r}"
+            )
+        shaped = (
+            isinstance(ids, np.ndarray)
+            and ids.shape == (count,)
+            and np.issubdtype(ids.dtype, np.integer)
+        )
+        require(
+            shaped,
+            f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{count}] integers",
+        )
         counts = [1] * count if result.counts is None else result.counts.tolist()
         tokens = ids.tolist()
-        for seat, own, yields_token in zip(sent.seats, counts, sent.batch.yields_token.tolist(), strict=True):
+        for seat, own, yields_token in zip(
+            sent.seats, counts, sent.batch.yields_token.tolist(), strict=True
+        ):
             if yields_token:
                 self.tokens[seat.name] += tokens[:own]
                 seat.tokens += tokens[:own]
@@ -186,10 +241,23 @@ class Bench:
     def _collect_drafts(self, sent: Sent, drafts: Drafts, counts: Any) -> int:
         """Check `Result.counts` of a step with drafts, and count what its rows got. Returns the number of tokens."""
         told = f"of a step whose rows have {sent.batch.num_lines.tolist()} lines, Result.counts is {counts!r}"
-        require(isinstance(counts, np.ndarray) and counts.dtype == np.int32 and counts.shape == sent.batch.rows.shape, f"{told}; expected int32 [b]")
+        require(
+            isinstance(counts, np.ndarray)
+            and counts.dtype == np.int32
+            and counts.shape == sent.batch.rows.shape,
+            f"{told}; expected int32 [b]",
+        )
         possible = (counts <= sent.batch.num_lines) & ((counts >= 1) | ~sent.batch.yields_token)
-        require(bool(possible.all()), f"{told}; expected 1 to that many, and 0 for rows that yield none")
-        for seat, count, drafted, own in zip(sent.seats, sent.batch.num_tokens.tolist(), drafts.counts.tolist(), counts.tolist(), strict=True):
+        require(
+            bool(possible.all()), f"{told}; expected 1 to that many, and 0 for rows that yield none"
+        )
+        for seat, count, drafted, own in zip(
+            sent.seats,
+            sent.batch.num_tokens.tolist(),
+            drafts.counts.tolist(),
+            counts.tolist(),
+            strict=True,
+        ):
             seat.known += own
             seat.computed += own if drafted else count
         return int(counts.sum())
@@ -200,13 +268,17 @@ class Bench:
         self.submit({**dict.fromkeys(drafts, 1), **others}, drafts=drafts)
         return self.collect()
 
-    def run(self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0) -> Result:
+    def run(
+        self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0
+    ) -> Result:
         self.submit(counts, copies, shared)
         return self.collect()
 
     def prefill(self, *names: str) -> Result:
         """All known tokens that aren't computed."""
-        return self.run({name: self.seats[name].known - self.seats[name].computed for name in names})
+        return self.run(
+            {name: self.seats[name].known - self.seats[name].computed for name in names}
+        )
 
     def decode(self, *names: str, steps: int = 1) -> None:
         for _ in range(steps):
@@ -235,12 +307,17 @@ class Bench:
         counts = [group.blocks(self.block_size) * group.pages_per_block for group in layout.groups]
         starts = [sum(counts[:index]) for index in range(len(counts))]
         return tuple(
-            [block * sum(counts) + start + page for block in blocks for page in range(count)] for start, count in zip(starts, counts, strict=True)
+            [block * sum(counts) + start + page for block in blocks for page in range(count)]
+            for start, count in zip(starts, counts, strict=True)
         )
 
     def copies(self, source: int, target: int) -> list[PageCopy]:
         """Return the copies of one block's pages."""
-        return [PageCopy(src, dst) for pair in zip(self.pages([source]), self.pages([target]), strict=True) for src, dst in zip(*pair, strict=True)]
+        return [
+            PageCopy(src, dst)
+            for pair in zip(self.pages([source]), self.pages([target]), strict=True)
+            for src, dst in zip(*pair, strict=True)
+        ]
 
     # How it is sent
 
@@ -261,23 +338,46 @@ class Bench:
         removed, self._removed = self._removed, []
         loads, self._loads = self._loads, []
         ends = [seat.computed + counts[seat.name] == seat.known for seat in seats]
-        pooled = [index for index, (seat, at_end) in enumerate(zip(seats, ends, strict=True)) if at_end and seat.pooling is not None]
+        pooled = [
+            index
+            for index, (seat, at_end) in enumerate(zip(seats, ends, strict=True))
+            if at_end and seat.pooling is not None
+        ]
         return Batch(
             step=self.step,
             removed=np.array(sorted(set(removed)), np.int32),
             added=tuple(_new_row(seat, self.pages(seat.blocks)) for seat in added),
             new_pages=np.array(
-                [(group, row, page) for row, block in appended for group, pages in enumerate(self.pages([block])) for page in pages], np.int32
+                [
+                    (group, row, page)
+                    for row, block in appended
+                    for group, pages in enumerate(self.pages([block]))
+                    for page in pages
+                ],
+                np.int32,
             ).reshape(-1, 3),
             copies=tuple(copies),
             rows=np.array([seat.row for seat in seats], np.int32),
-            num_tokens=np.array([count + len(ids) for count, ids in zip(counts.values(), own, strict=True)], np.int32),
-            yields_token=np.array([at_end and seat.pooling is None for seat, at_end in zip(seats, ends, strict=True)], np.bool_),
-            shared_prefix_blocks=shared * self.block_size // self.capacity.layout.groups[0].block_tokens,
+            num_tokens=np.array(
+                [count + len(ids) for count, ids in zip(counts.values(), own, strict=True)],
+                np.int32,
+            ),
+            yields_token=np.array(
+                [at_end and seat.pooling is None for seat, at_end in zip(seats, ends, strict=True)],
+                np.bool_,
+            ),
+            shared_prefix_blocks=shared
+            * self.block_size
+            // self.capacity.layout.groups[0].block_tokens,
             late=late,
             adapters=tuple(loads),
             pooled=np.array(pooled, np.int32) if pooled else None,
-            drafts=None if drafts is None else Drafts(np.array([*map(len, own)], np.int32), np.array([id for ids in own for id in ids], np.int32)),
+            drafts=None
+            if drafts is None
+            else Drafts(
+                np.array([*map(len, own)], np.int32),
+                np.array([id for ids in own for id in ids], np.int32),
+            ),
         )
 
     def _call(self, method: str, *arguments: Any) -> Any:

@@ -14,7 +14,10 @@ class ExecutorBlocks(ExecutorSubject):
         with self._bench() as bench:
             size = bench.block_size
             lengths = {"a": 1, "c": size}
-            expected = {name: bench.alone(name, bench.prompt(length + 2 * size), 3) for name, length in lengths.items()}
+            expected = {
+                name: bench.alone(name, bench.prompt(length + 2 * size), 3)
+                for name, length in lengths.items()
+            }
             for name, length in lengths.items():
                 bench.add(name, bench.prompt(length + 2 * size), blocks=bench.take_blocks(1))
             bench.run({"a": 1, "c": size})
@@ -25,9 +28,21 @@ class ExecutorBlocks(ExecutorSubject):
             for name in lengths:
                 seat = bench.seats[name]
                 require_same(bench, name, expected[name], "its blocks appended c, a, c, a, …")
-                bench.add("next", seat.tokens, prompt_len=seat.prompt_len, computed=seat.computed, blocks=seat.blocks, seed=seat.sampling.seed)
+                bench.add(
+                    "next",
+                    seat.tokens,
+                    prompt_len=seat.prompt_len,
+                    computed=seat.computed,
+                    blocks=seat.blocks,
+                    seed=seat.sampling.seed,
+                )
                 bench.prefill("next")
-                require_same(bench, "next", expected[name][2:], "on the blocks of another, which were appended to its table")
+                require_same(
+                    bench,
+                    "next",
+                    expected[name][2:],
+                    "on the blocks of another, which were appended to its table",
+                )
 
     @check("executor.cached", since="0.1")
     def test_a_row_may_begin_on_blocks_that_others_wrote(self) -> None:
@@ -38,8 +53,16 @@ class ExecutorBlocks(ExecutorSubject):
             prompt = bench.prompt(shared + 3)
             expected = bench.alone("a", prompt, 3)
             first = bench.add("first", bench.prompt(shared))
-            for when, counts in (("in the same step", {"a": 3, "first": shared}), ("before", {"a": 3})):
-                bench.add("a", prompt, computed=shared, blocks=[*first.blocks[:2], *bench.take_blocks(-(-11 // bench.block_size))])
+            for when, counts in (
+                ("in the same step", {"a": 3, "first": shared}),
+                ("before", {"a": 3}),
+            ):
+                bench.add(
+                    "a",
+                    prompt,
+                    computed=shared,
+                    blocks=[*first.blocks[:2], *bench.take_blocks(-(-11 // bench.block_size))],
+                )
                 bench.run(counts)
                 bench.decode("a", steps=2)
                 require_same(bench, "a", expected, f"on blocks that another wrote {when}")
@@ -52,7 +75,10 @@ class ExecutorBlocks(ExecutorSubject):
         Exactly these blocks may be read once for all rows of the batch."""
         with self._bench() as bench:
             shared = 2 * bench.block_size
-            prompts = {name: bench.prompt(shared) + bench.prompt(3 + variant, variant) for variant, name in enumerate("abc")}
+            prompts = {
+                name: bench.prompt(shared) + bench.prompt(3 + variant, variant)
+                for variant, name in enumerate("abc")
+            }
             expected = {name: bench.alone(name, prompt, 4) for name, prompt in prompts.items()}
             first = bench.add("first", bench.prompt(shared))
             bench.prefill("first")
@@ -72,19 +98,43 @@ class ExecutorBlocks(ExecutorSubject):
         with self._bench() as bench:
             length = bench.block_size + bench.block_size // 2 + 1
             prompt = bench.prompt(length)
-            expected, other = bench.alone("a", prompt, 3), bench.alone("other", bench.prompt(length, variant=1), 1)
+            expected, other = (
+                bench.alone("a", prompt, 3),
+                bench.alone("other", bench.prompt(length, variant=1), 1),
+            )
             source = bench.add("source", prompt, room=0)
             bench.prefill("source")
             room = -(-(length + 8) // bench.block_size)
-            middle, table, second = bench.take_blocks(len(source.blocks)), bench.take_blocks(room), bench.take_blocks(room)
+            middle, table, second = (
+                bench.take_blocks(len(source.blocks)),
+                bench.take_blocks(room),
+                bench.take_blocks(room),
+            )
             bench.remove("source")
             bench.add("other", bench.prompt(length, variant=1), blocks=source.blocks)
             bench.add("a", prompt, computed=length - 1, blocks=table)
-            bench.add("twin", prompt, computed=length - 1, blocks=second, seed=bench.seats["a"].sampling.seed)
-            pairs = [*zip(source.blocks, middle, strict=True), *zip(middle, table, strict=False), *zip(source.blocks, second, strict=False)]
+            bench.add(
+                "twin",
+                prompt,
+                computed=length - 1,
+                blocks=second,
+                seed=bench.seats["a"].sampling.seed,
+            )
+            pairs = [
+                *zip(source.blocks, middle, strict=True),
+                *zip(middle, table, strict=False),
+                *zip(source.blocks, second, strict=False),
+            ]
             copies = [copy for src, dst in pairs for copy in bench.copies(src, dst)]
             bench.run({"other": length, "a": 1, "twin": 1}, copies=copies)
-            require_same(bench, "other", other, "in blocks that were copied before it wrote to them")
+            require_same(
+                bench, "other", other, "in blocks that were copied before it wrote to them"
+            )
             bench.decode("a", "twin", steps=2)
-            require_same(bench, "a", expected, "on copies of copies of another's blocks, which a third wrote to in the same step")
+            require_same(
+                bench,
+                "a",
+                expected,
+                "on copies of copies of another's blocks, which a third wrote to in the same step",
+            )
             require_same(bench, "twin", expected, "on second copies of another's blocks")

@@ -10,7 +10,14 @@ import numpy as np
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_sampling import HOT
-from dovetail.testing.suites.executor_subject import LENGTHS, MOST_DRAFTS, SEEDED, SETTINGS, ExecutorSubject, require_same
+from dovetail.testing.suites.executor_subject import (
+    LENGTHS,
+    MOST_DRAFTS,
+    SEEDED,
+    SETTINGS,
+    ExecutorSubject,
+    require_same,
+)
 
 STEPS = 3
 COUNT = 2 + STEPS * (1 + MOST_DRAFTS)  # tokens that requests generate
@@ -42,7 +49,9 @@ class ExecutorDrafts(ExecutorSubject):
                     result = bench.check(drafts)
                     kept = next((n for n in range(MOST_DRAFTS) if not right(n)), MOST_DRAFTS)
                     told = f"with {MOST_DRAFTS} drafts {which}, rows got {result.counts} tokens, expected {1 + kept}"
-                    require(result.counts is not None and result.counts.tolist() == [1 + kept] * 3, told)
+                    require(
+                        result.counts is not None and result.counts.tolist() == [1 + kept] * 3, told
+                    )
                 bench.decode("b", "c", "a")
                 self._end(bench, expected, f"with drafts {which}")
 
@@ -54,17 +63,37 @@ class ExecutorDrafts(ExecutorSubject):
             expected = self._expected(bench, *LENGTHS)
             self._begin(bench, "a", "b")
             self._seat(bench, "c", room=ROOM)
-            for chunk, rights in ((20, [True, False, True]), (LENGTHS["c"] - 20, [True] * MOST_DRAFTS)):
-                drafts = {"b": _drafts(bench, "b", expected["b"], rights.__getitem__, len(rights)), "a": []}
+            for chunk, rights in (
+                (20, [True, False, True]),
+                (LENGTHS["c"] - 20, [True] * MOST_DRAFTS),
+            ):
+                drafts = {
+                    "b": _drafts(bench, "b", expected["b"], rights.__getitem__, len(rights)),
+                    "a": [],
+                }
                 bench.check(drafts, c=chunk)
             bench.check({"a": [], "c": _drafts(bench, "c", expected["c"], lambda n: True, 2)})
-            bench.check({"c": [], "b": [], "a": _drafts(bench, "a", expected["a"], lambda n: n != 1, 2)})
+            bench.check(
+                {"c": [], "b": [], "a": _drafts(bench, "a", expected["a"], lambda n: n != 1, 2)}
+            )
             bench.decode("c", "a")
             seat = bench.seats["c"]
-            bench.add("next", seat.tokens, prompt_len=seat.prompt_len, computed=seat.computed, blocks=seat.blocks, seed=seat.sampling.seed)
+            bench.add(
+                "next",
+                seat.tokens,
+                prompt_len=seat.prompt_len,
+                computed=seat.computed,
+                blocks=seat.blocks,
+                seed=seat.sampling.seed,
+            )
             done = len(bench.tokens["c"])
             bench.prefill("next")
-            require_same(bench, "next", expected["c"][done:], "on the blocks of another, some of whose tokens had been drafts")
+            require_same(
+                bench,
+                "next",
+                expected["c"][done:],
+                "on the blocks of another, some of whose tokens had been drafts",
+            )
             self._end(bench, expected, "beside rows with more or fewer drafts, and prompts")
 
     @check("executor.drafts_sampling", since="0.6", capability="drafts")
@@ -92,7 +121,12 @@ class ExecutorDrafts(ExecutorSubject):
                     bench.decode(*ways, steps=COUNT - 1)
                     expected = {name: list(bench.tokens[name]) for name in ways}
                 for _ in range(0 if which is None else STEPS):
-                    bench.check({name: _drafts(bench, name, expected[name], DRAFTERS[which or ""]) for name in ways})
+                    bench.check(
+                        {
+                            name: _drafts(bench, name, expected[name], DRAFTERS[which or ""])
+                            for name in ways
+                        }
+                    )
                 self._end(bench, expected, f"with drafts {which}")
 
     @check("executor.drafts_logprobs", since="0.6", capability="drafts")
@@ -132,15 +166,27 @@ class ExecutorDrafts(ExecutorSubject):
             last = bench.capacity.vocab_size - 1
             self._begin(bench, "a", "b")
             self._seat(bench, "c", room=ROOM)
-            drafts = {name: _drafts(bench, name, expected[name], lambda n: True, 3) for name in "ab"}
+            drafts = {
+                name: _drafts(bench, name, expected[name], lambda n: True, 3) for name in "ab"
+            }
             bench.submit({"c": 20, "b": 1, "a": 1}, drafts=drafts, late=True)
-            bench.sample({("b", 0): [expected["b"][1]], ("b", 2): [last], ("a", 1): sorted({expected["a"][2], last})})
+            bench.sample(
+                {
+                    ("b", 0): [expected["b"][1]],
+                    ("b", 2): [last],
+                    ("a", 1): sorted({expected["a"][2], last}),
+                }
+            )
             result = bench.collect()
             told = "with a mask on the third line of b, which allows another token than its draft, and one on the second of a, which allows its own"
             require(
-                result.counts is not None and result.counts.tolist() == [0, 3, 4], f"{told}, rows got {result.counts} tokens, expected 0, 3 and 4"
+                result.counts is not None and result.counts.tolist() == [0, 3, 4],
+                f"{told}, rows got {result.counts} tokens, expected 0, 3 and 4",
             )
-            require(bench.tokens["b"] == [*expected["b"][:3], last], f"{told}, b generated {bench.tokens['b']}")
+            require(
+                bench.tokens["b"] == [*expected["b"][:3], last],
+                f"{told}, b generated {bench.tokens['b']}",
+            )
             bench.tokens.pop("b")
             bench.remove("b")
             bench.prefill("a", "c")
@@ -151,15 +197,31 @@ class ExecutorDrafts(ExecutorSubject):
         """A step with `Capacity.max_lines` lines, or with drafts up to the last token of the longest sequence, failed or gave other tokens."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             lines, rows = bench.capacity.max_lines, SETTINGS["max_num_seqs"]
-            require(lines >= rows, f"max_lines is {lines}, and each of {rows} rows may sample a token")
+            require(
+                lines >= rows, f"max_lines is {lines}, and each of {rows} rows may sample a token"
+            )
             share = min(MOST_DRAFTS, lines // rows - 1)
             prompts = {f"r{row}": bench.prompt(5, variant=row) for row in range(rows)}
-            expected = {name: bench.alone(name, prompt, 2 + share, room=2 + share) for name, prompt in prompts.items()}
+            expected = {
+                name: bench.alone(name, prompt, 2 + share, room=2 + share)
+                for name, prompt in prompts.items()
+            }
             for name, prompt in prompts.items():
                 bench.add(name, prompt, room=2 + share)
             bench.prefill(*prompts)
             more = iter(range(min(lines - rows * (1 + share), rows if share < MOST_DRAFTS else 0)))
-            bench.check({name: _drafts(bench, name, expected[name], lambda n: True, share + (next(more, None) is not None)) for name in prompts})
+            bench.check(
+                {
+                    name: _drafts(
+                        bench,
+                        name,
+                        expected[name],
+                        lambda n: True,
+                        share + (next(more, None) is not None),
+                    )
+                    for name in prompts
+                }
+            )
             self._end(bench, expected, f"in a step of {lines} lines")
             longest = bench.capacity.max_model_len
             whole = bench.alone("whole", bench.prompt(longest - 4), 4, room=4, seed=1)
@@ -170,7 +232,12 @@ class ExecutorDrafts(ExecutorSubject):
 
     def _expected(self, bench: Bench, *names: str) -> dict[str, list[int]]:
         """Return the tokens of each, one by one."""
-        return {name: bench.alone(name, self._prompt(bench, name), COUNT, room=ROOM, **SEEDED.get(name, {})) for name in names}
+        return {
+            name: bench.alone(
+                name, self._prompt(bench, name), COUNT, room=ROOM, **SEEDED.get(name, {})
+            )
+            for name in names
+        }
 
     def _begin(self, bench: Bench, *names: str) -> None:
         self._seat(bench, *names, room=ROOM)
@@ -184,7 +251,12 @@ class ExecutorDrafts(ExecutorSubject):
         bench.remove(*expected)
 
 
-def _drafts(bench: Bench, name: str, expected: Sequence[int], right: Drafter, count: int = MOST_DRAFTS) -> list[int]:
+def _drafts(
+    bench: Bench, name: str, expected: Sequence[int], right: Drafter, count: int = MOST_DRAFTS
+) -> list[int]:
     """Return up to `count` drafts for a request that generates `expected`: of each, whether it is right."""
     comes = expected[len(bench.tokens[name]) :][:count]
-    return [token if right(n) else (token + 1) % bench.capacity.vocab_size for n, token in enumerate(comes)]
+    return [
+        token if right(n) else (token + 1) % bench.capacity.vocab_size
+        for n, token in enumerate(comes)
+    ]

@@ -6,7 +6,13 @@ from dovetail.api.executor import HostLogprobs
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_sampling import HOT
-from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, ExecutorSubject, require_same
+from dovetail.testing.suites.executor_subject import (
+    LENGTHS,
+    SEEDED,
+    SETTINGS,
+    ExecutorSubject,
+    require_same,
+)
 
 
 class ExecutorLate(ExecutorSubject):
@@ -17,7 +23,10 @@ class ExecutorLate(ExecutorSubject):
         """`late` steps sampled without a mask gave other tokens. `submit` of a late batch only runs the model, `sample` samples for the rows that
         yield a token."""
         with self._bench() as bench:
-            expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
+            expected = {
+                name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
+                for name in LENGTHS
+            }
             self._seat(bench, *LENGTHS)
             bench.submit({"c": 20, "a": LENGTHS["a"]}, late=True)  # a chunk of c yields nothing
             bench.sample({})
@@ -38,26 +47,40 @@ class ExecutorLate(ExecutorSubject):
         mask sampled another token than by itself, possibly after a step with a mask. `Masks.lines` are indices among lines: rows that
         yield no token have none. `Masks.words` may be in other memory than `mask_words` returned."""
         with self._bench() as bench:
-            expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
+            expected = {
+                name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
+                for name in LENGTHS
+            }
             last = bench.capacity.vocab_size - 1
             self._seat(bench, *LENGTHS)
             bench.submit({"c": 20, "a": LENGTHS["a"], "b": LENGTHS["b"]}, late=True)
             bench.sample({"a": [last]})
             bench.collect()
-            require(bench.tokens["a"] == [last], f"only token {last} was allowed, and {bench.tokens['a']} was sampled")
+            require(
+                bench.tokens["a"] == [last],
+                f"only token {last} was allowed, and {bench.tokens['a']} was sampled",
+            )
             bench.submit({"b": 1, "c": LENGTHS["c"] - 20, "a": 1}, late=True)
             bench.sample({"a": [0], "c": sorted({expected["c"][0], last})}, own_memory=False)
             bench.collect()
-            require(bench.tokens["a"] == [last, 0], f"only token 0 was allowed, and {bench.tokens['a'][1:]} was sampled")
+            require(
+                bench.tokens["a"] == [last, 0],
+                f"only token 0 was allowed, and {bench.tokens['a'][1:]} was sampled",
+            )
             bench.submit({"b": 1, "c": 1, "a": 1}, late=True)
             bench.sample({"a": [last]})
             bench.collect()
-            require(bench.tokens["a"] == [last, 0, last], f"only token {last} was allowed, and {bench.tokens['a'][2:]} was sampled")
+            require(
+                bench.tokens["a"] == [last, 0, last],
+                f"only token {last} was allowed, and {bench.tokens['a'][2:]} was sampled",
+            )
             bench.submit({"c": 1}, late=True)
             bench.sample({})
             bench.collect()
             require_same(bench, "b", expected["b"], "beside rows with masks")
-            require_same(bench, "c", expected["c"], "after a step with a mask, in late steps without one")
+            require_same(
+                bench, "c", expected["c"], "after a step with a mask, in late steps without one"
+            )
 
     @check("executor.masked_draws", since="0.3", capability="masks")
     def test_a_masked_row_draws_among_what_is_allowed(self) -> None:
@@ -67,7 +90,10 @@ class ExecutorLate(ExecutorSubject):
             if not self.declares("samples"):
                 return
             allowed = [0, bench.capacity.vocab_size - 1]
-            drawn, again = ([token for turn in range(2) for token in _draw(bench, allowed, turn)] for _ in range(2))
+            drawn, again = (
+                [token for turn in range(2) for token in _draw(bench, allowed, turn)]
+                for _ in range(2)
+            )
             told = f"{len(drawn)} rows with different seeds at temperature {HOT:g}, allowed {allowed}, drew {drawn}"
             require(set(drawn) == set(allowed), told)
             require(drawn == again, f"{told}, and then {again}")
@@ -87,7 +113,12 @@ class ExecutorLate(ExecutorSubject):
                 bench.collect()
                 bench.sample({"a": sorted({expected[len(bench.tokens["a"])], 0})})
             bench.collect()
-            require_same(bench, "a", expected, "sampled late, each mask allowing the token that it generates by itself")
+            require_same(
+                bench,
+                "a",
+                expected,
+                "sampled late, each mask allowing the token that it generates by itself",
+            )
 
     @check("executor.masked_logprobs", since="0.3", capability="logprobs")
     def test_masks_leave_log_probabilities_as_they_are(self) -> None:
@@ -98,11 +129,17 @@ class ExecutorLate(ExecutorSubject):
             raw = self._first_logprobs(bench, None)
             other = int(raw.token_ids[0, 2])  # the second most likely
             masked = self._first_logprobs(bench, [other])
-            require(int(masked.token_ids[0, 0]) == other, f"only token {other} was allowed, and {masked.token_ids[0, 0]} was sampled")
-            near = np.allclose(masked.logprobs[0, 1:], raw.logprobs[0, 1:], atol=1e-4) and np.isclose(
-                masked.logprobs[0, 0], raw.logprobs[0, 2], atol=1e-4
+            require(
+                int(masked.token_ids[0, 0]) == other,
+                f"only token {other} was allowed, and {masked.token_ids[0, 0]} was sampled",
             )
-            require(bool(near), f"log-probabilities were {raw.logprobs[0].tolist()}, and under a mask {masked.logprobs[0].tolist()}")
+            near = np.allclose(
+                masked.logprobs[0, 1:], raw.logprobs[0, 1:], atol=1e-4
+            ) and np.isclose(masked.logprobs[0, 0], raw.logprobs[0, 2], atol=1e-4)
+            require(
+                bool(near),
+                f"log-probabilities were {raw.logprobs[0].tolist()}, and under a mask {masked.logprobs[0].tolist()}",
+            )
 
     def _first_logprobs(self, bench: Bench, allowed: list[int] | None) -> HostLogprobs:
         """Return the log-probabilities of the first token of a greedy request, with three alternatives."""

@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 from dovetail.api.executor import PoolingCapacity, RowPooling
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import IDS, Bench
-from dovetail.testing.suites.executor_subject import LENGTHS, ExecutorSubject, broken_model, require_same
+from dovetail.testing.suites.executor_subject import (
+    LENGTHS,
+    ExecutorSubject,
+    broken_model,
+    require_same,
+)
 from dovetail.testing.suites.footprint import temporary_folder
 
 NAN = IDS + 1  # a token that no other prompt has
@@ -34,13 +39,21 @@ class ExecutorPooled(ExecutorSubject):
                 first = bench.run({"c": 20, "a": LENGTHS["a"]})
                 second = bench.run({"c": LENGTHS["c"] - 20})
                 told = [sorted(first.pooled), sorted(second.pooled)]
-                require(told == [[1], [0]], f"{task}: results of the places {told} of two steps; due were those of [[1], [0]]")
+                require(
+                    told == [[1], [0]],
+                    f"{task}: results of the places {told} of two steps; due were those of [[1], [0]]",
+                )
                 for result, name in ((first.pooled[1], "a"), (second.pooled[0], "c")):
                     shape = (LENGTHS[name], size) if task.startswith("token_") else (size,)
                     kind = isinstance(result, np.ndarray) and result.dtype == np.float32
-                    require(kind and result.shape == shape, f"{task} of {LENGTHS[name]} tokens is {result!r}, expected float32 {list(shape)}")
+                    require(
+                        kind and result.shape == shape,
+                        f"{task} of {LENGTHS[name]} tokens is {result!r}, expected float32 {list(shape)}",
+                    )
                 ids = [*first.token_ids.tolist(), *second.token_ids.tolist()]
-                require(ids == [-1] * 3, f"rows that pool have the tokens {ids}, expected none (-1)")
+                require(
+                    ids == [-1] * 3, f"rows that pool have the tokens {ids}, expected none (-1)"
+                )
                 bench.remove("a", "c")
 
     @check("executor.pooled_beside", since="0.7", capability="pooling")
@@ -51,7 +64,10 @@ class ExecutorPooled(ExecutorSubject):
         for method in METHODS:
             with self._bench(pooling={"method": method}) as bench:
                 can = _capacity(bench)
-                require(can.method == method, f"pooling.method is {method}, and Capacity.pooling.method {can.method}")
+                require(
+                    can.method == method,
+                    f"pooling.method is {method}, and Capacity.pooling.method {can.method}",
+                )
                 for task in can.tasks:
                     pooling, how = RowPooling(task), f"{task} by {method}"
                     expected = {name: self._alone(bench, name, pooling) for name in LENGTHS}
@@ -61,16 +77,30 @@ class ExecutorPooled(ExecutorSubject):
                         bench.add("g", self._prompt(bench, "a"))
                     found: dict[str, Vector] = {}
                     chunks: Sequence[Mapping[str, int]] = (
-                        ({"g": LENGTHS["a"], "c": 7, "a": 4}, {"c": 29, "g": 1, "a": 7}, {"g": 1, "b": 2, "c": 1})
+                        (
+                            {"g": LENGTHS["a"], "c": 7, "a": 4},
+                            {"c": 29, "g": 1, "a": 7},
+                            {"g": 1, "b": 2, "c": 1},
+                        )
                         if not can.indivisible
                         else ({"c": LENGTHS["c"], "a": LENGTHS["a"]}, {"b": 2})
                     )
                     for counts in chunks:
-                        counts = {name: count for name, count in counts.items() if name in bench.seats}
+                        counts = {
+                            name: count for name, count in counts.items() if name in bench.seats
+                        }
                         result = bench.run(counts)
-                        found |= {name: result.pooled[index] for index, name in enumerate(counts) if index in result.pooled}
+                        found |= {
+                            name: result.pooled[index]
+                            for index, name in enumerate(counts)
+                            if index in result.pooled
+                        }
                     for name in LENGTHS:
-                        require_close(found.get(name), expected[name], f"{how} of {name}, in chunks and beside others")
+                        require_close(
+                            found.get(name),
+                            expected[name],
+                            f"{how} of {name}, in chunks and beside others",
+                        )
                     bench.remove(*LENGTHS)
                     if can.generates:
                         require_same(bench, "g", tokens, f"beside rows that pool ({how})")
@@ -78,7 +108,11 @@ class ExecutorPooled(ExecutorSubject):
                     self._pools(bench, "b", "a", task=pooling)
                     result = bench.prefill("a", "b")
                     for index, name in enumerate("ab"):
-                        require_close(result.pooled.get(index), expected[name], f"{how} of {name}, in a row that another had before")
+                        require_close(
+                            result.pooled.get(index),
+                            expected[name],
+                            f"{how} of {name}, in a row that another had before",
+                        )
                     bench.remove("a", "b")
 
     @check("executor.pooled_again", since="0.7", capability="pooling")
@@ -95,13 +129,29 @@ class ExecutorPooled(ExecutorSubject):
                         self._pools(bench, "c", task=pooling)
                         bench.run({"c": 20})
                         seat = bench.seats["c"]
-                        computed = 0 if can.needs_all_states(task) else 16 // bench.block_size * bench.block_size
+                        computed = (
+                            0
+                            if can.needs_all_states(task)
+                            else 16 // bench.block_size * bench.block_size
+                        )
                         bench.remove("c")
                         blocks = seat.blocks if computed else None
-                        bench.add("c", seat.tokens, row=seat.row, computed=computed, blocks=blocks, room=0, pooling=pooling)
+                        bench.add(
+                            "c",
+                            seat.tokens,
+                            row=seat.row,
+                            computed=computed,
+                            blocks=blocks,
+                            room=0,
+                            pooling=pooling,
+                        )
                         bench.run({"c": 5})
                         result = bench.prefill("c")
-                        require_close(result.pooled.get(0), expected, f"{task} by {method}, of a row that began again after {computed} tokens")
+                        require_close(
+                            result.pooled.get(0),
+                            expected,
+                            f"{task} by {method}, of a row that began again after {computed} tokens",
+                        )
                         bench.remove("c")
 
     @check("executor.pooled_settings", since="0.7", capability="pooling")
@@ -115,7 +165,10 @@ class ExecutorPooled(ExecutorSubject):
                 wanted = {"b": RowPooling(task), "c": RowPooling(task, activate=False)}
                 if task.endswith("embed"):
                     few = max(1, can.size // 4) if can.dimensions is None else min(can.dimensions)
-                    wanted |= {"few": RowPooling(task, few), "raw": RowPooling(task, few, activate=False)}
+                    wanted |= {
+                        "few": RowPooling(task, few),
+                        "raw": RowPooling(task, few, activate=False),
+                    }
                 for name, pooling in wanted.items():
                     bench.add(name, self._prompt(bench, "a"), pooling=pooling)
                 result = bench.prefill(*wanted)
@@ -123,9 +176,16 @@ class ExecutorPooled(ExecutorSubject):
                     found = result.pooled.get(index)
                     cut = raw[..., : pooling.dimensions]
                     if not task.endswith("embed") and pooling.activate:
-                        require(found is not None and bool(((found >= 0) & (found <= 1)).all()), f"{task} gave {found}, expected probabilities")
+                        require(
+                            found is not None and bool(((found >= 0) & (found <= 1)).all()),
+                            f"{task} gave {found}, expected probabilities",
+                        )
                         continue
-                    expected = cut / np.linalg.norm(cut, axis=-1, keepdims=True) if pooling.activate else cut
+                    expected = (
+                        cut / np.linalg.norm(cut, axis=-1, keepdims=True)
+                        if pooling.activate
+                        else cut
+                    )
                     require_close(found, expected, f"a row with {pooling}, beside others")
                 bench.remove(*wanted)
 
@@ -145,7 +205,9 @@ class ExecutorPooled(ExecutorSubject):
                     result = bench.collect(broken="nan")
                     told = f"{task}: failed are {dict(result.failed)}, and results of {sorted(result.pooled)}"
                     require(sorted(result.failed) == [0] and sorted(result.pooled) == [1], told)
-                    require_close(result.pooled.get(1), expected, f"{task} beside a row whose states are NaN")
+                    require_close(
+                        result.pooled.get(1), expected, f"{task} beside a row whose states are NaN"
+                    )
                     bench.remove("nan", "a")
 
     def _pools(self, bench: Bench, *names: str, task: RowPooling) -> None:
@@ -170,7 +232,13 @@ def _capacity(bench: Bench) -> PoolingCapacity:
 
 def require_close(found: Vector | None, expected: Vector, what: str) -> None:
     """Check that a result is the expected one, up to rounding in sums."""
-    require(found is not None and found.shape == expected.shape, f"{what}: {found!r}, expected {list(expected.shape)} numbers")
+    require(
+        found is not None and found.shape == expected.shape,
+        f"{what}: {found!r}, expected {list(expected.shape)} numbers",
+    )
     if found is not None:
         off = float(np.abs(found - expected).max())
-        require(off <= CLOSE * float(np.abs(expected).max()), f"{what}: differs by {off:.3g} from what the prompt gives by itself at once")
+        require(
+            off <= CLOSE * float(np.abs(expected).max()),
+            f"{what}: differs by {off:.3g} from what the prompt gives by itself at once",
+        )

@@ -7,7 +7,14 @@ import numpy as np
 from dovetail.api.clock import VirtualClock
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.executor_bench import IDS
-from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, ExecutorSubject, broken_model, require_same
+from dovetail.testing.suites.executor_subject import (
+    LENGTHS,
+    SEEDED,
+    SETTINGS,
+    ExecutorSubject,
+    broken_model,
+    require_same,
+)
 from dovetail.testing.suites.footprint import temporary_folder
 
 LONG_STEPS = 3
@@ -22,7 +29,10 @@ class ExecutorResults(ExecutorSubject):
         """With the maximum number of steps in flight, `collect` of the oldest handle returned another step, or the tokens of another. Results are a
         queue; a step's samples must not be overwritten by the next step."""
         with self._bench() as bench:
-            expected = {name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {})) for name in LENGTHS}
+            expected = {
+                name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
+                for name in LENGTHS
+            }
             self._seat(bench, *LENGTHS)
             steps = [dict.fromkeys(names, 1) for names in ("cba", "ab", "c", "bc", "a", "cab")]
             for counts in [{"a": LENGTHS["a"]}, {"b": LENGTHS["b"], "c": LENGTHS["c"]}, *steps]:
@@ -32,7 +42,9 @@ class ExecutorResults(ExecutorSubject):
             while bench.sent:
                 bench.collect()
             for name in LENGTHS:
-                require_same(bench, name, expected[name], "with steps in flight, and others beside it")
+                require_same(
+                    bench, name, expected[name], "with steps in flight, and others beside it"
+                )
 
     @check("executor.results", since="0.1")
     def test_each_row_of_the_batch_has_its_result(self) -> None:
@@ -42,13 +54,24 @@ class ExecutorResults(ExecutorSubject):
             self._seat(bench, *LENGTHS)
             batch = bench.submit({"c": 20, "a": LENGTHS["a"], "b": 1})
             result = bench.collect()
-            for token, yields_token in zip(result.token_ids.tolist(), batch.yields_token.tolist(), strict=True):
+            for token, yields_token in zip(
+                result.token_ids.tolist(), batch.yields_token.tolist(), strict=True
+            ):
                 vocabulary = bench.capacity.vocab_size
                 told = f"token_ids are {result.token_ids.tolist()} where yields_token is {batch.yields_token.tolist()}"
-                require((0 <= token < vocabulary) if yields_token else token == -1, f"{told}; expected ids below {vocabulary}, and -1 elsewhere")
-            require(result.token_ids.dtype == np.int64, f"token_ids have the dtype {result.token_ids.dtype}, expected int64")
+                require(
+                    (0 <= token < vocabulary) if yields_token else token == -1,
+                    f"{told}; expected ids below {vocabulary}, and -1 elsewhere",
+                )
+            require(
+                result.token_ids.dtype == np.int64,
+                f"token_ids have the dtype {result.token_ids.dtype}, expected int64",
+            )
             times = [type(time) for time in (result.started, result.ended)]
-            require(times == [float, float], f"started and ended are of the types {times}, expected float")
+            require(
+                times == [float, float],
+                f"started and ended are of the types {times}, expected float",
+            )
             require(not result.failed, f"nothing failed, and Result.failed is {result.failed}")
 
     @check("executor.failed_row", since="0.3", capability="samples")
@@ -72,7 +95,12 @@ class ExecutorResults(ExecutorSubject):
                 self._seat(bench, "a", rows={"a": 0})
                 bench.prefill("a")
                 bench.decode("a")
-                require_same(bench, "a", expected["a"], "in the row and the blocks of one whose values were NaN")
+                require_same(
+                    bench,
+                    "a",
+                    expected["a"],
+                    "in the row and the blocks of one whose values were NaN",
+                )
 
     @check("executor.batch_untouched", since="0.1")
     def test_a_batch_is_only_read(self) -> None:
@@ -82,7 +110,12 @@ class ExecutorResults(ExecutorSubject):
             counts = {name: LENGTHS[name] for name in "cab"}
             batch, seats = bench.submit(counts), [bench.seats[name] for name in counts]
             bench.collect()
-            arrays = [batch.rows, batch.num_tokens, *(new.token_ids for new in batch.added), *(pages for new in batch.added for pages in new.pages)]
+            arrays = [
+                batch.rows,
+                batch.num_tokens,
+                *(new.token_ids for new in batch.added),
+                *(pages for new in batch.added for pages in new.pages),
+            ]
             prompts = [self._prompt(bench, name) for name in LENGTHS]
             original = [
                 [seat.row for seat in seats],
@@ -91,7 +124,10 @@ class ExecutorResults(ExecutorSubject):
                 *(pages for name in LENGTHS for pages in bench.pages(bench.seats[name].blocks)),
             ]
             for array, values in zip(arrays, original, strict=True):
-                require(array.tolist() == values, f"an array of the batch was {values} and is now {array.tolist()}")
+                require(
+                    array.tolist() == values,
+                    f"an array of the batch was {values} and is now {array.tolist()}",
+                )
 
     @check("executor.ownership", since="0.3")
     def test_results_are_the_cores_and_batches_no_longer_needed(self) -> None:
@@ -102,7 +138,9 @@ class ExecutorResults(ExecutorSubject):
             self._seat(bench, "a", "c")
             results = []
             for _ in range(4):
-                batch = bench.submit({name: bench.seats[name].known - bench.seats[name].computed for name in "ca"})
+                batch = bench.submit(
+                    {name: bench.seats[name].known - bench.seats[name].computed for name in "ca"}
+                )
                 results.append(bench.collect().token_ids)
                 for new in batch.added:
                     new.token_ids[:] = 0
@@ -110,11 +148,21 @@ class ExecutorResults(ExecutorSubject):
                         pages[:] = 0
                 for name in ("rows", "num_tokens", "yields_token", "removed", "new_pages"):
                     getattr(batch, name)[:] = 0
-            told = {name: [int(result[index]) for result in results] for index, name in enumerate("ca")}
+            told = {
+                name: [int(result[index]) for result in results] for index, name in enumerate("ca")
+            }
             came = {name: list(bench.tokens[name]) for name in "ca"}
-            require(told == came, f"results were {came} when they were collected, and are {told} after later steps")
+            require(
+                told == came,
+                f"results were {came} when they were collected, and are {told} after later steps",
+            )
             for name in "ac":
-                require_same(bench, name, expected[name], "while the arrays of batches were overwritten once their results were collected")
+                require_same(
+                    bench,
+                    name,
+                    expected[name],
+                    "while the arrays of batches were overwritten once their results were collected",
+                )
 
     @check("executor.durations", since="0.3")
     def test_a_step_takes_the_time_that_passes(self) -> None:
@@ -142,7 +190,9 @@ class ExecutorResults(ExecutorSubject):
             clock, ends = bench.executor.context.clock, [-np.inf]
             bench.add("a", bench.prompt(5))
             late = (True, True) if self.declares("masks") else ()
-            for count, is_late in zip((5, 1, 1, 1, 1, 1, 1, 1), (*[False] * 6, *late), strict=False):
+            for count, is_late in zip(
+                (5, 1, 1, 1, 1, 1, 1, 1), (*[False] * 6, *late), strict=False
+            ):
                 submitted = clock.now()
                 bench.submit({"a": count}, late=is_late)
                 if is_late:
@@ -150,10 +200,16 @@ class ExecutorResults(ExecutorSubject):
                 result = bench.collect()
                 how = "late, submitted" if is_late else "submitted"
                 told = f"{how} at {submitted}, started {result.started}, ended {result.ended}, collected at {clock.now()}"
-                slack = 0.0 if isinstance(clock, VirtualClock) else 0.05  # a device's clock isn't the host's
-                require(submitted - slack <= result.started <= result.ended <= clock.now() + slack, told)
+                slack = (
+                    0.0 if isinstance(clock, VirtualClock) else 0.05
+                )  # a device's clock isn't the host's
+                require(
+                    submitted - slack <= result.started <= result.ended <= clock.now() + slack, told
+                )
                 ends.append(result.ended)
-            require(all(one <= other for one, other in pairwise(ends)), f"steps ended at {ends[1:]}")
+            require(
+                all(one <= other for one, other in pairwise(ends)), f"steps ended at {ends[1:]}"
+            )
 
     @check("executor.virtual_clock", since="0.1", capability="virtual_clock")
     def test_a_virtual_clock_moves_only_in_collect(self) -> None:
@@ -167,6 +223,12 @@ class ExecutorResults(ExecutorSubject):
                 before = clock.now()
                 bench.submit({"a": count})
                 bench.executor.check()
-                require(clock.now() == before, f"submit or check moved the clock from {before} to {clock.now()}")
+                require(
+                    clock.now() == before,
+                    f"submit or check moved the clock from {before} to {clock.now()}",
+                )
                 result = bench.collect()
-                require(clock.now() == result.ended > before, f"a step ended at {result.ended}, and the clock went from {before} to {clock.now()}")
+                require(
+                    clock.now() == result.ended > before,
+                    f"a step ended at {result.ended}, and the clock went from {before} to {clock.now()}",
+                )

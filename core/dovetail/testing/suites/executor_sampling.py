@@ -26,12 +26,28 @@ class ExecutorSampling(ExecutorSubject):
             other = (greedy + 1) % bench.capacity.vocab_size
             hot = [{"temperature": HOT, "seed": seed} for seed in range(SEEDS)]
             tokens, again = _first(bench, prompt, *hot), _first(bench, prompt, *hot)
-            require(len(set(tokens)) > 1, f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}")
-            require(again == tokens, f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}, and then {again}")
+            require(
+                len(set(tokens)) > 1,
+                f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}",
+            )
+            require(
+                again == tokens,
+                f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}, and then {again}",
+            )
             filters: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}]
-            for fields, token in zip(filters, _first(bench, prompt, *({**hot[-1], **one} for one in filters)), strict=True):
-                require(token == greedy, f"with {fields} at temperature {HOT:g} token {token} was sampled, not the most likely one, {greedy}")
-            leading: list[dict[str, Any]] = [{"logit_bias": ((other, 1e4),)}, {"allowed_token_ids": (other,)}]
+            for fields, token in zip(
+                filters,
+                _first(bench, prompt, *({**hot[-1], **one} for one in filters)),
+                strict=True,
+            ):
+                require(
+                    token == greedy,
+                    f"with {fields} at temperature {HOT:g} token {token} was sampled, not the most likely one, {greedy}",
+                )
+            leading: list[dict[str, Any]] = [
+                {"logit_bias": ((other, 1e4),)},
+                {"allowed_token_ids": (other,)},
+            ]
             for fields, token in zip(leading, _first(bench, prompt, *leading), strict=True):
                 require(token == other, f"with {fields} token {token} was sampled")
             against: list[dict[str, Any]] = [
@@ -41,12 +57,25 @@ class ExecutorSampling(ExecutorSubject):
             ]
             for fields, token in zip(against, _first(bench, prompt, *against), strict=True):
                 require(token != greedy, f"with {fields} token {token} was sampled anyway")
-            penalties: list[dict[str, Any]] = [{}, {"presence_penalty": 100.0}, {"frequency_penalty": 100.0}, {"repetition_penalty": 100.0}]
-            likely = {"logit_bias": ((other, 50.0),), "prompt_len": len(prompt) - 2}  # to generate again what was generated
-            came = _first(bench, [*prompt[:-2], other, 0], *({**likely, **penalty} for penalty in penalties))
+            penalties: list[dict[str, Any]] = [
+                {},
+                {"presence_penalty": 100.0},
+                {"frequency_penalty": 100.0},
+                {"repetition_penalty": 100.0},
+            ]
+            likely = {
+                "logit_bias": ((other, 50.0),),
+                "prompt_len": len(prompt) - 2,
+            }  # to generate again what was generated
+            came = _first(
+                bench, [*prompt[:-2], other, 0], *({**likely, **penalty} for penalty in penalties)
+            )
             require(came[0] == other, f"with a bias of 50 on token {other}, {came[0]} was sampled")
             for fields, token in zip(penalties[1:], came[1:], strict=True):
-                require(token != other, f"with {fields}, token {token} was sampled again after it had been generated")
+                require(
+                    token != other,
+                    f"with {fields}, token {token} was sampled again after it had been generated",
+                )
 
 
 def _first(bench: Bench, tokens: list[int], *rows: dict[str, Any]) -> list[int]:

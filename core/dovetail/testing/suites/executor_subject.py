@@ -23,7 +23,13 @@ from dovetail.testing.suite import Suite
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.footprint import child_processes
 
-SETTINGS: Mapping[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_memory": "8MiB"}
+SETTINGS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory": "8MiB",
+}
 LENGTHS = {"a": 11, "b": 2, "c": 37}  # of prompts: within a block, one step, over some blocks
 MOST_DRAFTS = 3  # of executors whose steps have drafts
 MOST_ADAPTERS = 2  # slots of executors whose rows have adapters
@@ -63,9 +69,17 @@ class ExecutorSubject(Suite):
     def _prompt(self, bench: Bench, name: str) -> list[int]:
         return bench.prompt(LENGTHS[name], variant=ord(name))
 
-    def _seat(self, bench: Bench, *names: str, rows: Mapping[str, int] | None = None, room: int = 8) -> None:
+    def _seat(
+        self, bench: Bench, *names: str, rows: Mapping[str, int] | None = None, room: int = 8
+    ) -> None:
         for name in names:
-            bench.add(name, self._prompt(bench, name), row=(rows or {}).get(name), room=room, **SEEDED.get(name, {}))
+            bench.add(
+                name,
+                self._prompt(bench, name),
+                row=(rows or {}).get(name),
+                room=room,
+                **SEEDED.get(name, {}),
+            )
 
 
 @cache
@@ -75,7 +89,11 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
     for max_drafts in (MOST_DRAFTS, 0):
         with suppress(UnsupportedError), suite()._bench(max_drafts=max_drafts) as bench:
             capacity = bench.capacity
-            has = {"workers": bool(set(child_processes()) - before), "shared_prefix": capacity.shared_prefix, "drafts": capacity.max_lines > 0}
+            has = {
+                "workers": bool(set(child_processes()) - before),
+                "shared_prefix": capacity.shared_prefix,
+                "drafts": capacity.max_lines > 0,
+            }
             has["pooling"] = capacity.pooling is not None
             break
     return frozenset(name for name, there in has.items() if there)
@@ -100,7 +118,9 @@ def _context(model: str, clock: Clock, model_dir: Path | None, **changes: Any) -
     config = EngineConfig.load({"model": model, **SETTINGS})
     parts = find_parts(config, registry)
     return ExecutorContext(
-        config=replace(config.executor_config(model_dir or resolve_model(model, registry)), **changes),
+        config=replace(
+            config.executor_config(model_dir or resolve_model(model, registry)), **changes
+        ),
         clock=clock,
         models=tuple(part.ref() for part in parts.models),
         attention=tuple(part.ref() for part in parts.attention),
@@ -123,10 +143,15 @@ def broken_model(model: str, folder: Path, token: int) -> bool:
     embedding = header["model.embed_tokens.weight"]
     begin, end = embedding["data_offsets"]
     if "lm_head.weight" not in header:
-        header["lm_head.weight"] = {**embedding, "data_offsets": [len(tensors), len(tensors) + end - begin]}
+        header["lm_head.weight"] = {
+            **embedding,
+            "data_offsets": [len(tensors), len(tensors) + end - begin],
+        }
         tensors += tensors[begin:end]
     width = (end - begin) // embedding["shape"][0]
-    tensors[begin + token * width : begin + (token + 1) * width] = b"\xff" * width  # NaN, whatever the dtype
+    tensors[begin + token * width : begin + (token + 1) * width] = (
+        b"\xff" * width
+    )  # NaN, whatever the dtype
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + tensors)
     return True

@@ -30,7 +30,11 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        return cls(frozenset(threading.enumerate()), frozenset(child_processes()), tuple(sorted(_open_files())))
+        return cls(
+            frozenset(threading.enumerate()),
+            frozenset(child_processes()),
+            tuple(sorted(_open_files())),
+        )
 
     def left_behind(self) -> list[str]:
         """Return in words what there is now and wasn't then; threads and processes only if they don't end within a moment."""
@@ -40,7 +44,11 @@ class Footprint:
             threads = [f"thread {thread.name!r}" for thread in now.threads - self.threads]
             processes = [f"process {pid}" for pid in sorted(now.processes - self.processes)]
             if not (threads or processes) or time.monotonic() > deadline:
-                return sorted(threads) + processes + [f"open file {name}" for name in _more(now.files, self.files)]
+                return (
+                    sorted(threads)
+                    + processes
+                    + [f"open file {name}" for name in _more(now.files, self.files)]
+                )
             time.sleep(POLL_S)
 
 
@@ -50,8 +58,17 @@ def tensor_bytes() -> int:
     if torch is None:
         return 0
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
+    tensors = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided
+    ]
+    return sum(
+        {
+            storage.data_ptr(): storage.nbytes()
+            for storage in (tensor.untyped_storage() for tensor in tensors)
+        }.values()
+    )
 
 
 def child_processes() -> list[int]:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dovetail.api.grammar import SPEC_KINDS, Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
+from dovetail.api.grammar import (
+    SPEC_KINDS,
+    Grammar,
+    GrammarBackend,
+    GrammarContext,
+    GrammarSpec,
+    Matcher,
+    SpecKind,
+)
 from dovetail.errors import DovetailError, RequestError
 from dovetail.testing.checks import Absent, check, fail, require
 from dovetail.testing.suite import Suite
@@ -75,7 +83,9 @@ STUCK = (  # without a token for "q", matchers get stuck before it
 
 T = TypeVar("T")
 
-_begun: dict[type, tuple[int, float]] = {}  # backend -> calls of `begin` in this process, and seconds of the fastest
+_begun: dict[
+    type, tuple[int, float]
+] = {}  # backend -> calls of `begin` in this process, and seconds of the fastest
 
 
 class GrammarSuite(Suite):
@@ -85,7 +95,11 @@ class GrammarSuite(Suite):
 
     def declares(self, capability: str) -> bool:
         """Return True for a kind of spec among `capabilities.kinds` too."""
-        return capability in self.capabilities.kinds if capability in SPEC_KINDS else super().declares(capability)
+        return (
+            capability in self.capabilities.kinds
+            if capability in SPEC_KINDS
+            else super().declares(capability)
+        )
 
     @check("grammar.mask", since="0.1")
     def test_a_mask_has_just_what_may_come(self) -> None:
@@ -97,7 +111,9 @@ class GrammarSuite(Suite):
     @check("grammar.never_text", since="0.1")
     def test_what_is_no_text_never_comes(self) -> None:
         """A token with None or empty bytes is allowed; or a stop id because its bytes would fit, although the text isn't complete."""
-        free = [matcher for _, matcher, _ in self._places()] + [self._begin(spec) for spec in self._json_specs()]
+        free = [matcher for _, matcher, _ in self._places()] + [
+            self._begin(spec) for spec in self._json_specs()
+        ]
         for matcher in free:
             silent = {id for id in _allowed(matcher) - CONTEXT.stop_ids if not text_of(id)}
             require(not silent, f"ids {sorted(silent)} are allowed, which are never text")
@@ -113,7 +129,9 @@ class GrammarSuite(Suite):
             matcher.fill(ones)
             require((zeros == ones).all(), "a mask depends on what was in the words before")
             beyond = np.unpackbits(ones.view(np.uint8), bitorder="little")[context.vocab_size :]
-            require(not beyond.any(), f"with a vocabulary of {context.vocab_size}, bits beyond it are 1")
+            require(
+                not beyond.any(), f"with a vocabulary of {context.vocab_size}, bits beyond it are 1"
+            )
 
     @check("grammar.fill_pure", since="0.1")
     def test_filling_changes_nothing(self) -> None:
@@ -123,8 +141,14 @@ class GrammarSuite(Suite):
             for token in self._random_tokens(case.spec):
                 first = _mask(often)
                 require((_mask(often) == first).all(), f"{case}: two masks of one place differ")
-                require(often.accept(token) == once.accept(token), f"{case}: {text_of(token)!r} is accepted only with a mask before, or only without")
-            require((_mask(often) == _mask(once)).all(), f"{case}: the mask differs from that of an answer for which none was asked before")
+                require(
+                    often.accept(token) == once.accept(token),
+                    f"{case}: {text_of(token)!r} is accepted only with a mask before, or only without",
+                )
+            require(
+                (_mask(often) == _mask(once)).all(),
+                f"{case}: the mask differs from that of an answer for which none was asked before",
+            )
 
     @check("grammar.accept", since="0.1")
     def test_it_accepts_just_what_the_mask_allows(self) -> None:
@@ -133,12 +157,27 @@ class GrammarSuite(Suite):
         for case, matcher, text in self._places():
             before = _mask(matcher)
             allowed = _allowed(matcher)
-            for token in {*range(0, CONTEXT.vocab_size, 7), CONTEXT.vocab_size, CONTEXT.vocab_size + 1000, -1, *CONTEXT.stop_ids} - allowed:
-                require(matcher.accept(token) is False, f"{case}, after {text!r}: {token} is accepted, which the mask forbids")
-            require((_mask(matcher) == before).all(), f"{case}, after {text!r}: refused tokens changed the mask")
+            for token in {
+                *range(0, CONTEXT.vocab_size, 7),
+                CONTEXT.vocab_size,
+                CONTEXT.vocab_size + 1000,
+                -1,
+                *CONTEXT.stop_ids,
+            } - allowed:
+                require(
+                    matcher.accept(token) is False,
+                    f"{case}, after {text!r}: {token} is accepted, which the mask forbids",
+                )
+            require(
+                (_mask(matcher) == before).all(),
+                f"{case}, after {text!r}: refused tokens changed the mask",
+            )
             for token in random.Random(0).sample(sorted(allowed), min(3, len(allowed))):
                 other = self._at(case.spec, text)
-                require(other.accept(token) is True, f"{case}, after {text!r}: {token} ({text_of(token)!r}) isn't accepted, which the mask allows")
+                require(
+                    other.accept(token) is True,
+                    f"{case}, after {text!r}: {token} ({text_of(token)!r}) isn't accepted, which the mask allows",
+                )
 
     @check("grammar.end", since="0.1")
     def test_nothing_comes_behind_a_stop_id(self) -> None:
@@ -147,10 +186,16 @@ class GrammarSuite(Suite):
         for case, matcher, text in self._places():
             if case.language.has(text):
                 stop = random.Random(len(text)).choice(sorted(CONTEXT.stop_ids))
-                require(matcher.accept(stop), f"{case}: {text!r} is complete, and the stop id {stop} isn't accepted")
+                require(
+                    matcher.accept(stop),
+                    f"{case}: {text!r} is complete, and the stop id {stop} isn't accepted",
+                )
                 for other in (False, True):
                     where = f"{case}: after the stop id{', and the beginning of another answer' * other},"
-                    require(not _allowed(matcher), f"{where} {len(_allowed(matcher))} tokens are allowed")
+                    require(
+                        not _allowed(matcher),
+                        f"{where} {len(_allowed(matcher))} tokens are allowed",
+                    )
                     require(matcher.complete, f"{where} complete is False")
                     require(not matcher.forced(), f"{where} {list(matcher.forced())} are forced")
                     for token in (stop, 1, 2):
@@ -165,7 +210,10 @@ class GrammarSuite(Suite):
         """`complete` is True although a token other than a stop id is allowed, or False where none is: the answer would run one step too long."""
         for case, matcher, text in self._places():
             only_end = not case.language.allowed(text) - CONTEXT.stop_ids
-            require(matcher.complete == only_end, f"{case}, after {text!r}: complete is {matcher.complete}")
+            require(
+                matcher.complete == only_end,
+                f"{case}, after {text!r}: complete is {matcher.complete}",
+            )
 
     @check("grammar.rollback", since="0.1", capability="rollback")
     def test_tokens_can_be_taken_back(self) -> None:
@@ -176,9 +224,19 @@ class GrammarSuite(Suite):
             masks, tokens = [_mask(matcher)], list[int]()
             for turn in range(4):
                 for token in self._random_tokens(case.spec, matcher, chance):
-                    refused = [id for id in (*sorted(CONTEXT.stop_ids), CONTEXT.vocab_size) if not masks[-1][id // 32] >> id % 32 & 1]
-                    require(not any(map(matcher.accept, refused)), f"{case}: one of {refused} is accepted, which the mask forbids")
-                    require(matcher.accept(token), f"{case}: {text_of(token)!r} isn't accepted, which the mask allows")
+                    refused = [
+                        id
+                        for id in (*sorted(CONTEXT.stop_ids), CONTEXT.vocab_size)
+                        if not masks[-1][id // 32] >> id % 32 & 1
+                    ]
+                    require(
+                        not any(map(matcher.accept, refused)),
+                        f"{case}: one of {refused} is accepted, which the mask forbids",
+                    )
+                    require(
+                        matcher.accept(token),
+                        f"{case}: {text_of(token)!r} isn't accepted, which the mask allows",
+                    )
                     masks.append(_mask(matcher))
                     tokens.append(token)
                 at_once = turn % 2 == 1  # one token is replaced by another, without a mask between
@@ -187,25 +245,50 @@ class GrammarSuite(Suite):
                 masks, taken = masks[: len(masks) - back], tokens[len(tokens) - back :]
                 tokens = tokens[: len(tokens) - back]
                 there = at_once or (_mask(matcher) == masks[-1]).all()
-                require(there, f"{case}: after taking {back} back, the mask isn't the one that was there")
+                require(
+                    there,
+                    f"{case}: after taking {back} back, the mask isn't the one that was there",
+                )
                 others = [token for token in sorted(_ids(masks[-1])) if [token] != taken[:1]]
                 for token in chance.sample(others, min(1, len(others))):
-                    require(matcher.accept(token), f"{case}: {text_of(token)!r} isn't accepted after taking {back} back, which the mask allows")
+                    require(
+                        matcher.accept(token),
+                        f"{case}: {text_of(token)!r} isn't accepted after taking {back} back, which the mask allows",
+                    )
                     masks.append(_mask(matcher))
                     tokens.append(token)
                     fresh = self._begin(case.spec)
-                    behind = all(map(fresh.accept, tokens)) and (masks[-1] == _mask(fresh)).all() and matcher.complete == fresh.complete
-                    require(behind, f"{case}: after taking {taken} back, and {token}, it isn't where those tokens lead: {tokens}")
-            _require_value_error(partial(matcher.rollback, len(masks)), f"{case}: one token more than were accepted is taken back")
+                    behind = (
+                        all(map(fresh.accept, tokens))
+                        and (masks[-1] == _mask(fresh)).all()
+                        and matcher.complete == fresh.complete
+                    )
+                    require(
+                        behind,
+                        f"{case}: after taking {taken} back, and {token}, it isn't where those tokens lead: {tokens}",
+                    )
+            _require_value_error(
+                partial(matcher.rollback, len(masks)),
+                f"{case}: one token more than were accepted is taken back",
+            )
             matcher.rollback(len(masks) - 1)
-            require((_mask(matcher) == masks[0]).all(), f"{case}: after taking all back, the first mask isn't there")
+            require(
+                (_mask(matcher) == masks[0]).all(),
+                f"{case}: after taking all back, the first mask isn't there",
+            )
         for case, matcher, text in self._places(FEW):
             if case.language.has(text):
                 before, stop = (_mask(matcher), matcher.complete), min(CONTEXT.stop_ids)
-                require(matcher.accept(stop) and not matcher.accept(stop), f"{case}, after {text!r}: a stop id isn't accepted once, and not again")
+                require(
+                    matcher.accept(stop) and not matcher.accept(stop),
+                    f"{case}, after {text!r}: a stop id isn't accepted once, and not again",
+                )
                 matcher.rollback(1)
                 there = (_mask(matcher) == before[0]).all() and matcher.complete == before[1]
-                require(there, f"{case}, after {text!r}: after taking back a stop id, and not the second, which was refused, it isn't where it was")
+                require(
+                    there,
+                    f"{case}, after {text!r}: after taking back a stop id, and not the second, which was refused, it isn't where it was",
+                )
 
     @check("grammar.forced", since="0.1", capability="forced")
     def test_forced_tokens_are_the_only_ones(self) -> None:
@@ -215,16 +298,28 @@ class GrammarSuite(Suite):
         for stops in (0, 1):
             for case, matcher, text in self._places_with(vocabulary(stops=stops)):
                 if not case.language.allowed(text) - CONTEXT.stop_ids:
-                    require(not matcher.forced(), f"{case}, after {text!r}, with {stops} stop ids: {list(matcher.forced())} are forced at the end")
+                    require(
+                        not matcher.forced(),
+                        f"{case}, after {text!r}, with {stops} stop ids: {list(matcher.forced())} are forced at the end",
+                    )
         for case, matcher, text in self._places():
             before, forced = _mask(matcher), list(matcher.forced())
-            require((_mask(matcher) == before).all(), f"{case}, after {text!r}: forced() changed the mask")
+            require(
+                (_mask(matcher) == before).all(),
+                f"{case}, after {text!r}: forced() changed the mask",
+            )
             for token in forced:
                 allowed = _allowed(matcher)
-                require(allowed == {token}, f"{case}, after {text!r}: {token} isn't forced: {len(allowed)} tokens are allowed")
+                require(
+                    allowed == {token},
+                    f"{case}, after {text!r}: {token} isn't forced: {len(allowed)} tokens are allowed",
+                )
                 matcher.accept(token)
             found += len(forced)
-        require(found, "forced() never found a token, though some places allow just one: declare forced=False")
+        require(
+            found,
+            "forced() never found a token, though some places allow just one: declare forced=False",
+        )
 
     @check("grammar.separate", since="0.1")
     def test_matchers_dont_disturb_each_other(self) -> None:
@@ -235,7 +330,10 @@ class GrammarSuite(Suite):
             first = _mask(one)
             for token in self._random_tokens(case.spec, None, chance):
                 one.accept(token)
-                require((_mask(grammar.begin()) == first).all(), f"{case}: the first mask of an answer depends on where another one is")
+                require(
+                    (_mask(grammar.begin()) == first).all(),
+                    f"{case}: the first mask of an answer depends on where another one is",
+                )
 
     @check("grammar.begin", since="0.1")
     def test_an_answer_begins_at_once(self) -> None:
@@ -243,7 +341,9 @@ class GrammarSuite(Suite):
         slow work to `compile`."""
         if self._begins_slowly:
             fastest_s = _begun[self.component_class][1]
-            self.note(f"begin takes {1e3 * fastest_s:.0f} ms at least: after {BEGINS} calls, all checks tried fewer places and answers")
+            self.note(
+                f"begin takes {1e3 * fastest_s:.0f} ms at least: after {BEGINS} calls, all checks tried fewer places and answers"
+            )
         for case in self._cases:
             grammar, took = self._compiled(case.spec), list[float]()
             for _ in range(BEGINS):
@@ -251,7 +351,8 @@ class GrammarSuite(Suite):
                 grammar.begin()
                 took.append(time.perf_counter() - before)
             require(
-                min(took) < BEGINS_WITHIN_S, f"{case}: the fastest of {BEGINS} calls of begin took {1e3 * min(took):.1f} ms; it takes microseconds"
+                min(took) < BEGINS_WITHIN_S,
+                f"{case}: the fastest of {BEGINS} calls of begin took {1e3 * min(took):.1f} ms; it takes microseconds",
             )
 
     @check("grammar.same_text", since="0.1")
@@ -262,7 +363,10 @@ class GrammarSuite(Suite):
         for specs in ALIKE:
             if all(self.declares(spec.kind) for spec in specs):
                 one, other = (_allowed(backend.compile(spec).begin()) for spec in specs)
-                require(one != other, f"{specs[0]} and, compiled later, {specs[1]} have the same first mask")
+                require(
+                    one != other,
+                    f"{specs[0]} and, compiled later, {specs[1]} have the same first mask",
+                )
 
     @check("grammar.failed", since="0.1")
     def test_an_answer_that_cant_go_on_fails_for_good_and_alone(self) -> None:
@@ -270,7 +374,10 @@ class GrammarSuite(Suite):
         or `forced` didn't after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or `forced`
         failed before that position; or other answers, possibly of the same grammar, were disturbed."""
         context = vocabulary(without=b"q")
-        backend, specs = self._backend_of(context), [spec for spec in STUCK if self.declares(spec.kind)]
+        backend, specs = (
+            self._backend_of(context),
+            [spec for spec in STUCK if self.declares(spec.kind)],
+        )
         for spec in specs:
             try:
                 grammar = backend.compile(spec)
@@ -281,12 +388,25 @@ class GrammarSuite(Suite):
                     continue  # in the other syntax
                 raise
             forced = list(neighbour.forced())
-            require((_mask(neighbour, context) == first).all(), f"{spec}: forced() gives {forced} before it gets stuck, and changes the mask")
-            for order in (("fill", "accept", "forced"), ("forced", "fill", "accept"), ("accept", "forced", "fill")):
+            require(
+                (_mask(neighbour, context) == first).all(),
+                f"{spec}: forced() gives {forced} before it gets stuck, and changes the mask",
+            )
+            for order in (
+                ("fill", "accept", "forced"),
+                ("forced", "fill", "accept"),
+                ("accept", "forced", "fill"),
+            ):
                 matcher = grammar.begin()
                 for token in ids_of('"b' if spec.kind == "json_schema" else "b"):
-                    require(matcher.accept(token), f"{spec}: {text_of(token)!r} isn't accepted, which the mask allows")
-                require(not matcher.complete, f"{spec}: complete is True where the text isn't, since no token fits")
+                    require(
+                        matcher.accept(token),
+                        f"{spec}: {text_of(token)!r} isn't accepted, which the mask allows",
+                    )
+                require(
+                    not matcher.complete,
+                    f"{spec}: complete is True where the text isn't, since no token fits",
+                )
                 calls: dict[str, Callable[[], object]] = {
                     "fill": partial(matcher.fill, _empty(context)),
                     "accept": partial(matcher.accept, ids_of("b")[0]),
@@ -296,15 +416,27 @@ class GrammarSuite(Suite):
                 for name in (*order, *order):
                     reason = _reason(calls[name])
                     must = failed or name == "fill"
-                    require(reason or not must, f"{spec}: where no token fits, {name} doesn't raise DovetailError with a reason{failed}")
+                    require(
+                        reason or not must,
+                        f"{spec}: where no token fits, {name} doesn't raise DovetailError with a reason{failed}",
+                    )
                     failed = failed or (f", though {name} had" if reason else "")
                 require(not matcher.complete, f"{spec}: complete is True, though it failed")
                 for some in ((neighbour, matcher), (matcher, neighbour)):
                     words = np.zeros((2, len(first)), dtype=np.uint32)
-                    require(_reason(partial(backend.fill_many, some, words)), f"{spec}: fill_many with one that failed doesn't raise DovetailError")
-                    require(_reason(calls["fill"]), f"{spec}: fill doesn't raise any more after fill_many")
+                    require(
+                        _reason(partial(backend.fill_many, some, words)),
+                        f"{spec}: fill_many with one that failed doesn't raise DovetailError",
+                    )
+                    require(
+                        _reason(calls["fill"]),
+                        f"{spec}: fill doesn't raise any more after fill_many",
+                    )
                 for other in (neighbour, grammar.begin()):
-                    require((_mask(other, context) == first).all(), f"{spec}: after one has failed, the mask of another of the same grammar changed")
+                    require(
+                        (_mask(other, context) == first).all(),
+                        f"{spec}: after one has failed, the mask of another of the same grammar changed",
+                    )
 
     @check("grammar.threads", since="0.1")
     def test_several_threads_compile_at_once(self) -> None:
@@ -317,7 +449,10 @@ class GrammarSuite(Suite):
         for spec, grammar in zip(specs, grammars, strict=True):
             matcher, expected = grammar.begin(), self._begin(spec)
             for token in self._random_tokens(spec):
-                require((_mask(matcher) == _mask(expected)).all(), f"{spec}: compiled among others at the same time, it has other masks")
+                require(
+                    (_mask(matcher) == _mask(expected)).all(),
+                    f"{spec}: compiled among others at the same time, it has other masks",
+                )
                 matcher.accept(token)
                 expected.accept(token)
 
@@ -335,7 +470,10 @@ class GrammarSuite(Suite):
                 case, _, text = places[id(matcher)]
                 where = f"{case}, after {text!r}{' and a stop id' * (matcher in ended)}: number {line} of {len(some)} masks at once"
                 found, wanted = _ids(mask), _allowed(matcher)
-                require(found == wanted, f"{where} isn't the one that fill writes: {_difference(found, wanted)}")
+                require(
+                    found == wanted,
+                    f"{where} isn't the one that fill writes: {_difference(found, wanted)}",
+                )
 
     @check("grammar.no_stop_ids", since="0.1")
     def test_a_model_may_have_no_stop_id(self) -> None:
@@ -344,15 +482,24 @@ class GrammarSuite(Suite):
         context = vocabulary(stops=0, padding=5)
         for case, matcher, text in self._places_with(context):
             where = f"{case}, after {text!r}, without stop ids"
-            wanted, found = case.language.allowed(text) - CONTEXT.stop_ids, _allowed(matcher, context) - case.language.open
+            wanted, found = (
+                case.language.allowed(text) - CONTEXT.stop_ids,
+                _allowed(matcher, context) - case.language.open,
+            )
             require(found == wanted, f"{where}: {_difference(found, wanted)}")
             require(matcher.complete == (not wanted), f"{where}: complete is {matcher.complete}")
             for id in range(CONTEXT.vocab_size - len(CONTEXT.stop_ids), context.vocab_size + 2):
                 require(not matcher.accept(id), f"{where}: {id} is accepted, which is no token")
             if text and self.declares("rollback"):
                 matcher.rollback(len(text))
-                wanted, found = case.language.allowed(b"") - CONTEXT.stop_ids, _allowed(matcher, context) - case.language.open
-                require(found == wanted, f"{where}, and after taking all back: {_difference(found, wanted)}")
+                wanted, found = (
+                    case.language.allowed(b"") - CONTEXT.stop_ids,
+                    _allowed(matcher, context) - case.language.open,
+                )
+                require(
+                    found == wanted,
+                    f"{where}, and after taking all back: {_difference(found, wanted)}",
+                )
 
     @check("grammar.refuses", since="0.1")
     def test_what_it_cant_do_it_refuses(self) -> None:
@@ -367,13 +514,17 @@ class GrammarSuite(Suite):
                 except RequestError as error:
                     require(str(error).strip(), f"{shown} is refused without a reason")
                 else:
-                    fail(f"{shown} is compiled, though it {'is wrong' if declared else 'is of a kind that the backend does not declare'}")
+                    fail(
+                        f"{shown} is compiled, though it {'is wrong' if declared else 'is of a kind that the backend does not declare'}"
+                    )
 
     @check("grammar.grammars", since="0.1", capability="grammar")
     def test_grammars_are_context_free(self) -> None:
         """Neither Lark's nor GBNF's syntax is compiled, or a grammar that counts (equally many "a" and "b") allows something else, possibly if the
         start rule isn't the first."""
-        compiled = {name: cases for name, cases in SYNTAXES.items() if self._compiles(cases[0].spec)}
+        compiled = {
+            name: cases for name, cases in SYNTAXES.items() if self._compiles(cases[0].spec)
+        }
         require(compiled, "neither Lark nor GBNF is compiled")
         for case in (case for cases in compiled.values() for case in cases):
             for _, matcher, text in self._places_of(case):
@@ -397,7 +548,10 @@ class GrammarSuite(Suite):
             if self._compiles(spec):
                 for text in self._some((*STRINGS, *CHARACTERS * (pattern in CLASSES))):
                     matches = re.fullmatch(pattern, text, re.ASCII) is not None
-                    require(self._takes(spec, text) == matches, f"{pattern!r} takes {text!r}: {not matches}; for Python's re, it's {matches}")
+                    require(
+                        self._takes(spec, text) == matches,
+                        f"{pattern!r} takes {text!r}: {not matches}; for Python's re, it's {matches}",
+                    )
 
     @check("grammar.keywords", since="0.1", capability="json_schema")
     def test_each_keyword_is_followed_or_refused_wherever_it_stands(self) -> None:
@@ -408,10 +562,14 @@ class GrammarSuite(Suite):
                 spec = GrammarSpec("json_schema", json.dumps(nested(known.schema)))
                 if self._compiles(spec):
                     for value in known.right:
-                        require(self._can_write(spec, around(value)), f"{spec.text}, with the keyword in {place}: {around(value)!r} can't be written")
+                        require(
+                            self._can_write(spec, around(value)),
+                            f"{spec.text}, with the keyword in {place}: {around(value)!r} can't be written",
+                        )
                     for value in known.wrong:
                         require(
-                            not self._can_write(spec, around(value)), f"{spec.text}, with the keyword in {place}: {around(value)!r} can be written"
+                            not self._can_write(spec, around(value)),
+                            f"{spec.text}, with the keyword in {place}: {around(value)!r} can be written",
                         )
 
     @check("grammar.json_schema", since="0.1", capability="json_schema")
@@ -445,10 +603,15 @@ class GrammarSuite(Suite):
                     matcher, run = self._begin(spec), 0
                     if not all(matcher.accept(token) for token in ids_of(begun)):
                         continue
-                    tokens = [id for id in range(CONTEXT.vocab_size) if text_of(id) == space.encode()]
+                    tokens = [
+                        id for id in range(CONTEXT.vocab_size) if text_of(id) == space.encode()
+                    ]
                     while run < RUN and matcher.accept(tokens[0]):
                         run += len(space)
-                    require(run < RUN, f"{spec.kind}: {run} characters of white space are possible after {begun!r}")
+                    require(
+                        run < RUN,
+                        f"{spec.kind}: {run} characters of white space are possible after {begun!r}",
+                    )
 
     # ---- the component under test
 
@@ -504,7 +667,11 @@ class GrammarSuite(Suite):
     def _cases(self) -> Sequence[Case]:
         """Cases of the declared kinds."""
         cases = [case for case in CASES if self.declares(case.spec.kind)]
-        cases += [case for case, *_ in SYNTAXES.values() if self.declares("grammar") and self._compiles(case.spec)]
+        cases += [
+            case
+            for case, *_ in SYNTAXES.values()
+            if self.declares("grammar") and self._compiles(case.spec)
+        ]
         if not cases:
             raise Absent("regex")
         return cases
@@ -514,7 +681,8 @@ class GrammarSuite(Suite):
 
     def _json_specs(self) -> list[GrammarSpec]:
         specs = [GrammarSpec("json_object")] + [
-            GrammarSpec("json_schema", text) for text in ("{}", '{"type": "object", "properties": {"a": {}}, "required": ["a"]}')
+            GrammarSpec("json_schema", text)
+            for text in ("{}", '{"type": "object", "properties": {"a": {}}, "required": ["a"]}')
         ]
         return [spec for spec in specs if self.declares(spec.kind)]
 
@@ -531,7 +699,10 @@ class GrammarSuite(Suite):
             for _, _, text in self._places_of(case, FEW):
                 matcher = grammar.begin()
                 for token in ids_of(text):
-                    require(matcher.accept(token), f"{case}, with {len(context.stop_ids)} stop ids: {text!r} can't be written byte by byte")
+                    require(
+                        matcher.accept(token),
+                        f"{case}, with {len(context.stop_ids)} stop ids: {text!r} can't be written byte by byte",
+                    )
                 yield case, matcher, text
 
     def _places_of(self, case: Case, states: int = STATES) -> Iterator[tuple[Case, Matcher, bytes]]:
@@ -542,12 +713,16 @@ class GrammarSuite(Suite):
                 return
             text = rest.pop(0 if len(seen) < states // 2 else chance.randrange(len(rest)))
             yield case, self._at(case.spec, text), text
-            further = {text + text_of(id) for id in case.language.allowed(text) if text_of(id)} - seen
+            further = {
+                text + text_of(id) for id in case.language.allowed(text) if text_of(id)
+            } - seen
             known = sorted(longer for longer in further if case.language.knows(longer))
             seen.update(known)
             rest += chance.sample(known, min(8, len(known)))
 
-    def _random_tokens(self, spec: GrammarSpec, matcher: Matcher | None = None, chance: random.Random | None = None) -> Iterator[int]:
+    def _random_tokens(
+        self, spec: GrammarSpec, matcher: Matcher | None = None, chance: random.Random | None = None
+    ) -> Iterator[int]:
         """Yield allowed tokens one after the other; `matcher` accepts each of them."""
         chance, own = chance or random.Random(4), matcher is None
         at = self._begin(spec) if matcher is None else matcher
@@ -569,9 +744,13 @@ class GrammarSuite(Suite):
 
     def _takes(self, spec: GrammarSpec, text: str) -> bool:
         matcher = self._begin(spec)
-        return all(matcher.accept(token) for token in ids_of(text)) and matcher.accept(min(CONTEXT.stop_ids))
+        return all(matcher.accept(token) for token in ids_of(text)) and matcher.accept(
+            min(CONTEXT.stop_ids)
+        )
 
-    def _require_answers(self, spec: GrammarSpec, follows: Callable[[Any], bool], chance: random.Random) -> None:
+    def _require_answers(
+        self, spec: GrammarSpec, follows: Callable[[Any], bool], chance: random.Random
+    ) -> None:
         """Write answers with random allowed tokens, after a while preferring those that end strings, lists and objects."""
         ended = 0
         for _ in range(ANSWERS // 10 if self._begins_slowly else ANSWERS):
@@ -581,8 +760,13 @@ class GrammarSuite(Suite):
                 try:
                     value = json.loads(text.decode())
                 except ValueError as error:
-                    fail(f"{spec.kind} {spec.text}: {text!r} was allowed, which isn't JSON: {error}")
-                require(follows(value), f"{spec.kind} {spec.text}: {text!r} was allowed, which doesn't follow it")
+                    fail(
+                        f"{spec.kind} {spec.text}: {text!r} was allowed, which isn't JSON: {error}"
+                    )
+                require(
+                    follows(value),
+                    f"{spec.kind} {spec.text}: {text!r} was allowed, which doesn't follow it",
+                )
         require(ended, f"{spec.kind} {spec.text}: no answer came to an end within {LONG} tokens")
 
     def _random_answer(self, spec: GrammarSpec, chance: random.Random) -> tuple[bytes, bool]:
@@ -594,9 +778,16 @@ class GrammarSuite(Suite):
             tokens = sorted(allowed - CONTEXT.stop_ids)
             if not tokens:
                 fail(f"{spec.kind} {spec.text}: nothing is allowed after {text!r}")
-            ending = [token for token in tokens if text_of(token) in (b'"', b"}", b"]", b"1")] if step > STEPS else []
+            ending = (
+                [token for token in tokens if text_of(token) in (b'"', b"}", b"]", b"1")]
+                if step > STEPS
+                else []
+            )
             token = chance.choice(ending or tokens)
-            require(matcher.accept(token), f"{spec.kind} {spec.text}: {text_of(token)!r} after {text!r} isn't accepted, which the mask allows")
+            require(
+                matcher.accept(token),
+                f"{spec.kind} {spec.text}: {text_of(token)!r} after {text!r} isn't accepted, which the mask allows",
+            )
             text += text_of(token)
         return text, False
 
@@ -621,8 +812,13 @@ def _ids(words: UInt32) -> set[int]:
 
 
 def _difference(found: set[int], wanted: set[int]) -> str:
-    more, fewer = ([text_of(id) or id for id in sorted(ids)][:5] for ids in (found - wanted, wanted - found))
-    return "; ".join([f"{more} are allowed but must not be"] * bool(more) + [f"{fewer} are forbidden but must not be"] * bool(fewer))
+    more, fewer = (
+        [text_of(id) or id for id in sorted(ids)][:5] for ids in (found - wanted, wanted - found)
+    )
+    return "; ".join(
+        [f"{more} are allowed but must not be"] * bool(more)
+        + [f"{fewer} are forbidden but must not be"] * bool(fewer)
+    )
 
 
 def _require_value_error(call: Callable[[], object], otherwise: str) -> None:

@@ -18,9 +18,29 @@ from typing import Any
 from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
 
 PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)] + [b"\n", b"\t"]
-PARTS = [bytes([byte]) for byte in sorted(set("éÉä€😀\u0301".encode()))]  # bytes of multi-byte characters
+PARTS = [
+    bytes([byte]) for byte in sorted(set("éÉä€😀\u0301".encode()))
+]  # bytes of multi-byte characters
 PIECES = [
-    *(b"ab", b"abc", b"bc", b"bd", b"aa", b"cd", b"  ", b'{"', b'":', b'"a":', b"},", b"true", b"<f", b"<fg>2;", b"1</f", b"f>1", b"\n\t"),
+    *(
+        b"ab",
+        b"abc",
+        b"bc",
+        b"bd",
+        b"aa",
+        b"cd",
+        b"  ",
+        b'{"',
+        b'":',
+        b'"a":',
+        b"},",
+        b"true",
+        b"<f",
+        b"<fg>2;",
+        b"1</f",
+        b"f>1",
+        b"\n\t",
+    ),
     *("é".encode(), "€x".encode(), b"\xa9x", b"\x82\xac", b"x\xc3"),
 ]
 TWICE = [b"a", b"ab", "é".encode()]  # texts with a second id
@@ -73,7 +93,11 @@ class Language(ABC):
 
     def allowed(self, text: bytes) -> set[int]:
         """Return the ids allowed after `text`."""
-        ids = {id for id in range(CONTEXT.vocab_size) if text_of(id) and self.begins(text + text_of(id))}
+        ids = {
+            id
+            for id in range(CONTEXT.vocab_size)
+            if text_of(id) and self.begins(text + text_of(id))
+        }
         return ids | CONTEXT.stop_ids if self.has(text) else ids
 
 
@@ -97,7 +121,9 @@ class Listed(Language):
     def longest(self) -> int:
         """Number of bytes of the longest token that consists of the texts' bytes."""
         letters = set().union(*self.texts)
-        return max(len(text_of(id)) for id in range(CONTEXT.vocab_size) if letters.issuperset(text_of(id)))
+        return max(
+            len(text_of(id)) for id in range(CONTEXT.vocab_size) if letters.issuperset(text_of(id))
+        )
 
     def has(self, text: bytes) -> bool:
         return text in self.texts
@@ -115,7 +141,15 @@ class Tagged(Language):
 
     open = frozenset(id for id in range(CONTEXT.vocab_size) if not text_of(id).isascii())
 
-    def __init__(self, trigger: str, bodies: Iterable[str], *, at_least_one: bool, stop_after_first: bool, separator: str | None) -> None:
+    def __init__(
+        self,
+        trigger: str,
+        bodies: Iterable[str],
+        *,
+        at_least_one: bool,
+        stop_after_first: bool,
+        separator: str | None,
+    ) -> None:
         self.trigger, self.bodies = trigger.encode(), [body.encode() for body in bodies]
         self.at_least_one, self.stop_after_first = at_least_one, stop_after_first
         self.separator = None if separator is None else separator.encode()
@@ -123,8 +157,20 @@ class Tagged(Language):
     def examples(self) -> Sequence[bytes]:
         """Return those of texts with two structures."""
         between = {b"", b"x", self.separator or b""}
-        texts = {before + one + glue + two for before in (b"", b"x") for glue in between for one, two in permutations(self.bodies, 2)}
-        return sorted({text[:end] for text in texts for end in range(len(text) + 1) if self.begins(text[:end])})
+        texts = {
+            before + one + glue + two
+            for before in (b"", b"x")
+            for glue in between
+            for one, two in permutations(self.bodies, 2)
+        }
+        return sorted(
+            {
+                text[:end]
+                for text in texts
+                for end in range(len(text) + 1)
+                if self.begins(text[:end])
+            }
+        )
 
     def has(self, text: bytes) -> bool:
         return self._read(text)[0]
@@ -172,7 +218,10 @@ def _regex(pattern: str, alphabet: str, length: int) -> Case:
     """`alphabet`: all characters that the language has. Each of its beginnings is one character at most away from a text, and texts longer than
     `length` are left out."""
     texts = ("".join(letters) for n in range(length + 1) for letters in product(alphabet, repeat=n))
-    return Case(GrammarSpec("regex", pattern), Listed(filter(re.compile(pattern, re.ASCII).fullmatch, texts), length - 1))
+    return Case(
+        GrammarSpec("regex", pattern),
+        Listed(filter(re.compile(pattern, re.ASCII).fullmatch, texts), length - 1),
+    )
 
 
 def _choice(*texts: str) -> Case:
@@ -181,22 +230,36 @@ def _choice(*texts: str) -> Case:
 
 def _nested(grammar: str) -> Case:
     """`grammar` describes equally many "a" and "b" around one "c"."""
-    return Case(GrammarSpec("grammar", grammar), Listed((f"{'a' * n}c{'b' * n}" for n in range(12)), 11))
+    return Case(
+        GrammarSpec("grammar", grammar), Listed((f"{'a' * n}c{'b' * n}" for n in range(12)), 11)
+    )
 
 
 def _tags(
-    trigger: str, *structures: tuple[str, int, str], at_least_one: bool = False, stop_after_first: bool = False, separator: str | None = None
+    trigger: str,
+    *structures: tuple[str, int, str],
+    at_least_one: bool = False,
+    stop_after_first: bool = False,
+    separator: str | None = None,
 ) -> Case:
     """Structures of a constant between two texts."""
     spec: dict[str, Any] = {
-        "structures": [{"begin": begin, "schema": {"const": n}, "end": end} for begin, n, end in structures],
+        "structures": [
+            {"begin": begin, "schema": {"const": n}, "end": end} for begin, n, end in structures
+        ],
         "triggers": [trigger],
     }
     spec |= {"at_least_one": True} if at_least_one else {}
     spec |= {"stop_after_first": True} if stop_after_first else {}
     spec |= {} if separator is None else {"separator": separator}
     bodies = [f"{begin}{n}{end}" for begin, n, end in structures]
-    language = Tagged(trigger, bodies, at_least_one=at_least_one, stop_after_first=stop_after_first, separator=separator)
+    language = Tagged(
+        trigger,
+        bodies,
+        at_least_one=at_least_one,
+        stop_after_first=stop_after_first,
+        separator=separator,
+    )
     return Case(GrammarSpec("structural_tag", json.dumps(spec)), language)
 
 
@@ -208,14 +271,25 @@ CASES = (
     _regex("(?P<zeros>x*[0-2]){0,2}", "x012", 8),
     _regex("(?i:ab)+|(?:c-)*?", "aAbBcC-", 6),
     _regex("(é|ä|[€x])*x?", "éä€x", 7),
-    Case(GrammarSpec("regex", r"\d-\w"), Listed(f"{digit}-{word}" for digit in range(10) for word in WORDS)),
+    Case(
+        GrammarSpec("regex", r"\d-\w"),
+        Listed(f"{digit}-{word}" for digit in range(10) for word in WORDS),
+    ),
     _choice("a", "ab", "abc", "b", "bd", "abcx", "b.", "c*"),
     _choice("true", "tr\n\t", '"a":', "\\", "{}", "", "é", "€x", "x😀", "e\u0301", "x</f>"),
     _tags("<f", ("<f>", 1, "</f>"), ("<fg>", 2, ";")),
 )
-SYNTAXES: Mapping[str, tuple[Case, ...]] = {  # of the same language; a backend reads one at least. The first rule isn't always where it starts
-    "Lark": (_nested('start: "a" start "b" | "c"'), _nested('pair: "a" start "b"\nstart: pair | "c"')),
-    "GBNF": (_nested('root ::= "a" root "b" | "c"'), _nested('pair ::= "a" root "b"\nroot ::= pair | "c"')),
+SYNTAXES: Mapping[
+    str, tuple[Case, ...]
+] = {  # of the same language; a backend reads one at least. The first rule isn't always where it starts
+    "Lark": (
+        _nested('start: "a" start "b" | "c"'),
+        _nested('pair: "a" start "b"\nstart: pair | "c"'),
+    ),
+    "GBNF": (
+        _nested('root ::= "a" root "b" | "c"'),
+        _nested('pair ::= "a" root "b"\nroot ::= pair | "c"'),
+    ),
 }
 _TWO = (("<f>", 1, "</f>"), ("<f>", 2, ";"))
 TAGS = (  # backends may reject some
@@ -228,7 +302,23 @@ TAGS = (  # backends may reject some
     _tags("<f", *_TWO, stop_after_first=True, separator=" "),
 )
 CLASSES = (
-    *(".", r"(?s:.)", r"\s", r"\S", r"\d", r"\D", r"\w", r"\W", "[^a-c]", "[a-c^-]", r"[\]\\a]", r"[^\s\w]", r"[\d.x-z]", "[é-ö]", "(?i:[b-dÉ])"),
+    *(
+        ".",
+        r"(?s:.)",
+        r"\s",
+        r"\S",
+        r"\d",
+        r"\D",
+        r"\w",
+        r"\W",
+        "[^a-c]",
+        "[a-c^-]",
+        r"[\]\\a]",
+        r"[^\s\w]",
+        r"[\d.x-z]",
+        "[é-ö]",
+        "(?i:[b-dÉ])",
+    ),
 )
 REGEXES = (
     *(
@@ -248,14 +338,50 @@ REGEXES = (
         "é",
         ".{2}",
     ),
-    *(r"\.\*", r"\x61\t", r"\n?", "^a$", "(^a|b)c", "a-b", "</f>", "(?P<n>a)b", "(?x: a b )", "(?i)aB"),
+    *(
+        r"\.\*",
+        r"\x61\t",
+        r"\n?",
+        "^a$",
+        "(^a|b)c",
+        "a-b",
+        "</f>",
+        "(?P<n>a)b",
+        "(?x: a b )",
+        "(?i)aB",
+    ),
 )
 STRINGS = (
-    *("", "a", "b", "ab", "aab", "abab", "ababab", "abc", "abcd", "ac", "bc", "aa", "aaa", "e\u0301", "é", "É", "ä", "€", "😀", "éx", "aB", "AB"),
+    *(
+        "",
+        "a",
+        "b",
+        "ab",
+        "aab",
+        "abab",
+        "ababab",
+        "abc",
+        "abcd",
+        "ac",
+        "bc",
+        "aa",
+        "aaa",
+        "e\u0301",
+        "é",
+        "É",
+        "ä",
+        "€",
+        "😀",
+        "éx",
+        "aB",
+        "AB",
+    ),
     *(" a b ", ".*", "xy", "xxy", "y", "a\t", "a-b", "</f>", "a</f>", "\n", "\n\n"),
 )
 CHARACTERS = (*(text.decode() for text in PRINTABLE), "é", "É", "€", "😀")
-ALIKE: Sequence[tuple[GrammarSpec, GrammarSpec]] = (  # specs of nearly the same text with different meanings
+ALIKE: Sequence[
+    tuple[GrammarSpec, GrammarSpec]
+] = (  # specs of nearly the same text with different meanings
     (GrammarSpec("choice", '["a"]'), GrammarSpec("regex", '["a"]')),
     (GrammarSpec("json_schema", "true"), GrammarSpec("regex", "true")),
     (GrammarSpec("grammar", 'start: "a"'), GrammarSpec("regex", 'start: "a"')),
@@ -277,12 +403,21 @@ class Schema:
 
 
 def _is_item(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == {"a", "n"} and value["a"] in ("ab", "x") and type(value["n"]) is int and 2 <= value["n"] <= 12
+    return (
+        isinstance(value, dict)
+        and set(value) == {"a", "n"}
+        and value["a"] in ("ab", "x")
+        and type(value["n"]) is int
+        and 2 <= value["n"] <= 12
+    )
 
 
 ITEM = {
     "type": "object",
-    "properties": {"a": {"enum": ["ab", "x"]}, "n": {"type": "integer", "minimum": 2, "maximum": 12}},
+    "properties": {
+        "a": {"enum": ["ab", "x"]},
+        "n": {"type": "integer", "minimum": 2, "maximum": 12},
+    },
     "required": ["a", "n"],
     "additionalProperties": False,
 }
@@ -322,25 +457,53 @@ class Keyword:
 KEYWORDS = (  # backends either reject or enforce them
     Keyword({"type": "integer", "minimum": -3, "maximum": 12}, (-3, 0, 12), (-4, 13, 1.5, 20)),
     Keyword({"type": "integer", "exclusiveMinimum": -1, "exclusiveMaximum": 11}, (0, 10), (-1, 11)),
-    Keyword({"type": "number", "minimum": 0.5, "maximum": 1.25}, (0.5, 1, 1.25), (0.49, 0, 1.26, 1.251)),
-    Keyword({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 2.5}, (0.1, 2.4), (0, 0.0, 2.5, -0.1)),
+    Keyword(
+        {"type": "number", "minimum": 0.5, "maximum": 1.25}, (0.5, 1, 1.25), (0.49, 0, 1.26, 1.251)
+    ),
+    Keyword(
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 2.5},
+        (0.1, 2.4),
+        (0, 0.0, 2.5, -0.1),
+    ),
     Keyword({"type": "integer", "multipleOf": 3}, (), (4, 1)),
-    Keyword({"type": "string", "minLength": 2, "maxLength": 3}, ("ab", "abc", "e\u0301x"), ("", "a", "é", "😀", "abcd", "e\u0301xx")),
+    Keyword(
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        ("ab", "abc", "e\u0301x"),
+        ("", "a", "é", "😀", "abcd", "e\u0301xx"),
+    ),
     Keyword({"type": "string", "minLength": 2}, ("ab", "e\u0301"), ("", "é", "😀")),
     Keyword({"type": "string", "maxLength": 1}, ("", "é", "😀"), ("ab", "e\u0301")),
     Keyword({"type": "string", "pattern": "b"}, ("b",), ("", "a", "ac")),
     Keyword({"type": "string", "pattern": "^(a|bc)$"}, ("a", "bc"), ("abc", "b", "ac")),
     Keyword({"type": "string", "format": "date"}, ("2024-02-29",), ("x", "2024-13-01", "20240101")),
-    Keyword({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, ([True], [True, False]), ([], [True] * 3, [1])),
-    Keyword({"type": "array", "prefixItems": [{"type": "boolean"}], "items": False}, ([True],), ([1], [True, True])),
+    Keyword(
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+        ([True], [True, False]),
+        ([], [True] * 3, [1]),
+    ),
+    Keyword(
+        {"type": "array", "prefixItems": [{"type": "boolean"}], "items": False},
+        ([True],),
+        ([1], [True, True]),
+    ),
     Keyword({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, (), ([1, 1],)),
     Keyword({"type": "array", "contains": {"const": 1}}, (), ([2], [])),
     Keyword({"type": "object", "minProperties": 1}, (), ({},)),
     Keyword({"type": "object", "maxProperties": 1}, (), ({"a": 1, "b": 1},)),
     Keyword({"type": "object", "propertyNames": {"pattern": "^a$"}}, (), ({"b": 1},)),
-    Keyword({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, (), ({"a": "x"},)),
+    Keyword(
+        {"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, (), ({"a": "x"},)
+    ),
     Keyword({"type": "object", "dependentRequired": {"a": ["b"]}}, (), ({"a": 1},)),
-    Keyword({"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": False}, (), ({"b": 1},)),
+    Keyword(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "unevaluatedProperties": False,
+        },
+        (),
+        ({"b": 1},),
+    ),
     Keyword({"type": "integer", "not": {"const": 3}}, (), (3,)),
     Keyword({"if": {"type": "integer"}, "then": {"minimum": 5}}, (), (1,)),
     Keyword({"oneOf": [{"const": 1}, {"type": "integer"}]}, (), (1,)),
@@ -355,25 +518,54 @@ KEYWORDS = (  # backends either reject or enforce them
     Keyword({"type": "integer", "maximum": 0}, (0, -1), (1,)),
     Keyword({"type": "string", "maxLength": 0}, ("",), ("a",)),
     Keyword({"type": "array", "maxItems": 0}, ([],), ([1],)),
-    Keyword({"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]}, (), ({"a": 1}, {})),
-    Keyword({"type": "object", "properties": {"a": False, "b": {"const": 1}}}, ({"b": 1},), ({"a": 1}, {"a": None})),
+    Keyword(
+        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]}, (), ({"a": 1}, {})
+    ),
+    Keyword(
+        {"type": "object", "properties": {"a": False, "b": {"const": 1}}},
+        ({"b": 1},),
+        ({"a": 1}, {"a": None}),
+    ),
     Keyword({"$ref": "#/$defs/i", "maximum": 5, "$defs": {"i": {"type": "integer"}}}, (), (6, "a")),
     Keyword({"type": "string", "pattern": "^ab"}, (), ("xab", "b")),
     Keyword({"type": "string", "pattern": "ab$"}, (), ("abx", "b")),
 )
-NESTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # wrapper of a schema, and of a valid value
+NESTS: Mapping[
+    str, tuple[Callable[[Any], Any], Callable[[Any], Any]]
+] = {  # wrapper of a schema, and of a valid value
     "alone": (lambda schema: schema, lambda value: value),
     "a property": (
-        lambda schema: {"type": "object", "properties": {"k": schema}, "required": ["k"], "additionalProperties": False},
+        lambda schema: {
+            "type": "object",
+            "properties": {"k": schema},
+            "required": ["k"],
+            "additionalProperties": False,
+        },
         lambda value: {"k": value},
     ),
     "an item": (lambda schema: {"type": "array", "items": schema}, lambda value: [value]),
-    "the first item": (lambda schema: {"type": "array", "prefixItems": [schema], "items": False}, lambda value: [value]),
-    "a further property": (lambda schema: {"type": "object", "additionalProperties": schema}, lambda value: {"z": value}),
-    "an alternative": (lambda schema: {"anyOf": [{"const": {"n": 0}}, schema]}, lambda value: value),
-    "a definition": (lambda schema: {"$ref": "#/$defs/d", "$defs": {"d": schema}}, lambda value: value),
+    "the first item": (
+        lambda schema: {"type": "array", "prefixItems": [schema], "items": False},
+        lambda value: [value],
+    ),
+    "a further property": (
+        lambda schema: {"type": "object", "additionalProperties": schema},
+        lambda value: {"z": value},
+    ),
+    "an alternative": (
+        lambda schema: {"anyOf": [{"const": {"n": 0}}, schema]},
+        lambda value: value,
+    ),
+    "a definition": (
+        lambda schema: {"$ref": "#/$defs/d", "$defs": {"d": schema}},
+        lambda value: value,
+    ),
 }
-OBJECTS: tuple[Any, ...] = ({}, {"a": 1}, {"a": [1, -2.5, "x", None, True, {}], "b": {"c": {"d": []}}})
+OBJECTS: tuple[Any, ...] = (
+    {},
+    {"a": 1},
+    {"a": [1, -2.5, "x", None, True, {}], "b": {"c": {"d": []}}},
+)
 NO_OBJECTS: tuple[Any, ...] = ([], 1, "a", True, None)
 
 
@@ -384,18 +576,63 @@ def spellings(value: Any) -> Iterator[str]:
     yield json.dumps(value, indent=2, ensure_ascii=False)
 
 
-BROKEN: Mapping[SpecKind, tuple[str, ...]] = {  # specs that are invalid, not regular, or describe no text
-    "regex": ("(a", "a{3,1}", "[b-a]", r"(a|b)\1", "(?=a)b", "a(?!b)", r"(?<=a)b", r"\bab", "*", "(" * 20_000 + ")" * 20_000),
+BROKEN: Mapping[
+    SpecKind, tuple[str, ...]
+] = {  # specs that are invalid, not regular, or describe no text
+    "regex": (
+        "(a",
+        "a{3,1}",
+        "[b-a]",
+        r"(a|b)\1",
+        "(?=a)b",
+        "a(?!b)",
+        r"(?<=a)b",
+        r"\bab",
+        "*",
+        "(" * 20_000 + ")" * 20_000,
+    ),
     "choice": ("", "[]", '"a"', "[1]", '["a", null]', "{}", '["a"', r'["\ud800"]'),
     "json_schema": (
-        *("", "{", "[]", "3", "false", '{"type": "strng"}', '{"type": 5}', '{"properties": 5}', '{"$ref": "#/$defs/nowhere"}', '{"enum": []}'),
-        *('{"$ref": "#"}', '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}'),
-        *('{"type": "string", "pattern": "(?=a)b"}', '{"type": "string", "pattern": "("}', '{"$ref": "https://example.org/schema"}'),
+        *(
+            "",
+            "{",
+            "[]",
+            "3",
+            "false",
+            '{"type": "strng"}',
+            '{"type": 5}',
+            '{"properties": 5}',
+            '{"$ref": "#/$defs/nowhere"}',
+            '{"enum": []}',
+        ),
+        *(
+            '{"$ref": "#"}',
+            '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+        ),
+        *(
+            '{"type": "string", "pattern": "(?=a)b"}',
+            '{"type": "string", "pattern": "("}',
+            '{"$ref": "https://example.org/schema"}',
+        ),
         '{"items":' * 20_000 + "{}" + "}" * 20_000,
     ),
-    "grammar": ("", 'start: "a', "start: nowhere", "root ::= nowhere", "root ::= (", "nonsense", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "grammar": (
+        "",
+        'start: "a',
+        "start: nowhere",
+        "root ::= nowhere",
+        "root ::= (",
+        "nonsense",
+        "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
+    ),
     "structural_tag": (
-        *("", "[]", "{}", '{"structures": [], "triggers": ["<f"]}', '{"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": []}'),
+        *(
+            "",
+            "[]",
+            "{}",
+            '{"structures": [], "triggers": ["<f"]}',
+            '{"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": []}',
+        ),
         '{"structures": [{"begin": "<g>", "schema": {}, "end": ""}], "triggers": ["<f"]}',
         '{"structures": [{"begin": "<f>", "schema": {"type": "strng"}, "end": ""}], "triggers": ["<f"]}',
     ),

@@ -15,7 +15,11 @@ def reachable(component: object) -> Iterator[tuple[str, object]]:
     to the engine."""
     code = (type, ModuleType, BuiltinFunctionType)
     held = [(f"self.{name}", value) for name, value in vars(component).items()]
-    held += [(f"{cls.__name__}.{name}", value) for cls in type(component).__mro__ for name, value in vars(cls).items()]
+    held += [
+        (f"{cls.__name__}.{name}", value)
+        for cls in type(component).__mro__
+        for name, value in vars(cls).items()
+    ]
     seen, queue = {id(component)}, deque(held)
     while queue:
         path, value = queue.popleft()
@@ -25,8 +29,12 @@ def reachable(component: object) -> Iterator[tuple[str, object]]:
         if isinstance(value, LiveRequest | str):
             yield path, value
         elif isinstance(value, FunctionType):  # not the module that it is in
-            queue.extend((path, part) for part in (value.__closure__, value.__defaults__, value.__dict__))
+            queue.extend(
+                (path, part) for part in (value.__closure__, value.__defaults__, value.__dict__)
+            )
         else:
             if isinstance(value, dict):
-                queue.extend((path, key) for key in value if isinstance(key, str))  # not reported by the garbage collector
+                queue.extend(
+                    (path, key) for key in value if isinstance(key, str)
+                )  # not reported by the garbage collector
             queue.extend((path, part) for part in gc.get_referents(value))

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from functools import cache
 from random import Random
 
-from dovetail.api.kv_cache import HOLE, CacheGroup, Checkpoint, KVCacheManager, KVCapabilities, PageCopy
+from dovetail.api.kv_cache import (
+    HOLE,
+    CacheGroup,
+    Checkpoint,
+    KVCacheManager,
+    KVCapabilities,
+    PageCopy,
+)
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
 from dovetail.request import Request
@@ -19,7 +26,14 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request, plain
-from dovetail.testing.suites.kv_scripts import BLOCK_SIZES, draw_groups, draw_script, draw_shape, draw_states, shortest
+from dovetail.testing.suites.kv_scripts import (
+    BLOCK_SIZES,
+    draw_groups,
+    draw_script,
+    draw_shape,
+    draw_states,
+    shortest,
+)
 
 FAR = 1_000  # number of blocks of a long prefix
 TOKEN_BITS = 31  # significant bits of a token id
@@ -30,9 +44,25 @@ STATE_CLAIMS = ("states", "state_copies", "checkpoints")  # which only layouts w
 STATE_SHAPES = [
     Shape((CacheGroup((0,), 4), CacheGroup((1,), 4, recurrent=True)), 60),
     Shape((CacheGroup((0,), 4), CacheGroup((1,), 4, None, 3, recurrent=True)), 60),
-    Shape((CacheGroup((0,), 2), CacheGroup((1,), 4, 5, 2), CacheGroup((2,), 4, None, 2, recurrent=True)), 100),
+    Shape(
+        (
+            CacheGroup((0,), 2),
+            CacheGroup((1,), 4, 5, 2),
+            CacheGroup((2,), 4, None, 2, recurrent=True),
+        ),
+        100,
+    ),
 ]
-KEYS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", ""), ("a", "", "b"))
+KEYS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("a",),
+    ("b",),
+    ("a", "b"),
+    ("b", "a"),
+    ("ab",),
+    ("a", ""),
+    ("a", "", "b"),
+)
 
 FINDS = "a request that had found a prefix"
 SAMPLES = ("a sample", "a sample whose parent had ended", "a sample of a sample")
@@ -52,7 +82,9 @@ class KVCacheSuite(Suite):
 
     @property
     def capabilities(self) -> KVCapabilities:
-        capabilities: KVCapabilities = self.make(plain(16, 8).context).capabilities  # options may change them
+        capabilities: KVCapabilities = self.make(
+            plain(16, 8).context
+        ).capabilities  # options may change them
         return capabilities
 
     # Ownership of blocks
@@ -126,7 +158,10 @@ class KVCacheSuite(Suite):
     def test_requests_that_ended_are_forgotten(self) -> None:
         """The manager keeps requests that were freed, or their ids, so that a server's memory grows forever. In `free`, drop all state of a
         request, including that from `lookup`, even if it holds no blocks."""
-        kv, requests = self._manager(4), [make_request(f"request {index}", range(index, index + 9)) for index in range(4)]
+        kv, requests = (
+            self._manager(4),
+            [make_request(f"request {index}", range(index, index + 9)) for index in range(4)],
+        )
         for request in requests[:-1]:
             kv.lookup(request)
             _compute(kv, request)
@@ -135,7 +170,10 @@ class KVCacheSuite(Suite):
             kv.free(request)
         ids = {request.id for request in requests}
         kept = [path for path, value in reachable(kv) if isinstance(value, Request) or value in ids]
-        require(not kept, f"after all requests were freed, {', '.join(kept)} still holds some of them, or their ids")
+        require(
+            not kept,
+            f"after all requests were freed, {', '.join(kept)} still holds some of them, or their ids",
+        )
 
     @check("kv_cache.answers", since="0.1")
     def test_answers_are_the_callers(self) -> None:
@@ -153,15 +191,24 @@ class KVCacheSuite(Suite):
             _refused(call, f"{name} for a request that holds no blocks")
         _compute(kv, request)
         _refused(lambda: kv.allocate(request, 5), "allocate for 5 tokens after 9")
-        for more, fewer in ((11, 10), (12, 11), (16, 14)):  # within a block, up to its end, after a new one
+        for more, fewer in (
+            (11, 10),
+            (12, 11),
+            (16, 14),
+        ):  # within a block, up to its end, after a new one
             kv.allocate(request, more)
-            _refused(lambda fewer=fewer: kv.allocate(request, fewer), f"allocate for {fewer} tokens after {more}, with blocks of 4,")  # type: ignore[misc]
+            _refused(
+                lambda fewer=fewer: kv.allocate(request, fewer),  # type: ignore[misc]
+                f"allocate for {fewer} tokens after {more}, with blocks of 4,",
+            )
         if self.capabilities.fork:
             child = make_request("child", range(9))
             kv.fork(request, child, 8)
             _refused(lambda: kv.allocate(child, 7), "allocate for 7 tokens after a fork of 8")
             kv.allocate(child, 10)
-            _refused(lambda: kv.allocate(child, 9), "allocate for 9 tokens after a fork of 8 and 10")
+            _refused(
+                lambda: kv.allocate(child, 9), "allocate for 9 tokens after a fork of 8 and 10"
+            )
             other = make_request("other", range(9))
             _compute(kv, other)
             _refused(lambda: kv.fork(request, other, 8), "fork into a request that holds blocks")
@@ -173,7 +220,9 @@ class KVCacheSuite(Suite):
             "commit": lambda: kv.commit(request, 4),
             "uncommit": lambda: kv.uncommit(request, 0),
         }
-        calls["pages_needed(without=…)"] = lambda: kv.pages_needed(make_request("other", range(9)), 9, [request])
+        calls["pages_needed(without=…)"] = lambda: kv.pages_needed(
+            make_request("other", range(9)), 9, [request]
+        )
         if self.capabilities.trim:
             calls["trim"] = lambda: kv.trim(request, 4)
         if self.capabilities.fork:
@@ -187,7 +236,11 @@ class KVCacheSuite(Suite):
         """`allocate` returned None but changed the counts, or what lookups find, or then rejected fewer tokens, which would fit. Check that the
         blocks suffice before taking the first, and before recording the number of tokens."""
         for block_size in BLOCK_SIZES:
-            kv, first, second = self._manager(block_size), make_request("first", range(block_size)), make_request("second", [-1] * 3 * block_size)
+            kv, first, second = (
+                self._manager(block_size),
+                make_request("first", range(block_size)),
+                make_request("second", [-1] * 3 * block_size),
+            )
             _compute(kv, first)
             generate(first, range(20 * block_size))
             for request in (second, first):  # one that holds no blocks, and one that does
@@ -242,7 +295,9 @@ class KVCacheSuite(Suite):
             kv.lookup(waiting)
             kv.allocate(hog, 16 * block_size)
             kv.free(hog)
-            self._finds(kv, waiting, 0, "which found tokens before another took all blocks and ended")
+            self._finds(
+                kv, waiting, 0, "which found tokens before another took all blocks and ended"
+            )
         self._explore("hit")
 
     @check("kv_cache.reuse", since="0.1", capability="reuse")
@@ -260,16 +315,34 @@ class KVCacheSuite(Suite):
                     kv.free(first)
                 for same in range(len(tokens) + 1):
                     other = make_request("other", [*tokens[:same], *[-1] * (len(tokens) - same), 7])
-                    self._finds(kv, other, same // block_size * block_size, f"whose first {same} tokens were computed")
-                self._finds(kv, make_request("again", tokens), 2 * block_size, "all of whose tokens were computed")
+                    self._finds(
+                        kv,
+                        other,
+                        same // block_size * block_size,
+                        f"whose first {same} tokens were computed",
+                    )
+                self._finds(
+                    kv,
+                    make_request("again", tokens),
+                    2 * block_size,
+                    "all of whose tokens were computed",
+                )
         kv = self.make(plain(1, 2 * FAR).context)
         _compute(kv, make_request("first", range(FAR)))
-        self._finds(kv, make_request("other", [*range(FAR), 0]), FAR, f"whose first {FAR} tokens were computed")
+        self._finds(
+            kv,
+            make_request("other", [*range(FAR), 0]),
+            FAR,
+            f"whose first {FAR} tokens were computed",
+        )
         kv = self._manager(4)
         _compute(kv, make_request("first", range(4)))
         for bit in range(TOKEN_BITS):
             self._finds(
-                kv, make_request("other", [0, 1, 2, 3 ^ 1 << bit, 7]), 0, f"with a token id that differs from the computed one in bit {bit} alone"
+                kv,
+                make_request("other", [0, 1, 2, 3 ^ 1 << bit, 7]),
+                0,
+                f"with a token id that differs from the computed one in bit {bit} alone",
             )
         if self.capabilities.groups and self.capabilities.trim:
             self._find_without_what_no_window_sees()
@@ -277,7 +350,10 @@ class KVCacheSuite(Suite):
 
     def _find_without_what_no_window_sees(self) -> None:
         """Let others take the pages of the blocks before a window."""
-        for groups in ((CacheGroup((0,), 4), CacheGroup((1,), 4, 5, 2)), (CacheGroup((0,), 2, 3), CacheGroup((1,), 4, 5))):
+        for groups in (
+            (CacheGroup((0,), 4), CacheGroup((1,), 4, 5, 2)),
+            (CacheGroup((0,), 2, 3), CacheGroup((1,), 4, 5)),
+        ):
             kv, tokens = self.make(Shape(groups, 40).context), [*range(24)]
             computing = make_request("computing", tokens)
             kv.allocate(computing, 24)
@@ -286,7 +362,12 @@ class KVCacheSuite(Suite):
             others = [make_request(f"other {number}", [-1]) for number in range(40)]
             while kv.available_pages >= kv.context.layout.pages(1):
                 kv.allocate(others.pop(), 1)
-            self._finds(kv, make_request("same", [*tokens, 7]), 24, "all of whose blocks that its last token sees are held; those before are taken")
+            self._finds(
+                kv,
+                make_request("same", [*tokens, 7]),
+                24,
+                "all of whose blocks that its last token sees are held; those before are taken",
+            )
 
     @check("kv_cache.same_step", since="0.1", capability="reuse")
     def test_a_prefix_is_shared_within_the_step_that_computes_it(self) -> None:
@@ -296,11 +377,16 @@ class KVCacheSuite(Suite):
             kv, prompt = self._manager(block_size), list(range(2 * block_size))
             first, second = make_request("first", prompt), make_request("second", [*prompt, 7])
             blocks, available = _compute(kv, first), kv.available_pages
-            self._finds(kv, second, 2 * block_size, "whose prefix another computes in the same step")
+            self._finds(
+                kv, second, 2 * block_size, "whose prefix another computes in the same step"
+            )
             told = f"with blocks of {block_size}, the first request holds {blocks}, and the second, which shares its tokens,"
             shared = _compute(kv, second)
             require(shared[:2] == blocks, f"{told} got {shared}")
-            require(kv.available_pages == available - 1, f"{told} took {available - kv.available_pages} blocks for the one token that is its own")
+            require(
+                kv.available_pages == available - 1,
+                f"{told} took {available - kv.available_pages} blocks for the one token that is its own",
+            )
 
     @check("kv_cache.generated", since="0.1", capability="reuse")
     def test_generated_tokens_are_found_like_those_of_the_prompt(self) -> None:
@@ -325,7 +411,12 @@ class KVCacheSuite(Suite):
             _compute(kv, make_request("first", range(8), keys=keys))
             for others in KEYS:
                 expected = 8 if others == keys else 0
-                self._finds(kv, make_request("other", range(9), keys=others), expected, f"with cache_keys {others}, computed under {keys}")
+                self._finds(
+                    kv,
+                    make_request("other", range(9), keys=others),
+                    expected,
+                    f"with cache_keys {others}, computed under {keys}",
+                )
 
     @check("kv_cache.prompt_logprobs", since="0.1", capability="reuse")
     def test_a_request_for_prompt_logprobs_finds_nothing(self) -> None:
@@ -337,7 +428,10 @@ class KVCacheSuite(Suite):
             request = make_request(f"asks for {wanted}", range(9), prompt_logprobs=wanted)
             self._finds(kv, request, 0, f"with prompt_logprobs={wanted}")
             allocation = kv.allocate(request, 9)
-            require(allocation is not None and not allocation.cached, f"with prompt_logprobs={wanted}, allocate answered {allocation}")
+            require(
+                allocation is not None and not allocation.cached,
+                f"with prompt_logprobs={wanted}, allocate answered {allocation}",
+            )
 
     @check("kv_cache.uncommit", since="0.1", capability="reuse")
     def test_what_is_uncommitted_is_not_found(self) -> None:
@@ -345,20 +439,43 @@ class KVCacheSuite(Suite):
         covered, or that another request computed."""
         for block_size in BLOCK_SIZES:
             kv, tokens = self._manager(block_size), list(range(3 * block_size))
-            first, second = make_request("first", tokens[: 2 * block_size]), make_request("second", tokens)
+            first, second = (
+                make_request("first", tokens[: 2 * block_size]),
+                make_request("second", tokens),
+            )
             _compute(kv, first)
             _compute(kv, second)
             other = make_request("other", [*tokens, 7])
             kv.uncommit(second, 0)
-            self._finds(kv, other, 2 * block_size, "of whose three blocks the third was uncommitted, and the first two were computed by another")
+            self._finds(
+                kv,
+                other,
+                2 * block_size,
+                "of whose three blocks the third was uncommitted, and the first two were computed by another",
+            )
             kv.uncommit(first, 2 * block_size - 1)
-            self._finds(kv, other, block_size, "the second block of whose prefix was uncommitted in its last token")
+            self._finds(
+                kv,
+                other,
+                block_size,
+                "the second block of whose prefix was uncommitted in its last token",
+            )
             kv, alone = self._manager(block_size), make_request("alone", tokens)
             for upto in (2 * block_size, 2 * block_size - 1, 1, 0):
                 _compute(kv, alone)
-                self._finds(kv, other, 3 * block_size, "whose prefix was committed, perhaps again after an uncommit")
+                self._finds(
+                    kv,
+                    other,
+                    3 * block_size,
+                    "whose prefix was committed, perhaps again after an uncommit",
+                )
                 kv.uncommit(alone, upto)
-                self._finds(kv, other, upto // block_size * block_size, f"of whose prefix all but {upto} tokens were uncommitted")
+                self._finds(
+                    kv,
+                    other,
+                    upto // block_size * block_size,
+                    f"of whose prefix all but {upto} tokens were uncommitted",
+                )
             if self.capabilities.fork:
                 self._uncommit_a_fork(block_size)
 
@@ -373,7 +490,12 @@ class KVCacheSuite(Suite):
             _compute(kv, child)
             self._finds(kv, turn, 3 * block_size, "whose prefix a sample computed")
             kv.uncommit(child, upto)
-            self._finds(kv, turn, 2 * block_size, f"whose prefix a sample shares with its parent, after uncommit(sample, {upto})")
+            self._finds(
+                kv,
+                turn,
+                2 * block_size,
+                f"whose prefix a sample shares with its parent, after uncommit(sample, {upto})",
+            )
 
     @check("kv_cache.reset", since="0.1", capability="reuse")
     def test_after_a_reset_nothing_old_is_found(self) -> None:
@@ -381,13 +503,24 @@ class KVCacheSuite(Suite):
         later, since it depends on old values. Cached blocks become free; newly computed ones are found."""
         for block_size in BLOCK_SIZES:
             kv, tokens = self._manager(block_size), list(range(2 * block_size))
-            running, ended, other = make_request("running", tokens), make_request("ended", [-1] * block_size), make_request("other", [*tokens, 7])
+            running, ended, other = (
+                make_request("running", tokens),
+                make_request("ended", [-1] * block_size),
+                make_request("other", [*tokens, 7]),
+            )
             _compute(kv, running)
             _compute(kv, ended)
             kv.free(ended)
             kv.reset()
-            require(kv.counts.cached == 0, f"after reset, {kv.counts}: cached blocks must become free")
-            self._finds(kv, make_request("again", [-1] * (block_size + 1)), 0, "whose prefix was cached before a reset")
+            require(
+                kv.counts.cached == 0, f"after reset, {kv.counts}: cached blocks must become free"
+            )
+            self._finds(
+                kv,
+                make_request("again", [-1] * (block_size + 1)),
+                0,
+                "whose prefix was cached before a reset",
+            )
             self._finds(kv, other, 0, "whose prefix was held at a reset")
             _compute(kv, make_request("anew", tokens))
             self._finds(kv, other, 2 * block_size, "whose prefix was computed anew after a reset")
@@ -398,7 +531,10 @@ class KVCacheSuite(Suite):
     def _outlive_resets(self, block_size: int, how: str, resets: int) -> None:
         """Let a request that holds blocks live on after a reset, have samples and start again."""
         kv, tokens = self._manager(block_size), list(range(2 * block_size))
-        holder, told = self._holder(kv, how, tokens), f"held at {'a reset' if resets == 1 else 'two resets'} by {how}"
+        holder, told = (
+            self._holder(kv, how, tokens),
+            f"held at {'a reset' if resets == 1 else 'two resets'} by {how}",
+        )
         for _ in range(resets):
             kv.reset()
         generate(holder, range(50, 51 + block_size))
@@ -406,19 +542,36 @@ class KVCacheSuite(Suite):
         _compute(kv, holder)
         self._finds(kv, turn, 0, f"whose prefix was {told}, and committed after it")
         line = [holder]
-        for shared in (block_size, 2 * block_size - 1) if self.capabilities.fork else ():  # full blocks, and one that is copied
+        for shared in (
+            (block_size, 2 * block_size - 1) if self.capabilities.fork else ()
+        ):  # full blocks, and one that is copied
             line.append(make_request(f"sample {len(line)}", tokens))
             self._fork(kv, line[-2], line[-1], shared)
             generate(line[-1], holder.output_token_ids)
             _compute(kv, line[-1])
-            self._finds(kv, turn, 0, f"whose prefix a sample committed, forked afterwards from what was {told}")
+            self._finds(
+                kv,
+                turn,
+                0,
+                f"whose prefix a sample committed, forked afterwards from what was {told}",
+            )
         for request in line:
             kv.free(request)
             self._finds(kv, turn, 0, f"whose prefix was {told}, and freed after it")
         _compute(kv, make_request("anew", tokens))
-        self._finds(kv, turn, 2 * block_size, f"of whose prefix two blocks were computed anew, and a third was committed by what was {told}")
+        self._finds(
+            kv,
+            turn,
+            2 * block_size,
+            f"of whose prefix two blocks were computed anew, and a third was committed by what was {told}",
+        )
         _compute(kv, holder)
-        self._finds(kv, turn, 3 * block_size, f"whose prefix was {told}, by a request that was then freed and computed it anew")
+        self._finds(
+            kv,
+            turn,
+            3 * block_size,
+            f"whose prefix was {told}, by a request that was then freed and computed it anew",
+        )
 
     def _holder(self, kv: KVCacheManager, how: str, tokens: list[int]) -> LiveRequest:
         """Return a request that holds blocks for some of its tokens; `how` is one of `HOLDS`."""
@@ -434,10 +587,15 @@ class KVCacheSuite(Suite):
             self._fork(kv, second, third, size)
         if how == SAMPLES[1]:
             kv.free(first)
-        return {FINDS: second, SAMPLES[0]: second, SAMPLES[1]: second, SAMPLES[2]: third}.get(how, first)
+        return {FINDS: second, SAMPLES[0]: second, SAMPLES[1]: second, SAMPLES[2]: third}.get(
+            how, first
+        )
 
     def _fork(self, kv: KVCacheManager, parent: Request, child: Request, num_tokens: int) -> None:
-        require(kv.fork(parent, child, num_tokens) is not None, "fork answered None, with blocks available")
+        require(
+            kv.fork(parent, child, num_tokens) is not None,
+            "fork answered None, with blocks available",
+        )
         kv.take_copies()
 
     # Forks and windows
@@ -460,7 +618,10 @@ class KVCacheSuite(Suite):
         kv.allocate(make_request("other", [-1] * 60), 60)  # all pages but one
         allocation = kv.fork(parent, child, 20)
         told = f"fork of 20 tokens, with blocks of 4 and a window of 5, after trim(20) released all but the last of {given}, answered {allocation}"
-        require(allocation is not None and allocation.pages == ((*[HOLE] * 4, given[4]),), f"{told}: what was released can't be shared")
+        require(
+            allocation is not None and allocation.pages == ((*[HOLE] * 4, given[4]),),
+            f"{told}: what was released can't be shared",
+        )
 
     @check("kv_cache.fork_copies", since="0.1", capability="fork")
     def test_a_fork_copies_the_partial_block(self) -> None:
@@ -472,10 +633,20 @@ class KVCacheSuite(Suite):
             freed = [make_request(f"freed {number}", tokens[:1]) for number in range(8)]
             for request in freed:
                 kv.allocate(request, 1)
-            for request in sorted(freed, key=lambda request: request.id[-1] in "1346"):  # so that new blocks don't come in the order of their ids
+            for request in sorted(
+                freed, key=lambda request: request.id[-1] in "1346"
+            ):  # so that new blocks don't come in the order of their ids
                 kv.free(request)
             tables = [_compute(kv, requests[0])]
-            for parent in (0, 0, 1, 2, 1, 0, 5):  # samples, and samples of samples, before the copies run
+            for parent in (
+                0,
+                0,
+                1,
+                2,
+                1,
+                0,
+                5,
+            ):  # samples, and samples of samples, before the copies run
                 requests.append(make_request(str(len(requests)), tokens))
                 allocation = kv.fork(requests[parent], requests[-1], block_size + 1)
                 require(allocation is not None, "fork answered None, with blocks available")
@@ -484,7 +655,10 @@ class KVCacheSuite(Suite):
             if block_size == BLOCK_SIZES[-1]:
                 kv.reset()  # the samples live on, so their blocks must be copied
             copies, again = list(kv.take_copies()), list(kv.take_copies())
-            require(copies == expected, f"take_copies returned {copies}, after forks that asked for {expected}")
+            require(
+                copies == expected,
+                f"take_copies returned {copies}, after forks that asked for {expected}",
+            )
             require(not again, f"take_copies, called again, returned {again}")
         self._explore("fork_copies")
 
@@ -526,9 +700,17 @@ class KVCacheSuite(Suite):
                 live = allocation.pages[-1] if allocation is not None else ()
                 expected = [PageCopy(src, dst) for src, dst in zip(pages[found], live, strict=True)]
                 told = f"of {shape}, a hit of {found} tokens, whose checkpoint is in pages {pages[found]}, with a live state in {live}"
-                require(sorted(copies, key=_page) == sorted(expected, key=_page), f"{told}, has the copies {copies}")
-                own = kv.context.layout.pages(22) - (kv.context.layout.pages(found) - kv.context.layout.state_pages if number else 0)
-                require(kv.counts.held - held <= own, f"{told}, holds {kv.counts.held - held} more pages, {own} of them in its tables")
+                require(
+                    sorted(copies, key=_page) == sorted(expected, key=_page),
+                    f"{told}, has the copies {copies}",
+                )
+                own = kv.context.layout.pages(22) - (
+                    kv.context.layout.pages(found) - kv.context.layout.state_pages if number else 0
+                )
+                require(
+                    kv.counts.held - held <= own,
+                    f"{told}, holds {kv.counts.held - held} more pages, {own} of them in its tables",
+                )
         self._explore("state_copies")
 
     @check("kv_cache.checkpoints", since="0.4", capability="states")
@@ -539,7 +721,10 @@ class KVCacheSuite(Suite):
         for shape in STATE_SHAPES:
             kv = self.make(shape.context)
             _submit(kv, make_request("first", range(21)))
-            require(not kv.take_checkpoints(), f"of {shape}, take_checkpoints returned checkpoints again")
+            require(
+                not kv.take_checkpoints(),
+                f"of {shape}, take_checkpoints returned checkpoints again",
+            )
         self._explore("checkpoints")
 
     @check("kv_cache.checkpoint_found", since="0.4", capability="states")
@@ -552,16 +737,34 @@ class KVCacheSuite(Suite):
             kv.allocate(first, 21)
             kv.commit(first, 21)
             asking = make_request("asking", [*tokens, 7])
-            self._finds(kv, asking, 0, "whose prefix another computes in the same step: the state isn't there yet")
+            self._finds(
+                kv,
+                asking,
+                0,
+                "whose prefix another computes in the same step: the state isn't there yet",
+            )
             written = list(kv.take_checkpoints())
             held = kv.context.layout.pages(21)
-            require(kv.counts.held == held, f"of {shape}, {kv.counts} after take_checkpoints, with {held} pages in tables")
+            require(
+                kv.counts.held == held,
+                f"of {shape}, {kv.counts} after take_checkpoints, with {held} pages in tables",
+            )
             ends = [checkpoint.tokens for checkpoint in written] if self.capabilities.reuse else []
             for same in range(0, 22, size):
                 other = make_request("other", [*tokens[:same], *[-1] * (21 - same), 7])
                 expected = max([0, *(end for end in ends if end <= same)])
-                self._finds(kv, other, expected, f"whose first {same} tokens were computed, with checkpoints after {ends}")
-            self._finds(kv, make_request("other", [*tokens, 7], keys=("a",)), 0, "with other cache_keys than those of the checkpoint")
+                self._finds(
+                    kv,
+                    other,
+                    expected,
+                    f"whose first {same} tokens were computed, with checkpoints after {ends}",
+                )
+            self._finds(
+                kv,
+                make_request("other", [*tokens, 7], keys=("a",)),
+                0,
+                "with other cache_keys than those of the checkpoint",
+            )
 
     @check("kv_cache.checkpoint_dropped", since="0.4", capability="states")
     def test_a_checkpoint_that_is_not_written_is_dropped(self) -> None:
@@ -574,13 +777,24 @@ class KVCacheSuite(Suite):
                 kv.allocate(first, 21)
                 kv.commit(first, 21)
                 again = self.make(shape.context)
-                ends = [checkpoint.tokens for checkpoint in _submit(again, make_request("again", range(21)))]
+                ends = [
+                    checkpoint.tokens
+                    for checkpoint in _submit(again, make_request("again", range(21)))
+                ]
                 {
                     "uncommit": lambda kv=kv, first=first: kv.uncommit(first, 0),
                     "free": lambda kv=kv, first=first: kv.free(first),
                     "reset": kv.reset,
-                }.get(how, lambda kv=kv, first=first, ends=ends: kv.uncommit(first, min(ends, default=21) - 1))()
-                taken, held = list(kv.take_checkpoints()), 0 if how == "free" else kv.context.layout.pages(21)
+                }.get(
+                    how,
+                    lambda kv=kv, first=first, ends=ends: kv.uncommit(
+                        first, min(ends, default=21) - 1
+                    ),
+                )()
+                taken, held = (
+                    list(kv.take_checkpoints()),
+                    0 if how == "free" else kv.context.layout.pages(21),
+                )
                 told = f"of {shape}, after commit and {how}"
                 require(not taken, f"{told}, take_checkpoints returned {taken}")
                 require(kv.counts.held == held, f"{told}, {kv.counts}; {held} pages are in tables")
@@ -601,7 +815,9 @@ class KVCacheSuite(Suite):
             ends = [checkpoint.tokens for checkpoint in _submit(kv, other)]
         expected = max([0, *(end for end in ends if end <= 8)])
         told = f"with the checkpoints {written} that {how} dropped, and {ends} of another request"
-        self._finds(kv, make_request("asking", tokens[:9]), expected if self.capabilities.reuse else 0, told)
+        self._finds(
+            kv, make_request("asking", tokens[:9]), expected if self.capabilities.reuse else 0, told
+        )
 
     # Helpers
 
@@ -618,7 +834,10 @@ class KVCacheSuite(Suite):
 
     def _finds(self, kv: KVCacheManager, request: Request, expected: int, which: str) -> None:
         found, size = kv.lookup(request), kv.context.layout.block_size
-        require(found == expected, f"with blocks of {size}, lookup found {found} tokens, expected {expected}, of a request {which}")
+        require(
+            found == expected,
+            f"with blocks of {size}, lookup found {found} tokens, expected {expected}, of a request {which}",
+        )
 
 
 class _Search:
@@ -630,7 +849,9 @@ class _Search:
         if states:
             draws = [draw_states] * (STATE_SCRIPTS if suite.capabilities.states else 0)
         else:
-            draws = [draw_shape] * SCRIPTS + [draw_groups] * (GROUP_SCRIPTS if suite.capabilities.groups else 0)
+            draws = [draw_shape] * SCRIPTS + [draw_groups] * (
+                GROUP_SCRIPTS if suite.capabilities.groups else 0
+            )
         self._left = iter(enumerate(draws))
 
     def breach(self, claim: str) -> Broken | None:
@@ -649,12 +870,16 @@ def _search_of(suite: type[KVCacheSuite], states: bool) -> _Search:
     return _Search(suite(), states)
 
 
-def _compute(kv: KVCacheManager, request: Request, num_tokens: int | None = None) -> tuple[int, ...]:
+def _compute(
+    kv: KVCacheManager, request: Request, num_tokens: int | None = None
+) -> tuple[int, ...]:
     """Allocate and commit all (or `num_tokens`) of its known tokens, and return the new blocks, in a pool of one group."""
     tokens = request.num_tokens if num_tokens is None else num_tokens
     allocation = kv.allocate(request, tokens)
     if allocation is None:
-        fail(f"allocate({request}, {tokens}) answered None, with {kv.available_pages} blocks of {kv.context.layout.block_size} tokens available")
+        fail(
+            f"allocate({request}, {tokens}) answered None, with {kv.available_pages} blocks of {kv.context.layout.block_size} tokens available"
+        )
     kv.commit(request, tokens)
     return allocation.pages[0]
 

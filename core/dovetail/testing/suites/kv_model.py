@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, Checkpoint, KVCacheManager, KVContext, KVLayout, PageCopy, Pages
+from dovetail.api.kv_cache import (
+    HOLE,
+    Allocation,
+    CacheGroup,
+    Checkpoint,
+    KVCacheManager,
+    KVContext,
+    KVLayout,
+    PageCopy,
+    Pages,
+)
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
 from dovetail.sampling_params import SamplingParams
@@ -24,7 +34,9 @@ from dovetail.testing.checks import CheckFailed
 
 Act = tuple[str, tuple[Any, ...]]
 Content = int  # `Contents`' number of a prefix: cache keys, and all tokens up to one
-Written = tuple[Content, int, int]  # what one token's part of a page holds: the content, the cache group and which page of a block it is
+Written = tuple[
+    Content, int, int
+]  # what one token's part of a page holds: the content, the cache group and which page of a block it is
 
 
 class Broken(CheckFailed):
@@ -40,11 +52,39 @@ class Ended(Exception):
 
 
 READ_ONLY = (  # attributes of a request
-    *("id", "prompt_tokens", "max_tokens", "cache_keys", "num_computed", "capacity", "cached_tokens", "priority", "client", "params"),
-    *("arrival_time", "deadline", "ttft_deadline", "tbt_s", "predicted_tokens", "parent", "stop_ids"),
+    *(
+        "id",
+        "prompt_tokens",
+        "max_tokens",
+        "cache_keys",
+        "num_computed",
+        "capacity",
+        "cached_tokens",
+        "priority",
+        "client",
+        "params",
+    ),
+    *(
+        "arrival_time",
+        "deadline",
+        "ttft_deadline",
+        "tbt_s",
+        "predicted_tokens",
+        "parent",
+        "stop_ids",
+    ),
 )
 # After a violation of these the state is inconsistent: the rest is meaningless, or may not end.
-FATAL = ("lawful", "table", "holes", "hit_length", "exclusive", "counts", "integrity", "checkpoints")
+FATAL = (
+    "lawful",
+    "table",
+    "holes",
+    "hit_length",
+    "exclusive",
+    "counts",
+    "integrity",
+    "checkpoints",
+)
 STATE = -1  # offset of a state in the memory of a page
 
 
@@ -69,9 +109,21 @@ def plain(block_size: int, num_pages: int, window: int | None = None) -> Shape:
     return Shape((CacheGroup((0,), block_size, window),), num_pages)
 
 
-def make_request(id: str, tokens: Sequence[int], *, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> LiveRequest:
+def make_request(
+    id: str,
+    tokens: Sequence[int],
+    *,
+    keys: tuple[str, ...] = (),
+    prompt_logprobs: int | None = None,
+) -> LiveRequest:
     """Make a request as the engine does."""
-    return LiveRequest(id, tokens, SamplingParams(prompt_logprobs=prompt_logprobs), max_tokens=1000, cache_keys=keys)
+    return LiveRequest(
+        id,
+        tokens,
+        SamplingParams(prompt_logprobs=prompt_logprobs),
+        max_tokens=1000,
+        cache_keys=keys,
+    )
 
 
 def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
@@ -84,14 +136,18 @@ class Contents:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Content, int], Content] = {}  # (prefix before it, token)
-        self._known: list[tuple[tuple[str, ...], tuple[int, ...]]] = []  # by number: cache keys, tokens
+        self._known: list[
+            tuple[tuple[str, ...], tuple[int, ...]]
+        ] = []  # by number: cache keys, tokens
         self._roots: dict[tuple[str, ...], Content] = {}
 
     def extend(self, keys: tuple[str, ...], contents: list[Content], tokens: Sequence[int]) -> None:
         """Append the contents of those of `tokens` that have none yet."""
         for token in tokens[len(contents) :]:
             before = contents[-1] if contents else self._number(self._roots, keys, keys, ())
-            contents.append(self._number(self._numbers, (before, token), keys, (*self._known[before][1], token)))
+            contents.append(
+                self._number(self._numbers, (before, token), keys, (*self._known[before][1], token))
+            )
 
     def named(self, written: Written | None) -> str:
         """Return `written` in words."""
@@ -100,7 +156,9 @@ class Contents:
         keys, tokens = self._known[written[0]]
         return f"token {len(tokens) - 1} of {tokens} under {keys}, in page {written[2]} of a block of group {written[1]}"
 
-    def _number(self, numbers: dict[Any, Content], key: Any, keys: tuple[str, ...], tokens: tuple[int, ...]) -> Content:
+    def _number(
+        self, numbers: dict[Any, Content], key: Any, keys: tuple[str, ...], tokens: tuple[int, ...]
+    ) -> Content:
         if key not in numbers:
             numbers[key] = len(self._known)
             self._known.append((keys, tokens))
@@ -113,19 +171,25 @@ class Row:
 
     request: LiveRequest
     tokens: list[int]
-    tables: list[list[Pages]] = field(default_factory=list)  # by group; blocks that it doesn't hold consist of HOLEs
+    tables: list[list[Pages]] = field(
+        default_factory=list
+    )  # by group; blocks that it doesn't hold consist of HOLEs
     contents: list[Content] = field(default_factory=list)  # by token
     computed: int = 0
     prefill_end: int = 0  # tokens known when it was admitted
     planned_from: int | None = None  # computed before this step's grant
     admitted_now: bool = False
-    copied: int | None = None  # tokens taken over by a fork, until the copy of a partial block is verified
+    copied: int | None = (
+        None  # tokens taken over by a fork, until the copy of a partial block is verified
+    )
     disowned: bool = False  # by a reset: it depends on dropped values
     asked: int = 0  # tokens that its blocks were asked for
     pending: int = 0  # pages of the checkpoint that this step writes
 
     def __post_init__(self) -> None:
-        self.given = {name: copy.deepcopy(getattr(self.request, name)) for name in READ_ONLY}  # before the manager saw it
+        self.given = {
+            name: copy.deepcopy(getattr(self.request, name)) for name in READ_ONLY
+        }  # before the manager saw it
 
     @property
     def settled(self) -> int:
@@ -141,22 +205,41 @@ class Row:
 class KVWorld:
     """A manager, its requests and its memory. `watch`: claim whose violation is raised; None: record the first violation of each claim."""
 
-    def __init__(self, make: Callable[[KVContext], KVCacheManager], shape: Shape, watch: str | None = None) -> None:
-        self.kv, self.twin, self.shape, self.watch = make(shape.context), make(shape.context), shape, watch
+    def __init__(
+        self, make: Callable[[KVContext], KVCacheManager], shape: Shape, watch: str | None = None
+    ) -> None:
+        self.kv, self.twin, self.shape, self.watch = (
+            make(shape.context),
+            make(shape.context),
+            shape,
+            watch,
+        )
         self.script: Sequence[Act] = ()
         self.breaches: dict[str, Broken] = {}  # by claim
-        self.layout, self.groups, self.num_pages = shape.layout, tuple(enumerate(shape.groups)), shape.num_pages
+        self.layout, self.groups, self.num_pages = (
+            shape.layout,
+            tuple(enumerate(shape.groups)),
+            shape.num_pages,
+        )
         self.paged = self.groups[:-1] if self.layout.recurrent else self.groups  # those of K and V
         self.unit = self.layout.hit_tokens
         self.memory: dict[int, dict[int, Written]] = {}  # page -> offset -> what was written last
         self.contents = Contents()
-        self.committed: list[set[Content]] = [set() for _ in self.groups]  # last token of each full block, unless dropped since
-        self.nothing_lost = any(group.window != 1 for group in shape.groups)  # False once a block may have been evicted: then lookups may find less
+        self.committed: list[set[Content]] = [
+            set() for _ in self.groups
+        ]  # last token of each full block, unless dropped since
+        self.nothing_lost = any(
+            group.window != 1 for group in shape.groups
+        )  # False once a block may have been evicted: then lookups may find less
         self.live: list[Row] = []
         self.hogs = self.looks = 0
-        self.taken: list[tuple[Sequence[PageCopy] | Sequence[Checkpoint], tuple[Any, ...]]] = []  # copies and checkpoints, and their values then
+        self.taken: list[
+            tuple[Sequence[PageCopy] | Sequence[Checkpoint], tuple[Any, ...]]
+        ] = []  # copies and checkpoints, and their values then
         self.probe = make_request("probe", [98])
-        self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: reused once their request has ended
+        self.ids: list[str] = [
+            f"r{number}" for number in range(7, -1, -1)
+        ]  # unused ids: reused once their request has ended
 
     def run(self, script: Sequence[Act]) -> None:
         """Run a script. Raises `Broken` if it breaks the watched claim."""
@@ -172,11 +255,25 @@ class KVWorld:
 
     # Requests come …
 
-    def arrive(self, base: tuple[int, ...], blocks: int, tail: int, keys: tuple[str, ...], prompt_logprobs: int | None) -> None:
+    def arrive(
+        self,
+        base: tuple[int, ...],
+        blocks: int,
+        tail: int,
+        keys: tuple[str, ...],
+        prompt_logprobs: int | None,
+    ) -> None:
         if self.ids:
             length = max(1, blocks * self.unit + tail)
             tokens = [base[position // self.unit % len(base)] for position in range(length)]
-            self.live.append(Row(make_request(self.ids.pop(), tokens, keys=keys, prompt_logprobs=prompt_logprobs), tokens))
+            self.live.append(
+                Row(
+                    make_request(
+                        self.ids.pop(), tokens, keys=keys, prompt_logprobs=prompt_logprobs
+                    ),
+                    tokens,
+                )
+            )
 
     def hog(self, leave: int, goes: bool) -> None:
         """Add a request that shares nothing, and takes all but a few of the available pages; at its end they hold K and V that no other wants."""
@@ -195,7 +292,11 @@ class KVWorld:
     def grant(self, who: int, chunk: int, spare: int) -> None:
         """Allocate blocks for the next `chunk` tokens plus `spare` more, and commit these tokens."""
         row = self._row(who)
-        if row is None or row.planned_from is not None or (not row.tables and len(row.tokens) > row.request.num_tokens):
+        if (
+            row is None
+            or row.planned_from is not None
+            or (not row.tables and len(row.tokens) > row.request.num_tokens)
+        ):
             return
         waiting = not row.tables
         start = self._lookup(row) if waiting else row.computed
@@ -217,16 +318,24 @@ class KVWorld:
         if not waiting:
             return
         row = waiting[who % len(waiting)]
-        victims = [other for other in self.live if other is not row and other.tables and other.planned_from is None][:others]
+        victims = [
+            other
+            for other in self.live
+            if other is not row and other.tables and other.planned_from is None
+        ][:others]
         going = [victim.request for victim in victims]
         room = min(chunk, len(row.tokens))
-        foretold, available = self._ask("pages_needed", row.request, room, going), self._ask("available_pages")
+        foretold, available = (
+            self._ask("pages_needed", row.request, room, going),
+            self._ask("available_pages"),
+        )
         for victim in victims:
             self._release(victim)
-        freed, needed = self._ask("available_pages") - available, self._ask("pages_needed", row.request, room)
-        told = (
-            f"pages_needed({row.request}, {room}, without={going}) was {foretold}; freeing them made {freed} available, and {needed} are needed now"
+        freed, needed = (
+            self._ask("available_pages") - available,
+            self._ask("pages_needed", row.request, room),
         )
+        told = f"pages_needed({row.request}, {room}, without={going}) was {foretold}; freeing them made {freed} available, and {needed} are needed now"
         self._hold("pages_needed_without", foretold == needed - freed, told)
 
     def fork(self, who: int, tokens: int) -> None:
@@ -236,9 +345,20 @@ class KVWorld:
             return
         prompt = list(parent.request.prompt_token_ids)
         tokens = min(tokens, parent.settled, len(prompt) - 1)
-        if not parent.tables or tokens < 1 or any(self._seen(parent, tokens, number).count(self._hole(group)) for number, group in self.groups):
+        if (
+            not parent.tables
+            or tokens < 1
+            or any(
+                self._seen(parent, tokens, number).count(self._hole(group))
+                for number, group in self.groups
+            )
+        ):
             return
-        child = Row(make_request(self.ids[-1], prompt, keys=parent.request.cache_keys), prompt, prefill_end=len(prompt))
+        child = Row(
+            make_request(self.ids[-1], prompt, keys=parent.request.cache_keys),
+            prompt,
+            prefill_end=len(prompt),
+        )
         child.disowned = parent.disowned
         if self._fork_blocks(parent, child, tokens):
             child.computed = child.copied = tokens
@@ -272,7 +392,12 @@ class KVWorld:
 
     def trim(self, who: int) -> None:
         row = self._row(who)
-        if not self.layout.has_windows or row is None or not row.tables or row.planned_from is not None:
+        if (
+            not self.layout.has_windows
+            or row is None
+            or not row.tables
+            or row.planned_from is not None
+        ):
             return
         self._tell("trim", row.request, row.computed)
         self._tell("trim", row.request, row.computed // 2)  # no layer reads what was trimmed before
@@ -281,7 +406,11 @@ class KVWorld:
                 unseen = min(group.first_visible_block(row.computed), len(table))
                 table[:unseen] = [self._hole(group)] * unseen
         counts, held = self._ask("counts"), sum(map(len, self._held())) + self._pending
-        self._hold("trim", counts.held == held, f"trim({row.request}, {row.computed}) leaves {held} pages held, of {self.shape}; {counts}")
+        self._hold(
+            "trim",
+            counts.held == held,
+            f"trim({row.request}, {row.computed}) leaves {held} pages held, of {self.shape}; {counts}",
+        )
 
     # … and run
 
@@ -302,7 +431,9 @@ class KVWorld:
         for row in self.live:
             if row.planned_from is not None:
                 if self.layout.recurrent and row.planned_from:
-                    self._check_state(row, row.planned_from, "state_copies" if row.admitted_now else "states")
+                    self._check_state(
+                        row, row.planned_from, "state_copies" if row.admitted_now else "states"
+                    )
                 self._write(row, row.planned_from, row.computed)
                 if row.computed == len(row.tokens):
                     row.tokens.append(sampled)
@@ -321,12 +452,25 @@ class KVWorld:
         for checkpoint in checkpoints:
             told = f"take_checkpoints returned {checkpoint}, in a step of {[*planned.values()]}"
             row, pages = planned.pop(checkpoint.request, None), checkpoint.pages
-            if row is None or not (row.planned_from or 0) < checkpoint.tokens <= row.computed or checkpoint.tokens % self.unit:
-                self._broken("checkpoints", f"{told}: one for each request, at a multiple of {self.unit} of the tokens that the step computes")
+            if (
+                row is None
+                or not (row.planned_from or 0) < checkpoint.tokens <= row.computed
+                or checkpoint.tokens % self.unit
+            ):
+                self._broken(
+                    "checkpoints",
+                    f"{told}: one for each request, at a multiple of {self.unit} of the tokens that the step computes",
+                )
                 raise Ended
-            sound = type(pages) is tuple and len(set(pages)) == group.pages_per_block and set(pages) <= set(range(self.num_pages))
+            sound = (
+                type(pages) is tuple
+                and len(set(pages)) == group.pages_per_block
+                and set(pages) <= set(range(self.num_pages))
+            )
             self._hold(
-                "checkpoints", sound and not used & set(pages), f"{told}, with the pages {pages}, while {sorted(used)} are in tables or written"
+                "checkpoints",
+                sound and not used & set(pages),
+                f"{told}, with the pages {pages}, while {sorted(used)} are in tables or written",
             )
             used |= set(pages)
             content = row.contents[checkpoint.tokens - 1]
@@ -348,7 +492,9 @@ class KVWorld:
         if all(row.planned_from is None for row in self.live):
             self._tell("reset")
             self.committed = [set() for _ in self.groups]
-            self.nothing_lost = any(group.window != 1 for _, group in self.groups)  # of what is committed from now on
+            self.nothing_lost = any(
+                group.window != 1 for _, group in self.groups
+            )  # of what is committed from now on
             for row in self.live:
                 row.disowned = bool(row.tables)
 
@@ -358,14 +504,20 @@ class KVWorld:
         """Call a method of both managers, whose results must be equal."""
         answers = [self._lawful(manager, method, *arguments) for manager in (self.kv, self.twin)]
         if answers[0] != answers[1]:
-            self._broken("pure", f"{method}{arguments} answered {answers[0]}, and {answers[1]} where no question had been asked before")
+            self._broken(
+                "pure",
+                f"{method}{arguments} answered {answers[0]}, and {answers[1]} where no question had been asked before",
+            )
         return answers[0]
 
     def _ask(self, question: str, *arguments: Any) -> Any:
         """Query one of the two managers, twice."""
         answers = [self._lawful(self.kv, question, *arguments) for _ in range(2)]
         if answers[0] != answers[1]:
-            self._broken("pure", f"{question}{arguments} answered {answers[0]}, and {answers[1]} when asked again")
+            self._broken(
+                "pure",
+                f"{question}{arguments} answered {answers[0]}, and {answers[1]} when asked again",
+            )
         return answers[0]
 
     def _lawful(self, manager: KVCacheManager, name: str, *arguments: Any) -> Any:
@@ -373,7 +525,9 @@ class KVWorld:
             member = getattr(manager, name)
             return member(*arguments) if callable(member) else member
         except Exception as error:
-            self._broken("lawful", f"{name}{arguments} is a valid call but raised {describe(error)}")
+            self._broken(
+                "lawful", f"{name}{arguments} is a valid call but raised {describe(error)}"
+            )
 
     def _lookup(self, row: Row) -> int:
         """Look a request up, and judge the answer."""
@@ -385,7 +539,11 @@ class KVWorld:
             findable = self._findable(row)
         told = f"{told}, of which {findable} may be found: what was committed under its cache_keys, and may be shared"
         self._hold("hit", found in findable, told)
-        self._hold("reuse", found >= findable[-1] or not self.nothing_lost, f"{told}; no block has been given up since")
+        self._hold(
+            "reuse",
+            found >= findable[-1] or not self.nothing_lost,
+            f"{told}; no block has been given up since",
+        )
         return int(found)
 
     def _findable(self, row: Row) -> list[int]:
@@ -397,17 +555,25 @@ class KVWorld:
             for number, group in self.paged:
                 size = group.block_tokens
                 for last in range(end - self.unit + size - 1, end, size):
-                    runs[number] = runs[number] + 1 if row.contents[last] in self.committed[number] else 0
+                    runs[number] = (
+                        runs[number] + 1 if row.contents[last] in self.committed[number] else 0
+                    )
                 accepts &= runs[number] >= end // size - group.first_visible_block(end)
             if accepts:
                 accepted.append(end)
-            elif len(self.groups) == 1 and not self.layout.has_windows and not self.layout.recurrent:
+            elif (
+                len(self.groups) == 1 and not self.layout.has_windows and not self.layout.recurrent
+            ):
                 break
         return accepted
 
     def _take_blocks(self, row: Row, start: int, room: int) -> bool:
         """Give a request its first blocks, some of them hits up to `start`, or more blocks."""
-        waiting, needed, available = not row.tables, self._ask("pages_needed", row.request, room), self._ask("available_pages")
+        waiting, needed, available = (
+            not row.tables,
+            self._ask("pages_needed", row.request, room),
+            self._ask("available_pages"),
+        )
         before, free = self._snapshot() if needed > available else None, self._ask("counts").free
         allocation = self._tell("allocate", row.request, room)
         told = f"pages_needed({row.request}, {room}) was {needed}, {available} were available, and allocate answered {allocation}"
@@ -419,12 +585,18 @@ class KVWorld:
         left = self._ask("available_pages")
         self._hold("pages_needed", left == available - needed, f"{told}; now {left} are available")
         cached = start if waiting else 0
-        self._hold("hit", allocation.cached == cached, f"allocate says {allocation.cached} tokens of {row.request} are cached; lookup said {cached}")
+        self._hold(
+            "hit",
+            allocation.cached == cached,
+            f"allocate says {allocation.cached} tokens of {row.request} are cached; lookup said {cached}",
+        )
         self._append(row, allocation, free=free, cached=cached, tokens=max(room, cached))
         return True
 
     def _fork_blocks(self, parent: Row, child: Row, tokens: int) -> bool:
-        copied = sum(group.pages_per_block for _, group in self.groups if tokens % group.block_tokens)
+        copied = sum(
+            group.pages_per_block for _, group in self.groups if tokens % group.block_tokens
+        )
         available, free = self._ask("available_pages"), self._ask("counts").free
         before = self._snapshot() if copied > available else None
         allocation = self._tell("fork", parent.request, child.request, tokens)
@@ -438,15 +610,27 @@ class KVWorld:
         self._append(child, allocation, free=free, cached=tokens, tokens=tokens)
         for (_, group), mine, theirs in zip(self.groups, child.tables, parent.tables, strict=True):
             full, hole = tokens // group.block_tokens, self._hole(group)
-            shares = all(block in (hole, other) for block, other in zip(mine[:full], theirs, strict=False))
+            shares = all(
+                block in (hole, other) for block, other in zip(mine[:full], theirs, strict=False)
+            )
             self._hold("fork", shares, f"{told}; the parent holds {theirs} in that group")
         return True
 
-    def _append(self, row: Row, allocation: Allocation, *, free: int, cached: int, tokens: int) -> None:
+    def _append(
+        self, row: Row, allocation: Allocation, *, free: int, cached: int, tokens: int
+    ) -> None:
         """Append blocks to its tables: those of the first `cached` tokens are shared with others, the rest are new; `free` pages were free before."""
         pages, held = allocation.pages, set.union(*self._held())
-        sound = type(pages) is tuple and len(pages) == len(self.groups) and all(type(own) is tuple for own in pages)
-        self._hold("answers", sound and all(type(page) is int for own in pages for page in own), f"the pages of an allocation are {pages!r}")
+        sound = (
+            type(pages) is tuple
+            and len(pages) == len(self.groups)
+            and all(type(own) is tuple for own in pages)
+        )
+        self._hold(
+            "answers",
+            sound and all(type(page) is int for own in pages for page in own),
+            f"the pages of an allocation are {pages!r}",
+        )
         if not row.tables:
             row.tables = [[] for _ in self.groups]
         row.asked = tokens
@@ -454,17 +638,36 @@ class KVWorld:
         for (_, group), table, own in zip(self.groups, row.tables, pages, strict=True):
             size, width, hole = group.block_tokens, group.pages_per_block, self._hole(group)
             table += [own[at : at + width] for at in range(0, len(own), width)]
-            shared, unseen = 0 if group.recurrent else cached // size, group.first_visible_block(cached) if cached else 0
+            shared, unseen = (
+                0 if group.recurrent else cached // size,
+                group.first_visible_block(cached) if cached else 0,
+            )
             told = f"{row.request}, {cached} of whose tokens are cached, has the table {table} in {group}"
-            self._hold("table", len(table) == group.blocks(tokens), f"{told}; it asked for {tokens} tokens, {group.blocks(tokens)} blocks")
+            self._hold(
+                "table",
+                len(table) == group.blocks(tokens),
+                f"{told}; it asked for {tokens} tokens, {group.blocks(tokens)} blocks",
+            )
             holes = [HOLE in block for block in table]
-            whole = all(block == hole for block, has in zip(table[:unseen], holes, strict=False) if has)
+            whole = all(
+                block == hole for block, has in zip(table[:unseen], holes, strict=False) if has
+            )
             new_holes = HOLE in own[unseen * width :]
-            self._hold("holes", whole and not new_holes, f"{told}; blocks from {unseen} on are seen, so that none of them may have a HOLE")
+            self._hold(
+                "holes",
+                whole and not new_holes,
+                f"{told}; blocks from {unseen} on are seen, so that none of them may have a HOLE",
+            )
             new += own[shared * width :]
-        pages_held = [page for table in row.tables for block in table for page in block if page != HOLE]
+        pages_held = [
+            page for table in row.tables for block in table for page in block if page != HOLE
+        ]
         told = f"{row.request} was given pages {pages} of {self.num_pages}, of which {new} are new, while {sorted(held)} are held"
-        sound = len(set(pages_held)) == len(pages_held) and not set(new) & held and all(page in range(self.num_pages) for page in pages_held)
+        sound = (
+            len(set(pages_held)) == len(pages_held)
+            and not set(new) & held
+            and all(page in range(self.num_pages) for page in pages_held)
+        )
         self._hold("exclusive", sound, told)
         self.nothing_lost &= len(new) <= free
 
@@ -476,14 +679,18 @@ class KVWorld:
         if self.layout.recurrent:
             taken = self._ask("counts").held - before.held
             told = f"commit({row.request}, {known}) took {taken} pages; for a checkpoint, {state_pages} are allowed here, as {row.pending} are taken"
-            self._hold("checkpoints", taken in (0, state_pages) and not (taken and row.pending), told)
+            self._hold(
+                "checkpoints", taken in (0, state_pages) and not (taken and row.pending), told
+            )
             row.pending += taken
             self.nothing_lost &= taken <= before.free
         if not row.disowned:
             for (number, group), table in zip(self.paged, row.tables, strict=False):
                 hole, size = self._hole(group), group.block_tokens
                 full = enumerate(table[: known // size])
-                self.committed[number].update(row.contents[(index + 1) * size - 1] for index, block in full if block != hole)
+                self.committed[number].update(
+                    row.contents[(index + 1) * size - 1] for index, block in full if block != hole
+                )
 
     def _release(self, row: Row) -> None:
         """Release its blocks, after revoking its grant."""
@@ -495,7 +702,14 @@ class KVWorld:
         freed = self._ask("available_pages") - available
         told = f"pages_needed(…, without=[{row.request}]) counted off {foretold} pages; freeing it made {freed} available"
         self._hold("pages_needed_without", freed == foretold, told)
-        row.tables, row.computed, row.admitted_now, row.copied, row.disowned, row.asked = [], 0, False, None, False, 0
+        row.tables, row.computed, row.admitted_now, row.copied, row.disowned, row.asked = (
+            [],
+            0,
+            False,
+            None,
+            False,
+            0,
+        )
 
     def _take_back(self, row: Row) -> None:
         """Revoke its grant, if any; release requests admitted in this step that share tokens which it would have written."""
@@ -515,7 +729,10 @@ class KVWorld:
         """Return whether two requests share blocks of tokens from `start` on."""
         for (_, group), mine, theirs in zip(self.groups, row.tables, other.tables, strict=False):
             first = start // group.block_tokens
-            if any(a == b != self._hole(group) for a, b in zip(mine[first:], theirs[first:], strict=False)):
+            if any(
+                a == b != self._hole(group)
+                for a, b in zip(mine[first:], theirs[first:], strict=False)
+            ):
                 return True
         return False
 
@@ -527,15 +744,28 @@ class KVWorld:
             by_group = (*by_group[:-1], by_group[-1] + self._pending)
         held = sum(by_group)
         told = f"{counts}, {self._ask('available_pages')} available, of {self.num_pages} pages; {by_group} are in tables or of checkpoints, by group"
-        adds_up = counts.free + counts.held + counts.cached == self.num_pages and min(counts.free, counts.held, counts.cached) >= 0
-        self._hold("counts", adds_up and counts.held == held and self._ask("available_pages") == counts.free + counts.cached, told)
+        adds_up = (
+            counts.free + counts.held + counts.cached == self.num_pages
+            and min(counts.free, counts.held, counts.cached) >= 0
+        )
+        self._hold(
+            "counts",
+            adds_up
+            and counts.held == held
+            and self._ask("available_pages") == counts.free + counts.cached,
+            told,
+        )
         self._hold("held_by_group", counts.held_by_group in ((), by_group), told)
         try:
             self.kv.check_integrity()
         except Exception as error:
-            self._broken("integrity", f"check_integrity raised {describe(error)}, after valid calls")
+            self._broken(
+                "integrity", f"check_integrity raised {describe(error)}, after valid calls"
+            )
         self.looks += 1
-        if (asked := self._row(self.looks)) is not None:  # the same question again and again, whatever has changed since
+        if (
+            asked := self._row(self.looks)
+        ) is not None:  # the same question again and again, whatever has changed since
             self._lookup(asked)
             self._check_tables(asked)
         running = [row for row in self.live if row.tables]
@@ -544,12 +774,12 @@ class KVWorld:
 
     def _check_sharing(self, group: list[Row], rest: list[Row]) -> None:
         requests = [row.request for row in group]
-        alone = set[int]().union(*(row.pages for row in group)).difference(*(row.pages for row in rest))
+        alone = (
+            set[int]().union(*(row.pages for row in group)).difference(*(row.pages for row in rest))
+        )
         foretold = self._freed_by(requests)
         pending = sum(row.pending for row in group)
-        told = (
-            f"pages_needed(…, without={requests}) counts off {foretold} pages; only in their tables are {sorted(alone)}, and {pending} in checkpoints"
-        )
+        told = f"pages_needed(…, without={requests}) counts off {foretold} pages; only in their tables are {sorted(alone)}, and {pending} in checkpoints"
         self._hold("pages_needed_without", foretold == len(alone) + pending, told)
 
     def _check_tables(self, row: Row) -> None:
@@ -558,17 +788,31 @@ class KVWorld:
             answer = self._ask("tables", row.request)
             told = f"tables({row.request}) answered {answer}; it was given {row.tables}, without what was released since"
             flat = [[page for block in table for page in block] for table in row.tables]
-            sound = type(answer) is tuple and [len(own) for own in answer] == [len(own) for own in flat]
-            pairs = zip(chain.from_iterable(flat), chain.from_iterable(answer), strict=True) if sound else ()
-            self._hold("tables", sound and all(given in (HOLE, page) for given, page in pairs), told)
+            sound = type(answer) is tuple and [len(own) for own in answer] == [
+                len(own) for own in flat
+            ]
+            pairs = (
+                zip(chain.from_iterable(flat), chain.from_iterable(answer), strict=True)
+                if sound
+                else ()
+            )
+            self._hold(
+                "tables", sound and all(given in (HOLE, page) for given, page in pairs), told
+            )
 
     def _check_request(self, row: Row) -> None:
         """Check that a request is as the model made it, and its tokens those that it generated."""
         request = row.request
         written = [name for name, value in row.given.items() if getattr(request, name) != value]
         known = [*request.prompt_array.tolist(), *request.output_token_ids]
-        self._hold("request_untouched", not written, f"{request} was given another {', '.join(written)}")
-        self._hold("request_untouched", known == row.tokens[: len(known)], f"{request} has the tokens {known}, and had {row.tokens}")
+        self._hold(
+            "request_untouched", not written, f"{request} was given another {', '.join(written)}"
+        )
+        self._hold(
+            "request_untouched",
+            known == row.tokens[: len(known)],
+            f"{request} has the tokens {known}, and had {row.tokens}",
+        )
 
     def _check_memory(self) -> None:
         for row in self.live:
@@ -600,7 +844,10 @@ class KVWorld:
             found = memory.get(offset)
             if found != (row.contents[position], group, part):
                 told = f"token {position} of {row.request} reads page {page}, offset {offset}, which holds {self.contents.named(found)}"
-                copied = row.copied is not None and position < row.copied < positions.start + self.groups[group][1].block_tokens
+                copied = (
+                    row.copied is not None
+                    and position < row.copied < positions.start + self.groups[group][1].block_tokens
+                )
                 self._broken("fork_copies" if copied else "private", told)
 
     def _end(self) -> None:
@@ -609,14 +856,30 @@ class KVWorld:
             self.finish(0)
         self._tell("free", self.probe)
         for taken, then in self.taken:
-            self._hold("answers", tuple(taken) == then, f"take_copies or take_checkpoints returned {list(then)}, which is now {list(taken)}")
+            self._hold(
+                "answers",
+                tuple(taken) == then,
+                f"take_copies or take_checkpoints returned {list(then)}, which is now {list(taken)}",
+            )
         counts, room = self._ask("counts"), self._fitting(self.num_pages)
-        self._hold("no_leak", counts.held == 0 and self._ask("available_pages") == self.num_pages, f"every request has ended, and {counts}")
+        self._hold(
+            "no_leak",
+            counts.held == 0 and self._ask("available_pages") == self.num_pages,
+            f"every request has ended, and {counts}",
+        )
         if room:
-            allocation = self._tell("allocate", make_request("last", [99] * room, prompt_logprobs=0), room)
+            allocation = self._tell(
+                "allocate", make_request("last", [99] * room, prompt_logprobs=0), room
+            )
             pages = [] if allocation is None else [page for own in allocation.pages for page in own]
-            whole = len(set(pages)) == self.layout.pages(room) and set(pages) <= set(range(self.num_pages))
-            self._hold("no_leak", whole, f"every request has ended, and one that needs {self.layout.pages(room)} pages gets {allocation}; {counts}")
+            whole = len(set(pages)) == self.layout.pages(room) and set(pages) <= set(
+                range(self.num_pages)
+            )
+            self._hold(
+                "no_leak",
+                whole,
+                f"every request has ended, and one that needs {self.layout.pages(room)} pages gets {allocation}; {counts}",
+            )
 
     # Helpers
 
@@ -640,7 +903,13 @@ class KVWorld:
 
     def _room(self, row: Row) -> int:
         """Return the number of tokens that its blocks have room for."""
-        return min((len(table) * group.block_tokens for (_, group), table in zip(self.paged, row.tables, strict=False)), default=row.asked)
+        return min(
+            (
+                len(table) * group.block_tokens
+                for (_, group), table in zip(self.paged, row.tables, strict=False)
+            ),
+            default=row.asked,
+        )
 
     def _fitting(self, pages: int) -> int:
         """Return the number of tokens, in whole blocks, that fit into `pages` pages."""
@@ -662,7 +931,9 @@ class KVWorld:
 
     def _held(self) -> list[set[int]]:
         """Return the pages in tables, by group."""
-        tables = [[row.tables[number] for row in self.live if row.tables] for number, _ in self.groups]
+        tables = [
+            [row.tables[number] for row in self.live if row.tables] for number, _ in self.groups
+        ]
         return [set(chain.from_iterable(chain.from_iterable(own))) - {HOLE} for own in tables]
 
     def _write(self, row: Row, start: int, end: int) -> None:

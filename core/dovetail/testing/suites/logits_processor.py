@@ -37,7 +37,14 @@ from dovetail.testing.suites.logits_processor_bench import (
 from dovetail.testing.suites.sampler_requests import JUNK
 
 LARGE_VOCAB = 40_007  # where sums over the vocabulary are split among threads
-SPECIAL = (0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000, 0xFF800000)  # bits of float32: NaNs, -0, the least number, inf, -inf
+SPECIAL = (
+    0x7FC00001,
+    0xFFC12345,
+    0x80000000,
+    0x00000001,
+    0x7F800000,
+    0xFF800000,
+)  # bits of float32: NaNs, -0, the least number, inf, -inf
 
 Replay = Callable[[], object]
 
@@ -65,17 +72,25 @@ class LogitsProcessorSuite(Suite):
     @cached_property
     def asked(self) -> list[BaseModel]:
         """The examples as `update` gets them."""
-        require(len(self.arguments), "the suite has no example of arguments: set `arguments` to a list of mappings")
+        require(
+            len(self.arguments),
+            "the suite has no example of arguments: set `arguments` to a list of mappings",
+        )
         found = []
         for example in self.arguments:
             try:
                 first = _validated(self.model, example)
             except ValidationError as error:
-                fail(f"{self.model.__name__} refuses the example {shown(dict(example))}: {error}; set `arguments` to what requests may say", error)
+                fail(
+                    f"{self.model.__name__} refuses the example {shown(dict(example))}: {error}; set `arguments` to what requests may say",
+                    error,
+                )
             found.append(self._sent(first))
         return found
 
-    def bench(self, lines: Sequence[Asking], places: Sequence[int] | None = None, **fields: Any) -> ProcessorBench:
+    def bench(
+        self, lines: Sequence[Asking], places: Sequence[int] | None = None, **fields: Any
+    ) -> ProcessorBench:
         return ProcessorBench(self.make, lines, places, device=self.place, **fields)
 
     @check("logits_processor.arguments", since="0.1")
@@ -83,22 +98,32 @@ class LogitsProcessorSuite(Suite):
         """`Arguments` isn't a pydantic model that forbids unknown keys, or doesn't accept its own values. They are validated when a request arrives,
         sent to the ranks as JSON (`model_dump(mode="json")`), and validated there again without the tokenizer: a validator must leave ids as they
         are, and the result must be equal."""
-        require(isinstance(self.model, type) and issubclass(self.model, BaseModel), f"Arguments is {self.model!r}, expected a pydantic model")
+        require(
+            isinstance(self.model, type) and issubclass(self.model, BaseModel),
+            f"Arguments is {self.model!r}, expected a pydantic model",
+        )
         for example, _ in zip(self.arguments, self.asked, strict=True):
             try:
                 _validated(self.model, {**example, UNKNOWN_KEY: 1})
             except ValidationError:
                 continue
-            fail(f'{self.model.__name__} took the unknown key {UNKNOWN_KEY!r}: give it `model_config = ConfigDict(extra="forbid")`')
+            fail(
+                f'{self.model.__name__} took the unknown key {UNKNOWN_KEY!r}: give it `model_config = ConfigDict(extra="forbid")`'
+            )
 
     @check("logits_processor.bad_arguments", since="0.1")
     def test_bad_arguments(self) -> None:
         """An invalid value of an argument was accepted, and `update` or `apply` raised, other rows changed, or the largest logit wasn't finite
         afterwards; or `Arguments` raised something else than `ValueError`. Give each field a strict type and a range, refuse NaN and inf
         (`allow_inf_nan=False`), and bound the length of lists. Without a tokenizer ({"encode": None}) reject texts."""
-        fine = [Asking(line.logits, line.sampling, line.prompt, line.output) for line in self.lines(drafts=False)[0][:2]]
+        fine = [
+            Asking(line.logits, line.sampling, line.prompt, line.output)
+            for line in self.lines(drafts=False)[0][:2]
+        ]
         expected = self.bench(fine).apply()
-        for field, key in ((field, info.alias or field) for field, info in self.model.model_fields.items()):
+        for field, key in (
+            (field, info.alias or field) for field, info in self.model.model_fields.items()
+        ):
             taken = []
             for junk in JUNK:
                 given = {**self.arguments[0], key: junk}
@@ -106,7 +131,10 @@ class LogitsProcessorSuite(Suite):
                     if (arguments := self._taken(given, encode)) is not None:
                         taken.append(junk)
                         self._require_harmless(given, arguments, fine, expected)
-            require(len(taken) < 2 * len(JUNK), f"the argument {field!r} takes every one of {len(JUNK)} values, from -1 and {{}} to 'x'")
+            require(
+                len(taken) < 2 * len(JUNK),
+                f"the argument {field!r} takes every one of {len(JUNK)} values, from -1 and {{}} to 'x'",
+            )
 
     def _taken(self, given: Mapping[str, Any], encode: Any) -> BaseModel | None:
         """Return arguments as a rank gets them; None if they are refused on arrival."""
@@ -115,7 +143,10 @@ class LogitsProcessorSuite(Suite):
         except ValidationError:
             return None
         except Exception as error:
-            fail(f"the arguments {shown(dict(given))}: {self.model.__name__} raised {describe(error)}, expected a ValueError", error)
+            fail(
+                f"the arguments {shown(dict(given))}: {self.model.__name__} raised {describe(error)}, expected a ValueError",
+                error,
+            )
         return self._sent(first)
 
     def _sent(self, first: BaseModel) -> BaseModel:
@@ -123,15 +154,31 @@ class LogitsProcessorSuite(Suite):
         try:
             sent = self.model.model_validate(json.loads(json.dumps(_plain(first), allow_nan=False)))
         except Exception as error:
-            fail(f"the arguments {shown_arguments(first)} were taken, but can't be sent to the ranks: {describe(error)}", error)
+            fail(
+                f"the arguments {shown_arguments(first)} were taken, but can't be sent to the ranks: {describe(error)}",
+                error,
+            )
         told = f"the arguments {shown_arguments(first)} became {shown_arguments(sent)} on the way to the ranks"
         require(sent == first and _plain(sent) == _plain(first), told)
         return sent
 
-    def _require_harmless(self, given: Mapping[str, Any], arguments: BaseModel, fine: list[Asking], expected: torch.Tensor) -> None:
+    def _require_harmless(
+        self,
+        given: Mapping[str, Any],
+        arguments: BaseModel,
+        fine: list[Asking],
+        expected: torch.Tensor,
+    ) -> None:
         told = f"the arguments {shown(dict(given))} were taken"
         try:
-            found = self.bench([fine[0], replace(fine[1], arguments=arguments), fine[1], replace(fine[0], arguments=arguments)]).apply()
+            found = self.bench(
+                [
+                    fine[0],
+                    replace(fine[1], arguments=arguments),
+                    fine[1],
+                    replace(fine[0], arguments=arguments),
+                ]
+            ).apply()
         except Exception as error:
             fail(f"{told}, and then it raised {describe(error)}", error)
         require_same(fine, found[[0, 2]], expected, f"{told} from a neighbour")
@@ -144,7 +191,10 @@ class LogitsProcessorSuite(Suite):
         lines, places = self.lines()
         bench = self.bench(lines, places)
         after = bench.apply()
-        require(not _bits_equal(after, bench.logits), f"none of the arguments {shown([dict(example) for example in self.arguments])} changed a logit")
+        require(
+            not _bits_equal(after, bench.logits),
+            f"none of the arguments {shown([dict(example) for example in self.arguments])} changed a logit",
+        )
         _require_usable(after, "an example")
 
     @check("logits_processor.banned", since="0.1")
@@ -156,7 +206,10 @@ class LogitsProcessorSuite(Suite):
         bench.logits[:, ::3] = -torch.inf
         raised = (bench.apply() != -torch.inf) & (bench.logits == -torch.inf)
         for line, tokens in zip(lines, raised, strict=True):
-            require(not tokens.any(), f"{said(line)}: the logit of token {int(tokens.int().argmax())}, which was -inf, was changed")
+            require(
+                not tokens.any(),
+                f"{said(line)}: the logit of token {int(tokens.int().argmax())}, which was -inf, was changed",
+            )
 
     @check("logits_processor.others", since="0.1")
     def test_others(self) -> None:
@@ -164,16 +217,33 @@ class LogitsProcessorSuite(Suite):
         them on some devices: use `torch.where`, or write only to rows that ask."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
-        bits = torch.tensor([bit - 2**32 if bit >= 2**31 else bit for bit in SPECIAL], dtype=torch.int32, device=self.place)
+        bits = torch.tensor(
+            [bit - 2**32 if bit >= 2**31 else bit for bit in SPECIAL],
+            dtype=torch.int32,
+            device=self.place,
+        )
         quiet = [index for index, line in enumerate(lines) if line.arguments is None]
         bench.logits[quiet, 1 : 1 + len(bits)] = bits.view(torch.float32)
         given, _ = bench.batch(quiet)
-        require_same([lines[index] for index in quiet], bench.apply()[quiet], given, "among rows that ask")
-        require_same([lines[index] for index in quiet], bench.apply(quiet), given, "in a step where no row asks")
-        for some in ([0, None, None], [None], [index for line in range(len(lines)) for index in (None, line)]):
+        require_same(
+            [lines[index] for index in quiet], bench.apply()[quiet], given, "among rows that ask"
+        )
+        require_same(
+            [lines[index] for index in quiet],
+            bench.apply(quiet),
+            given,
+            "in a step where no row asks",
+        )
+        for some in (
+            [0, None, None],
+            [None],
+            [index for line in range(len(lines)) for index in (None, line)],
+        ):
             before, after = bench.batch(some)[0], bench.apply(some)
             padding = [place for place, one in enumerate(some) if one is None]
-            require(_bits_equal(after[padding], before[padding]), "the logits of padding were changed")
+            require(
+                _bits_equal(after[padding], before[padding]), "the logits of padding were changed"
+            )
 
     @check("logits_processor.batch", since="0.1")
     def test_batch(self) -> None:
@@ -182,16 +252,33 @@ class LogitsProcessorSuite(Suite):
         lines, places = self.lines()
         bench = self.bench(lines, places)
         together, order = bench.apply(), np.random.default_rng(2).permutation(len(lines)).tolist()
-        batches: dict[str, list[int]] = {"reversed": [*range(len(lines))][::-1], "shuffled": order, "some": order[:5]}
-        for name, some in {**batches, **{f"line {index} alone": [index] for index in range(len(lines))}}.items():
-            require_same([lines[index] for index in some], bench.apply(some), together[some], f"in another batch ({name})")
+        batches: dict[str, list[int]] = {
+            "reversed": [*range(len(lines))][::-1],
+            "shuffled": order,
+            "some": order[:5],
+        }
+        for name, some in {
+            **batches,
+            **{f"line {index} alone": [index] for index in range(len(lines))},
+        }.items():
+            require_same(
+                [lines[index] for index in some],
+                bench.apply(some),
+                together[some],
+                f"in another batch ({name})",
+            )
         padded = [index for line in range(len(lines)) for index in (None, line)]
         require_same(lines, bench.apply(padded)[1::2], together, "with padding before each line")
         large, _ = self.lines(vocab=LARGE_VOCAB, rows=2, drafts=False)
         bench = self.bench(large)
         together = bench.apply()
         for index in range(len(large)):
-            require_same(large[index : index + 1], bench.apply([index]), together[index : index + 1], f"alone, of {LARGE_VOCAB} tokens")
+            require_same(
+                large[index : index + 1],
+                bench.apply([index]),
+                together[index : index + 1],
+                f"alone, of {LARGE_VOCAB} tokens",
+            )
 
     @check("logits_processor.row", since="0.1")
     def test_row(self) -> None:
@@ -199,7 +286,12 @@ class LogitsProcessorSuite(Suite):
         lines, places = self.lines()
         elsewhere = np.random.default_rng(1).permutation(60)
         moved = [int(elsewhere[place]) for place in places]
-        require_same(lines, self.bench(lines, moved).apply(), self.bench(lines, places).apply(), "in another row")
+        require_same(
+            lines,
+            self.bench(lines, moved).apply(),
+            self.bench(lines, places).apply(),
+            "in another row",
+        )
 
     @check("logits_processor.lines", since="0.1")
     def test_lines(self) -> None:
@@ -207,7 +299,12 @@ class LogitsProcessorSuite(Suite):
         `num_tokens`; `history.lengths(lines)` is the number of tokens before a line; minus `prompt_lens` it is the output position."""
         lines, places = self.lines()
         own = [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
-        require_same(lines, self.bench(lines, places).apply(), self.bench(own).apply(), "compared with a row that ends with the drafts")
+        require_same(
+            lines,
+            self.bench(lines, places).apply(),
+            self.bench(own).apply(),
+            "compared with a row that ends with the drafts",
+        )
 
     @check("logits_processor.stale_history", since="0.1")
     def test_stale_history(self) -> None:
@@ -215,8 +312,12 @@ class LogitsProcessorSuite(Suite):
         `lengths(lines)` of its row."""
         lines, places = self.lines()
         quiet, loud = self.bench(lines, places), self.bench(lines, places)
-        for place, known in {place: len(line.tokens) for place, line in zip(places, lines, strict=True)}.items():
-            loud.history.token_ids[place, known:] = loud.history.token_ids[place, torch.arange(WIDTH - known) % known]
+        for place, known in {
+            place: len(line.tokens) for place, line in zip(places, lines, strict=True)
+        }.items():
+            loud.history.token_ids[place, known:] = loud.history.token_ids[
+                place, torch.arange(WIDTH - known) % known
+            ]
         loud.history.token_ids[loud.max_rows] = loud.history.token_ids[0]
         loud.history.num_tokens[loud.max_rows] = WIDTH - MOST_DRAFTS
         require_same(lines, loud.apply(), quiet.apply(), "with other tokens after the row's own")
@@ -235,19 +336,31 @@ class LogitsProcessorSuite(Suite):
             bench.apply(some)
         bench.logits = logits
         require_same(lines, bench.apply(), first, "after other calls")
-        others = [replace(line, drafts=tuple((token + 1) % VOCAB for token in line.drafts)) for line in lines]
+        others = [
+            replace(line, drafts=tuple((token + 1) % VOCAB for token in line.drafts))
+            for line in lines
+        ]
         self._tell(bench, others)
-        require_same(others, bench.apply(), self.bench(others, places).apply(), "after its drafts were replaced")
+        require_same(
+            others,
+            bench.apply(),
+            self.bench(others, places).apply(),
+            "after its drafts were replaced",
+        )
 
     @check("logits_processor.preemption", since="0.1")
     def test_preemption(self) -> None:
         """A request that was preempted and resumed in another row, with its history rebuilt, got other logits."""
         lines, _ = self.lines(drafts=False)
         count = len(lines)
-        bench = self.bench([*lines, *(replace(line, arguments=None, prompt=(1,), output=()) for line in lines)])
+        bench = self.bench(
+            [*lines, *(replace(line, arguments=None, prompt=(1,), output=()) for line in lines)]
+        )
         before = bench.apply(range(count))
         bench.update(range(count), [], [])
-        require_same(lines, bench.apply(range(count)), bench.logits[:count], "whose row was removed")
+        require_same(
+            lines, bench.apply(range(count)), bench.logits[:count], "whose row was removed"
+        )
         for place, line in enumerate(lines, start=count):
             bench.tell(place, line.prompt, line.output)
         bench.update([], lines, range(count, 2 * count))
@@ -263,7 +376,8 @@ class LogitsProcessorSuite(Suite):
         bench.apply()
         arguments = {place: line.arguments for place, line in zip(places, lines, strict=True)}
         others = [
-            replace(line, arguments=arguments[rows[place - 1]], sampling=RowSampling(seed=place)) for place, line in zip(places, lines, strict=True)
+            replace(line, arguments=arguments[rows[place - 1]], sampling=RowSampling(seed=place))
+            for place, line in zip(places, lines, strict=True)
         ]
         bench.update(rows, others)
         expected = self.bench(others, places).apply()
@@ -282,7 +396,11 @@ class LogitsProcessorSuite(Suite):
         lines, places = self.lines()
         bench = self.bench(lines, places)
         logits, given = bench.batch()
-        tensors = {"token_ids": bench.history.token_ids, "num_tokens": bench.history.num_tokens, "prompt_lens": bench.history.prompt_lens}
+        tensors = {
+            "token_ids": bench.history.token_ids,
+            "num_tokens": bench.history.num_tokens,
+            "prompt_lens": bench.history.prompt_lens,
+        }
         tensors |= given._asdict()
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         asked = [_plain(arguments) for arguments in self.asked]
@@ -290,7 +408,10 @@ class LogitsProcessorSuite(Suite):
             bench.processor.apply(logits, given)
         for name, tensor in tensors.items():
             require(torch.equal(tensor, before[name]), f"apply() changed {name}")
-        require([_plain(arguments) for arguments in self.asked] == asked, "the arguments of a row were changed")
+        require(
+            [_plain(arguments) for arguments in self.asked] == asked,
+            "the arguments of a row were changed",
+        )
 
     @check("logits_processor.sizes", since="0.1")
     def test_sizes(self) -> None:
@@ -301,21 +422,37 @@ class LogitsProcessorSuite(Suite):
             bench = self.bench(lines, places)
             together = bench.apply()
             for index in range(len(lines)):
-                require_same(lines[index : index + 1], bench.apply([index]), together[index : index + 1], f"alone, of {vocab} tokens")
+                require_same(
+                    lines[index : index + 1],
+                    bench.apply([index]),
+                    together[index : index + 1],
+                    f"alone, of {vocab} tokens",
+                )
         for lines in self._rows_at_limits():
             bench = self.bench(lines, width=max(len(line.tokens) for line in lines), max_drafts=0)
-            require(bench.apply([]).shape == (0, VOCAB), "apply() changed the shape of logits of no line")
+            require(
+                bench.apply([]).shape == (0, VOCAB),
+                "apply() changed the shape of logits of no line",
+            )
             many: list[int | None] = [*range(len(lines)), None, None] * 20
             found, expected = bench.apply(many), bench.apply()
             for start in range(0, len(many), len(lines) + 2):
-                require_same(lines, found[start : start + len(lines)], expected, f"in a batch of {len(many)} lines")
+                require_same(
+                    lines,
+                    found[start : start + len(lines)],
+                    expected,
+                    f"in a batch of {len(many)} lines",
+                )
 
     def _rows_at_limits(self) -> Iterator[list[Asking]]:
         """Yield a row of one token, one that fills the history, and all of both."""
         lines, _ = self.lines(drafts=False)
         asking = [line for line in lines if line.arguments is not None]
         short = [replace(line, prompt=line.prompt[:1], output=()) for line in asking]
-        full = [replace(line, prompt=(line.prompt * WIDTH)[: WIDTH - len(line.output)]) for line in asking]
+        full = [
+            replace(line, prompt=(line.prompt * WIDTH)[: WIDTH - len(line.output)])
+            for line in asking
+        ]
         yield from (short[:1], full[:1], [*short, *full])
 
     @check("logits_processor.extremes", since="0.1")
@@ -364,7 +501,9 @@ class LogitsProcessorSuite(Suite):
         self._require_replays(record)
 
     @torch.inference_mode()
-    def _require_replays(self, record: Callable[[ProcessorBench, torch.Tensor, Lines], Replay]) -> None:
+    def _require_replays(
+        self, record: Callable[[ProcessorBench, torch.Tensor, Lines], Replay]
+    ) -> None:
         """Record `apply` once, and replay it when lines, arguments and histories have changed."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
@@ -372,14 +511,36 @@ class LogitsProcessorSuite(Suite):
         logits, static = bench.batch([*range(count), None, None])
         replay = record(bench, logits, static)
         arguments = {place: line.arguments for place, line in zip(places, lines, strict=True)}
-        for turn, what in enumerate(("for the same lines", "for other lines", "with other arguments", "with other histories")):
+        for turn, what in enumerate(
+            (
+                "for the same lines",
+                "for other lines",
+                "with other arguments",
+                "with other histories",
+            )
+        ):
             if turn == 2:
-                lines = [replace(line, arguments=arguments[(place + 1) % len(arguments)]) for place, line in zip(places, lines, strict=True)]
+                lines = [
+                    replace(line, arguments=arguments[(place + 1) % len(arguments)])
+                    for place, line in zip(places, lines, strict=True)
+                ]
                 bench.update(sorted(set(places)), lines)
             if turn == 3:
-                lines = [replace(line, output=(*line.output, *line.prompt)[: WIDTH - len(line.prompt) - MOST_DRAFTS]) for line in lines]
+                lines = [
+                    replace(
+                        line,
+                        output=(*line.output, *line.prompt)[
+                            : WIDTH - len(line.prompt) - MOST_DRAFTS
+                        ],
+                    )
+                    for line in lines
+                ]
                 self._tell(bench, lines)
-            order: list[int | None] = [*range(count), None, None] if turn == 0 else rng.permutation([*range(count), -1, -1]).tolist()
+            order: list[int | None] = (
+                [*range(count), None, None]
+                if turn == 0
+                else rng.permutation([*range(count), -1, -1]).tolist()
+            )
             order = [None if index == -1 else index for index in order]
             fresh, now = bench.batch(order)
             logits.copy_(fresh)
@@ -417,4 +578,7 @@ def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _require_usable(logits: torch.Tensor, what: str) -> None:
     """Require that a token can be sampled from each line."""
     most = logits.amax(-1)
-    require(most.isfinite().all(), f"{what}: the largest logit of a line became {most[~most.isfinite()][:1].sum():g}")
+    require(
+        most.isfinite().all(),
+        f"{what}: the largest logit of a line became {most[~most.isfinite()][:1].sum():g}",
+    )

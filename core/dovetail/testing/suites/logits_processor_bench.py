@@ -46,22 +46,37 @@ class ProcessorBench(RowsBench):
     ) -> None:
         super().__init__(lines, places, device=device, width=width)
         most = max(len(line.drafts) for line in lines) if max_drafts is None else max_drafts
-        self.processor = make(LogitsProcessorContext(device, len(lines[0].logits), self.history, most))
+        self.processor = make(
+            LogitsProcessorContext(device, len(lines[0].logits), self.history, most)
+        )
         self.processor.prepare(self.max_rows)
         self.update([], lines)
 
-    def update(self, removed: Sequence[int], lines: Sequence[Asking], places: Sequence[int] | None = None) -> None:
+    def update(
+        self, removed: Sequence[int], lines: Sequence[Asking], places: Sequence[int] | None = None
+    ) -> None:
         """Remove rows, then add the rows of lines that ask, in their places or in others."""
         asking = dict(zip(self.places if places is None else places, lines, strict=True))
-        added = [ProcessedRow(place, line.arguments, line.sampling) for place, line in asking.items() if line.arguments is not None]
+        added = [
+            ProcessedRow(place, line.arguments, line.sampling)
+            for place, line in asking.items()
+            if line.arguments is not None
+        ]
         self.processor.update(removed, added)
 
     def batch(self, some: Sequence[int | None] | None = None) -> tuple[torch.Tensor, Lines]:
         """Return the logits and lines of all lines, or of some, given by their index. None is padding, with the logits of the first line."""
         picked = list(range(len(self.places))) if some is None else some
-        index = torch.tensor([one or 0 for one in picked], dtype=torch.int64, device=self.logits.device)
-        padding = torch.tensor([one is None for one in picked], dtype=torch.bool, device=self.logits.device)
-        rows, ahead = self.lines.rows[index].masked_fill(padding, self.max_rows), self.lines.ahead[index].masked_fill(padding, 0)
+        index = torch.tensor(
+            [one or 0 for one in picked], dtype=torch.int64, device=self.logits.device
+        )
+        padding = torch.tensor(
+            [one is None for one in picked], dtype=torch.bool, device=self.logits.device
+        )
+        rows, ahead = (
+            self.lines.rows[index].masked_fill(padding, self.max_rows),
+            self.lines.ahead[index].masked_fill(padding, 0),
+        )
         return self.logits[index], Lines(rows, ahead)
 
     @torch.inference_mode()
@@ -72,7 +87,9 @@ class ProcessorBench(RowsBench):
         return logits
 
 
-def lines_of(arguments: Sequence[BaseModel], *, rows: int = 16, vocab: int = VOCAB, drafts: bool = True) -> tuple[list[Asking], list[int]]:
+def lines_of(
+    arguments: Sequence[BaseModel], *, rows: int = 16, vocab: int = VOCAB, drafts: bool = True
+) -> tuple[list[Asking], list[int]]:
     """Return lines and the row of each. All of `arguments` are asked for at least twice, and every third row asks for nothing. Rows have 1 to
     `MOST_TOKENS` tokens, in which passages come again, and up to `MOST_DRAFTS` drafts. Some logits are -inf, as rules leave them."""
     rng = np.random.default_rng(7)
@@ -83,13 +100,21 @@ def lines_of(arguments: Sequence[BaseModel], *, rows: int = 16, vocab: int = VOC
         most = place % (1 + MOST_DRAFTS) if drafts else 0
         text = [token % vocab for token in repetitive_text(rng, length + most)]
         prompt = int(rng.integers(1, length + 1))
-        sampling = RowSampling(seed=int(rng.integers(-(2**63), 2**63)), temperature=float(rng.choice([0.0, 0.7, 1.5])))
+        sampling = RowSampling(
+            seed=int(rng.integers(-(2**63), 2**63)), temperature=float(rng.choice([0.0, 0.7, 1.5]))
+        )
         for ahead in range(1 + most):
             logits = rng.normal(size=vocab) * rng.choice([1.0, 4.0])
             if place % 4 == 3:
                 logits[rng.integers(0, vocab, vocab // 4)] = -np.inf
-            known = (tuple(text[:prompt]), tuple(text[prompt:length]), tuple(text[length : length + ahead]))
-            lines.append(Asking(logits.astype(np.float32).tolist(), sampling, *known, arguments=asked))
+            known = (
+                tuple(text[:prompt]),
+                tuple(text[prompt:length]),
+                tuple(text[length : length + ahead]),
+            )
+            lines.append(
+                Asking(logits.astype(np.float32).tolist(), sampling, *known, arguments=asked)
+            )
             places.append(place)
     return lines, places
 
@@ -107,10 +132,14 @@ def repetitive_text(rng: np.random.Generator, length: int) -> list[int]:
     return tokens[:length]
 
 
-def require_same(lines: Sequence[Asking], found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def require_same(
+    lines: Sequence[Asking], found: torch.Tensor, expected: torch.Tensor, what: str
+) -> None:
     """Require equal bits of logits [n, vocab], one for each of `lines`."""
     if found.shape != expected.shape:
-        fail(f"{what}: the logits have the shape {list(found.shape)}, expected {list(expected.shape)}")
+        fail(
+            f"{what}: the logits have the shape {list(found.shape)}, expected {list(expected.shape)}"
+        )
     unlike = (found.view(torch.int32) != expected.view(torch.int32)).nonzero()
     if len(unlike):
         index, token = unlike[0].tolist()
@@ -119,7 +148,11 @@ def require_same(lines: Sequence[Asking], found: torch.Tensor, expected: torch.T
 
 
 def said(line: Asking) -> str:
-    asks = "without the processor" if line.arguments is None else f"with {shown_arguments(line.arguments)}"
+    asks = (
+        "without the processor"
+        if line.arguments is None
+        else f"with {shown_arguments(line.arguments)}"
+    )
     return f"a row {asks}, after {len(line.prompt)} + {len(line.output)} tokens and {len(line.drafts)} drafts"
 
 

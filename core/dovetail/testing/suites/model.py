@@ -53,8 +53,13 @@ class ModelSuite(Suite):
         if self.architectures or isinstance(self.component, str):
             found = self.architectures or self.resolved.spec.architectures
         else:
-            found = getattr(self.component_class, "architectures", ()) or _declared_for(self.component_class)
-        require(found, "no architectures are declared: name them in the ComponentSpec, or set `architectures` on the suite")
+            found = getattr(self.component_class, "architectures", ()) or _declared_for(
+                self.component_class
+            )
+        require(
+            found,
+            "no architectures are declared: name them in the ComponentSpec, or set `architectures` on the suite",
+        )
         return tuple(name for name in found if not configs.has_label_head(name)) or found
 
     def declares(self, capability: str) -> bool:
@@ -67,7 +72,9 @@ class ModelSuite(Suite):
     def encodes(self) -> bool:
         """True if the architectures are encoders: each row of a step is a whole prompt, and there are no logits. What checks compare as such are
         hidden states."""
-        return not all(spec.causal for spec in self.arch.layer_specs(configs.tiny(self.served[0]), SINGLE))
+        return not all(
+            spec.causal for spec in self.arch.layer_specs(configs.tiny(self.served[0]), SINGLE)
+        )
 
     def configs(self) -> Iterator[Any]:
         for architecture in self.served:
@@ -93,10 +100,19 @@ class ModelSuite(Suite):
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, model_length(config))
             hidden = bench.step(Chunk("a", tokens, 0))
-            for what, ours, theirs in zip(("hidden states", "logits"), (hidden, bench.logits(hidden)), reference.run(tokens), strict=True):
+            for what, ours, theirs in zip(
+                ("hidden states", "logits"),
+                (hidden, bench.logits(hidden)),
+                reference.run(tokens),
+                strict=True,
+            ):
                 assert_close(ours, theirs, f"{what} of {_told(config)} differ from transformers'")
             for some in (torch.tensor([7, 0, len(tokens) - 1]), torch.tensor([3])):
-                assert_close(bench.logits(hidden[some]), bench.logits(hidden)[some], "logits() of some rows differ from those rows of all logits")
+                assert_close(
+                    bench.logits(hidden[some]),
+                    bench.logits(hidden)[some],
+                    "logits() of some rows differ from those rows of all logits",
+                )
 
     @check("model.config_fields", since="0.1")
     def test_config_fields(self) -> None:
@@ -108,15 +124,27 @@ class ModelSuite(Suite):
                 reasons = self.arch.reasons_against(config)
                 if reasons:
                     named = any(change.field in reason for reason in reasons)
-                    require(named, f"{change.fields} is refused without naming {change.field}: {list(reasons)}")
+                    require(
+                        named,
+                        f"{change.fields} is refused without naming {change.field}: {list(reasons)}",
+                    )
                     continue
                 reference, tokens = Reference(config), some_tokens(config, 40)
                 if change.tiny_weights:
                     reference.scale_matrices(change.tiny_weights)
                 bench = Bench(self.arch, config, reference.tensors())
                 hidden = bench.step(Chunk("a", tokens, 0))
-                for what, ours, theirs in zip(("hidden states", "logits"), (hidden, bench.logits(hidden)), reference.run(tokens), strict=True):
-                    assert_close(ours, theirs, f"{architecture} takes {change.fields}, but its {what} differ from transformers'")
+                for what, ours, theirs in zip(
+                    ("hidden states", "logits"),
+                    (hidden, bench.logits(hidden)),
+                    reference.run(tokens),
+                    strict=True,
+                ):
+                    assert_close(
+                        ours,
+                        theirs,
+                        f"{architecture} takes {change.fields}, but its {what} differ from transformers'",
+                    )
 
     @check("model.unknown_fields", since="0.1")
     def test_unknown_fields(self) -> None:
@@ -130,7 +158,10 @@ class ModelSuite(Suite):
                 config = configs.tiny(architecture)
                 setattr(config, field, value)
                 reasons = list(self.arch.reasons_against(config))
-                require(any(field in reason for reason in reasons), f"a config with {field} = {value} isn't refused by that name: {reasons}")
+                require(
+                    any(field in reason for reason in reasons),
+                    f"a config with {field} = {value} isn't refused by that name: {reasons}",
+                )
 
     @check("model.rope_types", since="0.1")
     def test_unknown_ropes(self) -> None:
@@ -140,11 +171,22 @@ class ModelSuite(Suite):
                 config = configs.tiny(architecture)
                 if not getattr(config, "rope_parameters", None):
                     continue
-                plain = next(iter(config.rope_parameters.values())) if configs.has_ropes(config.rope_parameters) else config.rope_parameters
-                config.rope_parameters = configs.with_rope(config.rope_parameters, {**plain, **rope})
+                plain = (
+                    next(iter(config.rope_parameters.values()))
+                    if configs.has_ropes(config.rope_parameters)
+                    else config.rope_parameters
+                )
+                config.rope_parameters = configs.with_rope(
+                    config.rope_parameters, {**plain, **rope}
+                )
                 reasons = list(self.arch.reasons_against(config))
-                named = any(str(word) in reason for reason in reasons for word in ("rope_type", *rope))
-                require(named, f"a config whose rope_parameters have {rope} isn't refused by that name: {reasons}")
+                named = any(
+                    str(word) in reason for reason in reasons for word in ("rope_type", *rope)
+                )
+                require(
+                    named,
+                    f"a config whose rope_parameters have {rope} isn't refused by that name: {reasons}",
+                )
 
     # ---- steps
 
@@ -154,8 +196,14 @@ class ModelSuite(Suite):
         cached between steps by all positions, or cache nothing."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, 20, seed=ord(name)) for name in "abc"}
-            before = [Chunk(name, tokens[name][:start], 0) for name, start in (("a", 4), ("b", 4), ("c", 9))]
-            steps = [Chunk("a", tokens["a"][4:12], 4)], [Chunk("b", tokens["b"][4:7], 4), Chunk("c", tokens["c"][9:14], 9)]
+            before = [
+                Chunk(name, tokens[name][:start], 0)
+                for name, start in (("a", 4), ("b", 4), ("c", 9))
+            ]
+            steps = (
+                [Chunk("a", tokens["a"][4:12], 4)],
+                [Chunk("b", tokens["b"][4:7], 4), Chunk("c", tokens["c"][9:14], 9)],
+            )
             fresh = Bench(self.arch, config, reference.tensors())
             for part in before:
                 bench.step(part)
@@ -163,7 +211,11 @@ class ModelSuite(Suite):
             bench.step(*steps[0])
             found = bench.logits(bench.step(*steps[1]))
             expected = torch.cat([fresh.logits(fresh.step(part)) for part in steps[1]])
-            assert_close(found, expected, f"logits of {_told(config)} after a step of as many tokens that began at the same position")
+            assert_close(
+                found,
+                expected,
+                f"logits of {_told(config)} after a step of as many tokens that began at the same position",
+            )
 
     @check("model.owns_nothing", since="0.1")
     def test_inputs_and_results_are_the_callers(self) -> None:
@@ -179,16 +231,27 @@ class ModelSuite(Suite):
             bench.plan(Chunk(sequence, tokens, 0))
             with torch.no_grad():
                 hidden = bench.model(*given)
-                require(torch.equal(given[0], tokens) and torch.equal(given[1], torch.arange(12)), "forward() changed token_ids or positions")
+                require(
+                    torch.equal(given[0], tokens) and torch.equal(given[1], torch.arange(12)),
+                    "forward() changed token_ids or positions",
+                )
                 require(torch.equal(given[2], wanted), "forward() changed wanted")
                 states = hidden.clone()
                 bench.logits(hidden).fill_(torch.nan)
-                require(torch.equal(hidden, states), f"logits() changed {len(wanted)} hidden states")
+                require(
+                    torch.equal(hidden, states), f"logits() changed {len(wanted)} hidden states"
+                )
                 again = bench.logits(hidden)
-                assert_close(again, expected[wanted], "logits of the same states, after the caller has overwritten those of the first call")
+                assert_close(
+                    again,
+                    expected[wanted],
+                    "logits of the same states, after the caller has overwritten those of the first call",
+                )
                 hidden.fill_(torch.nan)
             again = bench.logits(bench.step(Chunk(f"again {sequence}", tokens, 0), wanted=wanted))
-            assert_close(again, expected[wanted], "logits after the caller has overwritten earlier results")
+            assert_close(
+                again, expected[wanted], "logits after the caller has overwritten earlier results"
+            )
 
     @check("model.chunks", since="0.1", capability="causal")
     def test_chunks(self) -> None:
@@ -198,7 +261,11 @@ class ModelSuite(Suite):
             tokens = some_tokens(config, 30)
             whole = bench.run(tokens)
             chunked = Bench(self.arch, config, reference.tensors()).run(tokens, (7, 1, 13, 9))
-            assert_close(chunked, whole, f"logits of {_told(config)} in chunks of 7, 1, 13 and 9 differ from those of the whole")
+            assert_close(
+                chunked,
+                whole,
+                f"logits of {_told(config)} in chunks of 7, 1, 13 and 9 differ from those of the whole",
+            )
 
     @check("model.decode", since="0.1", capability="causal")
     def test_decode(self) -> None:
@@ -207,8 +274,14 @@ class ModelSuite(Suite):
             tokens = some_tokens(config, 20)
             whole = bench.run(tokens)
             for first in (4, 1):
-                decoded = Bench(self.arch, config, reference.tensors()).run(tokens, (first, *(1,) * (20 - first)))
-                assert_close(decoded, whole, f"logits of {_told(config)}, decoded token by token after {first}, differ from those of the whole")
+                decoded = Bench(self.arch, config, reference.tensors()).run(
+                    tokens, (first, *(1,) * (20 - first))
+                )
+                assert_close(
+                    decoded,
+                    whole,
+                    f"logits of {_told(config)}, decoded token by token after {first}, differ from those of the whole",
+                )
 
     @check("model.prefix", since="0.1", capability="causal")
     def test_prefix(self) -> None:
@@ -220,22 +293,39 @@ class ModelSuite(Suite):
             bench.fork("first", "hit", 17)
             hit = bench.run(tokens[17:], sequence="hit", start=17)
             whole = Bench(self.arch, config, reference.tensors()).run(tokens)[17:]
-            assert_close(hit, whole, f"logits of {_told(config)} after a prefix hit of 17 tokens differ from those that are recomputed")
+            assert_close(
+                hit,
+                whole,
+                f"logits of {_told(config)} after a prefix hit of 17 tokens differ from those that are recomputed",
+            )
 
     @check("model.ragged", since="0.1")
     def test_ragged(self) -> None:
         """Sequences that share a step give other logits than by themselves. A step is a flat list of tokens of several sequences, each with its
         position; only attention knows which belong together."""
         for config, reference, bench in self.pairs():
-            tokens = {name: some_tokens(config, n, seed=n) for name, n in (("a", 50), ("b", 40), ("c", 14))}
+            tokens = {
+                name: some_tokens(config, n, seed=n)
+                for name, n in (("a", 50), ("b", 40), ("c", 14))
+            }
             if not self.encodes:
                 bench.step(Chunk("a", tokens["a"][:12], 0), Chunk("c", tokens["c"][:13], 0))
             starts = {"c": 0, "b": 0, "a": 0} if self.encodes else {"c": 13, "b": 0, "a": 12}
-            hidden = bench.step(*(Chunk(name, tokens[name][start:], start) for name, start in starts.items()))
+            hidden = bench.step(
+                *(Chunk(name, tokens[name][start:], start) for name, start in starts.items())
+            )
             alone = Bench(self.arch, config, reference.tensors())
-            expected = [alone.run(tokens[name], sequence=name)[start:] for name, start in starts.items()]
-            assert_close(bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a shared step differ from those of separate steps")
-            many = {f"one of {MANY}, {n}": some_tokens(config, 2 + n % 3, seed=n) for n in range(MANY)}
+            expected = [
+                alone.run(tokens[name], sequence=name)[start:] for name, start in starts.items()
+            ]
+            assert_close(
+                bench.logits(hidden),
+                torch.cat(expected),
+                f"logits of {_told(config)} in a shared step differ from those of separate steps",
+            )
+            many = {
+                f"one of {MANY}, {n}": some_tokens(config, 2 + n % 3, seed=n) for n in range(MANY)
+            }
             hidden = bench.step(*(Chunk(name, ids, 0) for name, ids in many.items()))
             expected = [alone.run(ids, sequence=name) for name, ids in many.items()]
             assert_close(
@@ -245,8 +335,14 @@ class ModelSuite(Suite):
             )
             if self.encodes:
                 continue
-            falling = [Chunk(name, tokens[name][:1], start) for name, start in (("a", 50), ("b", 40), ("c", 14))]
-            expected = [alone.run(part.token_ids, sequence=part.sequence, start=part.start) for part in falling]
+            falling = [
+                Chunk(name, tokens[name][:1], start)
+                for name, start in (("a", 50), ("b", 40), ("c", 14))
+            ]
+            expected = [
+                alone.run(part.token_ids, sequence=part.sequence, start=part.start)
+                for part in falling
+            ]
             told = f"logits of {_told(config)} in a step whose positions decrease from row to row differ from those of separate steps"
             assert_close(bench.logits(bench.step(*falling)), torch.cat(expected), told)
 
@@ -259,17 +355,26 @@ class ModelSuite(Suite):
             bench = self.bench(config, Reference(config).tensors())
             if bench.states is None:
                 continue
-            tokens, others = some_tokens(config, 30), {name: some_tokens(config, 30, seed=ord(name)) for name in "xy"}
+            tokens, others = (
+                some_tokens(config, 30),
+                {name: some_tokens(config, 30, seed=ord(name)) for name in "xy"},
+            )
             bench.run(tokens)
             bench.run(others["x"][:9], sequence="earlier")
             bench.forget("earlier")
             bench.run(tokens, (1, 7, 22), sequence="chunks")
-            bench.step(Chunk("x", others["x"][:5], 0), Chunk("beside", tokens[:8], 0), Chunk("y", others["y"][:9], 0))
+            bench.step(
+                Chunk("x", others["x"][:5], 0),
+                Chunk("beside", tokens[:8], 0),
+                Chunk("y", others["y"][:9], 0),
+            )
             before = bench.states_of("beside")
             bench.step(Chunk("y", others["y"][9:], 9), Chunk("x", others["x"][5:20], 5))
             same = f"the states of {_told(config)} change in a step of other rows"
             require(all(map(torch.equal, bench.states_of("beside"), before)), same)
-            bench.step(Chunk("x", others["x"][20:], 20), Chunk("beside", tokens[8:], 8, checkpoint=6))
+            bench.step(
+                Chunk("x", others["x"][20:], 20), Chunk("beside", tokens[8:], 8, checkpoint=6)
+            )
             bench.run(tokens[:14], sequence="shorter")
             bench.fork("beside", "kept", 14)
             for one, other, what in (
@@ -277,8 +382,12 @@ class ModelSuite(Suite):
                 ("beside", "a", "beside other rows"),
                 ("kept", "shorter", "in a checkpoint after 14 of them"),
             ):
-                for ours, expected in zip(bench.states_of(one), bench.states_of(other), strict=True):
-                    assert_close(ours, expected, f"states of {_told(config)} after the same tokens, {what}")
+                for ours, expected in zip(
+                    bench.states_of(one), bench.states_of(other), strict=True
+                ):
+                    assert_close(
+                        ours, expected, f"states of {_told(config)} after the same tokens, {what}"
+                    )
 
     @check("model.wanted", since="0.2")
     def test_wanted(self) -> None:
@@ -287,16 +396,29 @@ class ModelSuite(Suite):
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 9, seed=1)
             steps: tuple[tuple[tuple[Chunk, ...], list[int]], ...] = (
-                ((Chunk("a", tokens[:14], 0), Chunk("b", others[:5], 0)), [3]),  # what comes after it is read by later steps
+                (
+                    (Chunk("a", tokens[:14], 0), Chunk("b", others[:5], 0)),
+                    [3],
+                ),  # what comes after it is read by later steps
                 ((Chunk("a", tokens[14:20], 14), Chunk("b", others[5:], 5)), [8, 2, 5]),
                 ((Chunk("a", tokens[20:], 20), Chunk("b", others[:1], 9)), [*range(10, -1, -1)]),
             )
             if self.encodes:
-                steps = ((Chunk("a", tokens, 0), Chunk("b", others, 0)), [38, 0, 7]), ((Chunk("b", others, 0),), [*range(8, -1, -1)])
+                steps = (
+                    ((Chunk("a", tokens, 0), Chunk("b", others, 0)), [38, 0, 7]),
+                    ((Chunk("b", others, 0),), [*range(8, -1, -1)]),
+                )
             whole = Bench(self.arch, config, reference.tensors())
             for parts, places in steps:
-                alone, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
-                assert_close(alone, expected, f"states of {_told(config)} at places {places} of a step differ if only these are wanted")
+                alone, expected = (
+                    bench.step(*parts, wanted=torch.tensor(places)),
+                    whole.step(*parts)[places],
+                )
+                assert_close(
+                    alone,
+                    expected,
+                    f"states of {_told(config)} at places {places} of a step differ if only these are wanted",
+                )
 
     @check("model.taps", since="0.4", capability="taps")
     def test_taps(self) -> None:
@@ -306,17 +428,36 @@ class ModelSuite(Suite):
         for config, reference, bench in self.pairs():
             tokens, layers = some_tokens(config, 20), int(config.num_hidden_layers)
             streams, told = reference.streams(tokens), _told(config)
-            assert_close(bench.embed(tokens), streams[0], f"embeddings of {told} differ from transformers'")
-            whole, kept = self.bench(config, reference.tensors()).step(Chunk("a", tokens, 0)), list[tuple[torch.Tensor, torch.Tensor]]()
+            assert_close(
+                bench.embed(tokens), streams[0], f"embeddings of {told} differ from transformers'"
+            )
+            whole, kept = (
+                self.bench(config, reference.tensors()).step(Chunk("a", tokens, 0)),
+                list[tuple[torch.Tensor, torch.Tensor]](),
+            )
             for index, taps in enumerate(((layers, 0), (layers // 2,), (0, layers - 1), (layers,))):
                 for wanted in (None, torch.tensor([17, 3])):
-                    hidden, states = bench.tapped(Chunk(f"{index} {wanted}", tokens, 0), taps, wanted)
-                    kept.append((states, expected := torch.cat([streams[tap] for tap in taps], dim=1)))
-                    assert_close(states, expected, f"states of {told} at taps {taps} differ from transformers'")
+                    hidden, states = bench.tapped(
+                        Chunk(f"{index} {wanted}", tokens, 0), taps, wanted
+                    )
+                    kept.append(
+                        (states, expected := torch.cat([streams[tap] for tap in taps], dim=1))
+                    )
+                    assert_close(
+                        states,
+                        expected,
+                        f"states of {told} at taps {taps} differ from transformers'",
+                    )
                     right = whole if wanted is None else whole[wanted]
-                    assert_close(hidden, right, f"states of {told} from forward_tapped, with taps {taps}, differ from those of forward")
+                    assert_close(
+                        hidden,
+                        right,
+                        f"states of {told} from forward_tapped, with taps {taps}, differ from those of forward",
+                    )
             for states, expected in kept:
-                assert_close(states, expected, f"states of {told} at taps are changed by later steps")
+                assert_close(
+                    states, expected, f"states of {told} at taps are changed by later steps"
+                )
 
     @check("model.side_by_side", since="0.1")
     def test_side_by_side(self) -> None:
@@ -327,7 +468,11 @@ class ModelSuite(Suite):
         expected = [self.bench(config, reference.tensors()).run(tokens) for reference in references]
         benches = [self.bench(config, reference.tensors()) for reference in references]
         for bench, logits in zip(benches, expected, strict=True):
-            assert_close(bench.run(tokens), logits, "logits change when another model was built after this one")
+            assert_close(
+                bench.run(tokens),
+                logits,
+                "logits change when another model was built after this one",
+            )
 
     # ---- weights
 
@@ -337,26 +482,46 @@ class ModelSuite(Suite):
         head) are optional."""
         for config, reference, bench in self.pairs():
             rules, held = list(bench.model.weights()), set(reference.held())
-            layouts = {place_of(rule): rule.shard_id for rule in rules if rule.source in held}  # a checkpoint has a part in one of several layouts
-            names = {rule.source for rule in rules if rule.parameter is not None and layouts.get(place_of(rule), rule.shard_id) == rule.shard_id}
+            layouts = {
+                place_of(rule): rule.shard_id for rule in rules if rule.source in held
+            }  # a checkpoint has a part in one of several layouts
+            names = {
+                rule.source
+                for rule in rules
+                if rule.parameter is not None
+                and layouts.get(place_of(rule), rule.shard_id) == rule.shard_id
+            }
             places = Counter((rule.source, id(rule.parameter), rule.shard_id) for rule in rules)
             twice = sorted({name for (name, *_), count in places.items() if count > 1})
             require(not twice, f"{_told(config)}: these tensors have two rules: {twice}")
-            require(names >= held, f"{_told(config)}: no rule for the checkpoint's {sorted(held - names)}")
-            require(names <= held, f"{_told(config)}: rules for tensors that no checkpoint has: {sorted(names - held)}")
+            require(
+                names >= held,
+                f"{_told(config)}: no rule for the checkpoint's {sorted(held - names)}",
+            )
+            require(
+                names <= held,
+                f"{_told(config)}: rules for tensors that no checkpoint has: {sorted(names - held)}",
+            )
             needed = {rule.source for rule in rules if not rule.optional}
             missing = sorted(set(reference.tensors()) - needed)
-            require(not missing, f"{_told(config)}: these tensors are optional, but nothing can stand in for them: {missing}")
+            require(
+                not missing,
+                f"{_told(config)}: these tensors are optional, but nothing can stand in for them: {missing}",
+            )
 
     @check("model.weight_use", since="0.1")
     def test_weight_use(self) -> None:
         """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded into its parameter."""
 
         def usual(name: str) -> bool:
-            return not name.endswith(("correction_bias", ".key.bias"))  # the bias of keys adds the same to all scores of a query
+            return not name.endswith(
+                ("correction_bias", ".key.bias")
+            )  # the bias of keys adds the same to all scores of a query
 
         for config in self.configs():
-            self.assert_used(config, lambda name: name.endswith("correction_bias"))  # which counts in the choice of experts alone
+            self.assert_used(
+                config, lambda name: name.endswith("correction_bias")
+            )  # which counts in the choice of experts alone
             configs.choosing_all_experts(config)  # an expert that no token chooses has no effect
             self.assert_used(config, usual)
 
@@ -371,11 +536,16 @@ class ModelSuite(Suite):
         for name in names:
             tensor = tensors[name]
             noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
-            other = -tensor if tensor.numel() == 1 else tensor + noise  # a norm may follow, for which only the sign of a scale counts
+            other = (
+                -tensor if tensor.numel() == 1 else tensor + noise
+            )  # a norm may follow, for which only the sign of a scale counts
             bench.load({name: other})
             changed = bench.run(tokens, sequence=name)
             bench.load({name: tensor})
-            require(float((changed - before).abs().max()) > 1e-3, f"{_told(config)}: another {name} in the checkpoint changes no logit")
+            require(
+                float((changed - before).abs().max()) > 1e-3,
+                f"{_told(config)}: another {name} in the checkpoint changes no logit",
+            )
 
     @check("model.weight_complete", since="0.1")
     def test_weight_complete(self) -> None:
@@ -383,8 +553,14 @@ class ModelSuite(Suite):
         uninitialized; each part of each needs a rule in `weights()`."""
         for config in self.configs():
             tensors, tokens = Reference(config).tensors(), some_tokens(config, 12)
-            one, other = (self.bench(config, tensors, before=value).run(tokens) for value in (0.5, -2.0))
-            assert_close(one, other, f"logits of {_told(config)} depend on memory that no tensor of the checkpoint was written to")
+            one, other = (
+                self.bench(config, tensors, before=value).run(tokens) for value in (0.5, -2.0)
+            )
+            assert_close(
+                one,
+                other,
+                f"logits of {_told(config)} depend on memory that no tensor of the checkpoint was written to",
+            )
 
     @check("model.checkpoint", since="0.1")
     def test_checkpoint(self) -> None:
@@ -397,7 +573,11 @@ class ModelSuite(Suite):
                 config.save_pretrained(folder)
                 save_file(reference.tensors(), Path(folder) / "model.safetensors")
                 logits = self.loaded(read_config(folder), Path(folder)).run(tokens)
-            assert_close(logits, reference.run(tokens)[1], f"logits of {_told(config)}, loaded from files, differ from transformers'")
+            assert_close(
+                logits,
+                reference.run(tokens)[1],
+                f"logits of {_told(config)}, loaded from files, differ from transformers'",
+            )
 
     def loaded(self, config: Any, folder: Path) -> Bench:
         bench = self.bench(config, None)
@@ -416,11 +596,22 @@ class ModelSuite(Suite):
             reference, tokens = Reference(config), some_tokens(config, 12)
             tensors, expected = reference.tensors(), reference.run(tokens)[1]
             (tied, source), *more = reference.tied().items()
-            require(not more, f"transformers ties more than one tensor in {architecture}: this check knows one")
+            require(
+                not more,
+                f"transformers ties more than one tensor in {architecture}: this check knows one",
+            )
             both = {**tensors, tied: tensors[source]}
             instead = {name: tensor for name, tensor in both.items() if name != source}
-            for what, held in ((f"{source} alone", tensors), (f"{tied} instead of {source}", instead), ("both", both)):
-                assert_close(self.bench(config, held, before=0.3).run(tokens), expected, f"a tied checkpoint that holds {what} gives other logits")
+            for what, held in (
+                (f"{source} alone", tensors),
+                (f"{tied} instead of {source}", instead),
+                ("both", both),
+            ):
+                assert_close(
+                    self.bench(config, held, before=0.3).run(tokens),
+                    expected,
+                    f"a tied checkpoint that holds {what} gives other logits",
+                )
 
     # ---- ranks, specs and dtypes
 
@@ -432,10 +623,18 @@ class ModelSuite(Suite):
             tokens, tensors = some_tokens(config, 12), reference.tensors()
             whole = bench.run(tokens)
             for size in (2, 4):
-                for rank, logits in enumerate(on_ranks(size, partial(self.logits_on_rank, config, tensors, tokens))):
-                    assert_close(logits, whole, f"logits of {_told(config)} on rank {rank} of {size} differ from the whole model's")
+                for rank, logits in enumerate(
+                    on_ranks(size, partial(self.logits_on_rank, config, tensors, tokens))
+                ):
+                    assert_close(
+                        logits,
+                        whole,
+                        f"logits of {_told(config)} on rank {rank} of {size} differ from the whole model's",
+                    )
 
-    def logits_on_rank(self, config: Any, tensors: Tensors, tokens: torch.Tensor, group: ParallelGroup) -> torch.Tensor:
+    def logits_on_rank(
+        self, config: Any, tensors: Tensors, tokens: torch.Tensor, group: ParallelGroup
+    ) -> torch.Tensor:
         return Bench(self.arch, config, tensors, parallel=group).run(tokens)
 
     @check("model.layer_specs", since="0.1")
@@ -445,7 +644,10 @@ class ModelSuite(Suite):
         for config in self.configs():
             for size in (1, 2, 4) if self.declares("tensor_parallel") else (1,):
                 for specs, made in on_ranks(size, partial(self.specs_of, config)):
-                    require(specs == made, f"{_told(config)}: layer_specs says {specs}, build() made {made}")
+                    require(
+                        specs == made,
+                        f"{_told(config)}: layer_specs says {specs}, build() made {made}",
+                    )
 
     @check("model.state_specs", since="0.3")
     def test_state_specs(self) -> None:
@@ -454,7 +656,10 @@ class ModelSuite(Suite):
         for config in self.configs():
             for size in (1, 2, 4) if self.declares("tensor_parallel") else (1,):
                 for specs, made in on_ranks(size, partial(self.state_specs_of, config)):
-                    require(specs == made, f"{_told(config)}: state_specs says {specs}, build() made {made}")
+                    require(
+                        specs == made,
+                        f"{_told(config)}: state_specs says {specs}, build() made {made}",
+                    )
 
     @check("model.max_len", since="0.1")
     def test_max_len(self) -> None:
@@ -462,16 +667,24 @@ class ModelSuite(Suite):
         for config in self.configs():
             reference, tokens = Reference(config), some_tokens(config, SHORT)
             ours = Bench(self.arch, config, reference.tensors(), max_len=SHORT).run(tokens)
-            assert_close(ours, reference.run(tokens)[1], f"logits of {_told(config)}, built for {SHORT} tokens, differ from transformers'")
+            assert_close(
+                ours,
+                reference.run(tokens)[1],
+                f"logits of {_told(config)}, built for {SHORT} tokens, differ from transformers'",
+            )
 
     def specs_of(self, config: Any, group: ParallelGroup) -> tuple[list[Any], list[Any]]:
         """Return the specs that are declared, and those of the layers that are made."""
         bench = Bench(self.arch, config, None, parallel=group)
-        return list(self.arch.layer_specs(config, group)), [layer.spec for layer in bench.sequences.layers]
+        return list(self.arch.layer_specs(config, group)), [
+            layer.spec for layer in bench.sequences.layers
+        ]
 
     def state_specs_of(self, config: Any, group: ParallelGroup) -> tuple[list[Any], list[Any]]:
         """Return the states that are declared, and those that are made."""
-        return list(self.arch.state_specs(config, group)), Bench(self.arch, config, None, parallel=group).made
+        return list(self.arch.state_specs(config, group)), Bench(
+            self.arch, config, None, parallel=group
+        ).made
 
     @check("model.dtype", since="0.1")
     def test_dtype(self) -> None:
@@ -481,28 +694,59 @@ class ModelSuite(Suite):
         far = configs.tiny(self.served[0], max_position_embeddings=2 * FAR)
         for index, config in enumerate([*self.configs(), far]):
             for dtype in (torch.float16, torch.bfloat16)[bool(index) :]:
-                self.assert_exact_in(dtype, configs.choosing_all_experts(config), Reference(config), FAR if config is far else 40)
+                self.assert_exact_in(
+                    dtype,
+                    configs.choosing_all_experts(config),
+                    Reference(config),
+                    FAR if config is far else 40,
+                )
         plain = configs.tiny(self.served[0])
         self.assert_norms_exact(plain)
         reference = Reference(plain)
         if reference.enlarge_what_norms_of_heads_get(1000.0):
-            self.assert_exact_in(torch.float16, plain, reference, 40, " where q and k are large before their norms")
+            self.assert_exact_in(
+                torch.float16, plain, reference, 40, " where q and k are large before their norms"
+            )
 
-    def assert_exact_in(self, dtype: torch.dtype, config: Any, reference: Reference, length: int, what: str = "") -> None:
+    def assert_exact_in(
+        self, dtype: torch.dtype, config: Any, reference: Reference, length: int, what: str = ""
+    ) -> None:
         """Check the logits of `length` random tokens in half precision against float32."""
         tokens = some_tokens(config, length)
-        exact, bench = reference.run(tokens)[1], self.bench(config, reference.tensors(), dtype=dtype)
+        exact, bench = (
+            reference.run(tokens)[1],
+            self.bench(config, reference.tensors(), dtype=dtype),
+        )
         wide = tuple(getattr(reference.model, "_keep_in_fp32_modules_strict", None) or ())
-        rules = [rule for rule in bench.model.weights() if rule.parameter is not None and not rule.source.endswith(wide)]
-        of_states = ("A_log", "dt_bias", ".D")  # numbers of heads of recurrent layers, which are computed with in float32
-        rules = [rule for rule in rules if rule.transform is None and not rule.source.endswith(of_states)]  # those of a transform may be float32
+        rules = [
+            rule
+            for rule in bench.model.weights()
+            if rule.parameter is not None and not rule.source.endswith(wide)
+        ]
+        of_states = (
+            "A_log",
+            "dt_bias",
+            ".D",
+        )  # numbers of heads of recurrent layers, which are computed with in float32
+        rules = [
+            rule for rule in rules if rule.transform is None and not rule.source.endswith(of_states)
+        ]  # those of a transform may be float32
         found = {rule.parameter.dtype for rule in rules}
         require(found == {dtype}, f"parameters of a model in {dtype} are {found}")
         hidden = bench.step(Chunk("a", tokens, 0))
-        require(hidden.dtype == dtype and hidden.device == CPU, f"hidden states of a model in {dtype} are {hidden.dtype} on {hidden.device}")
+        require(
+            hidden.dtype == dtype and hidden.device == CPU,
+            f"hidden states of a model in {dtype} are {hidden.dtype} on {hidden.device}",
+        )
         reference.model.to(dtype)
-        ours, theirs = ((logits.float() - exact).abs().mean(1) for logits in (bench.logits(hidden), reference.run(tokens)[1]))
-        for which, error, allowed in (("on average", ours.mean(), 1.5 * theirs.mean()), ("at the worst token", ours.max(), 3 * theirs.max())):
+        ours, theirs = (
+            (logits.float() - exact).abs().mean(1)
+            for logits in (bench.logits(hidden), reference.run(tokens)[1])
+        )
+        for which, error, allowed in (
+            ("on average", ours.mean(), 1.5 * theirs.mean()),
+            ("at the worst token", ours.max(), 3 * theirs.max()),
+        ):
             told = f"{_told(config)} in {dtype}{what}: logits of {length} tokens are off by {error:.3g} {which}, allowed are {allowed:.3g}"
             require(error <= allowed, told)
 
@@ -518,30 +762,45 @@ class ModelSuite(Suite):
             reference.model.float()
             exact = reference.run(tokens)[0]
             ours = self.bench(config, rounded, dtype=dtype).step(Chunk("a", tokens, 0)).float()
-            factors = [(((states * exact).sum(1) / (exact * exact).sum(1)) - 1).abs().mean() for states in (ours, theirs)]
+            factors = [
+                (((states * exact).sum(1) / (exact * exact).sum(1)) - 1).abs().mean()
+                for states in (ours, theirs)
+            ]
             told = f"{_told(config)} in {dtype}, with embeddings {size:g} times as large: norms are off by a factor of {factors[0]:.3g} a token"
             require(factors[0] <= 2 * factors[1], f"{told}, allowed are {2 * factors[1]:.3g}")
 
 
 def some_tokens(config: Any, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
-    require(ours.shape == theirs.shape, f"{what}: the shape is {list(ours.shape)}, expected {list(theirs.shape)}")
+    require(
+        ours.shape == theirs.shape,
+        f"{what}: the shape is {list(ours.shape)}, expected {list(theirs.shape)}",
+    )
     scale = max(1.0, float(theirs.abs().max()))
     errors = (ours - theirs).abs() / (TOLERANCE * scale + TOLERANCE * theirs.abs())
     worst = errors.nan_to_num(torch.inf).amax(1)
     token = int(worst.argmax())
     difference = float((ours[token] - theirs[token]).abs().max())
-    require(worst[token] <= 1, f"{what}: by {difference:.3g} at token {token} of {len(ours)}, where numbers are as large as {scale:.3g}")
+    require(
+        worst[token] <= 1,
+        f"{what}: by {difference:.3g} at token {token} of {len(ours)}, where numbers are as large as {scale:.3g}",
+    )
 
 
 def _told(config: Any) -> str:
     """Return the config's differences from the tiny one, in words."""
     plain = vars(configs.tiny(config.architectures[0]))
     known = {name for name in plain if not name.startswith("_") and name != "transformers_version"}
-    different = {name: value for name, value in vars(config).items() if name in known and value != plain[name]}
+    different = {
+        name: value
+        for name, value in vars(config).items()
+        if name in known and value != plain[name]
+    }
     return f"{config.architectures[0]}({', '.join(f'{name}={value}' for name, value in different.items())})"
 
 
@@ -549,5 +808,16 @@ def _declared_for(cls: type[Any]) -> tuple[str, ...]:
     """Return the architectures that an installed plugin declares for a class, or for the nearest of its bases."""
     from dovetail.registry.registry import Registry
 
-    declared = {c.spec.target: c.spec.architectures for c in Registry.discover(enforce_require=False).components() if c.spec.kind == "model"}
-    return next((declared[name] for base in cls.__mro__ if (name := f"{base.__module__}:{base.__qualname__}") in declared), ())
+    declared = {
+        c.spec.target: c.spec.architectures
+        for c in Registry.discover(enforce_require=False).components()
+        if c.spec.kind == "model"
+    }
+    return next(
+        (
+            declared[name]
+            for base in cls.__mro__
+            if (name := f"{base.__module__}:{base.__qualname__}") in declared
+        ),
+        (),
+    )

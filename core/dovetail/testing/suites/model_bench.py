@@ -35,7 +35,9 @@ class Chunk(NamedTuple):
     sequence: str
     token_ids: torch.Tensor  # [tokens] int64
     start: int  # position of the first
-    checkpoint: int = 0  # tokens of these after which the states are copied, for `Bench.fork`; 0: they aren't
+    checkpoint: int = (
+        0  # tokens of these after which the states are copied, for `Bench.fork`; 0: they aren't
+    )
 
 
 @dataclass
@@ -44,7 +46,9 @@ class Sequences:
 
     step: list[tuple[str, int]] = field(default_factory=list)  # sequence, tokens
     layers: list[KeptAttention] = field(default_factory=list)
-    latest: torch.Tensor | None = None  # result of the last `attend`, which the next one may overwrite
+    latest: torch.Tensor | None = (
+        None  # result of the last `attend`, which the next one may overwrite
+    )
 
     def make_attention(self, spec: LayerSpec) -> KeptAttention:
         self.layers.append(KeptAttention(spec, self))
@@ -62,8 +66,12 @@ class KeptAttention(AttentionLayer):
 
     def __init__(self, spec: LayerSpec, sequences: Sequences) -> None:
         self.spec, self._sequences = spec, sequences
-        shared = next((layer for layer in sequences.layers if layer.spec.index == spec.shares), None)
-        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {} if shared is None else shared.kept
+        shared = next(
+            (layer for layer in sequences.layers if layer.spec.index == spec.shares), None
+        )
+        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = (
+            {} if shared is None else shared.kept
+        )
 
     def bind(self, cache: LayerCache) -> None:
         raise NotImplementedError("K and V are kept by sequence")
@@ -75,14 +83,22 @@ class KeptAttention(AttentionLayer):
             raise ValueError("a layer with v_in_k gets only K, others K and V")
         v = k[..., : self.spec.out_size] if v is None else v
         counts = [tokens for _, tokens in self._sequences.step]
-        for (name, _), new_k, new_v in zip(self._sequences.step, torch.split(k, counts), torch.split(v, counts), strict=True):
+        for (name, _), new_k, new_v in zip(
+            self._sequences.step, torch.split(k, counts), torch.split(v, counts), strict=True
+        ):
             old = self.kept.get(name) if self.spec.causal else None
-            self.kept[name] = (torch.cat((old[0], new_k)), torch.cat((old[1], new_v))) if old else (new_k.clone(), new_v.clone())
+            self.kept[name] = (
+                (torch.cat((old[0], new_k)), torch.cat((old[1], new_v)))
+                if old
+                else (new_k.clone(), new_v.clone())
+            )
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         rows = torch.split(q, [tokens for _, tokens in self._sequences.step])
         kept = [self.kept[name] for name, _ in self._sequences.step]
-        rules = Rules(self.spec.scale, self.spec.window, self.spec.softcap, self.sinks, self.spec.causal)
+        rules = Rules(
+            self.spec.scale, self.spec.window, self.spec.softcap, self.sinks, self.spec.causal
+        )
         values = [plain(row, k, v, rules, q.dtype) for row, (k, v) in zip(rows, kept, strict=True)]
         if self._sequences.latest is not None:
             self._sequences.latest.fill_(torch.nan)
@@ -112,8 +128,18 @@ class Bench:
         self.states = bind_states(declared, ROWS, dtype) if declared else None
         self._rows: dict[str, int] = {}  # the least recently used first
         self._free_rows = [*range(ROWS)]  # the next one last
-        self._checkpoints: dict[tuple[str, int], list[torch.Tensor]] = {}  # by sequence and tokens: the states in all layers
-        context = BuildContext(parallel, dtype, CPU, self.sequences.make_attention, max_len, quantization is not None, make_state=self._make_state)
+        self._checkpoints: dict[
+            tuple[str, int], list[torch.Tensor]
+        ] = {}  # by sequence and tokens: the states in all layers
+        context = BuildContext(
+            parallel,
+            dtype,
+            CPU,
+            self.sequences.make_attention,
+            max_len,
+            quantization is not None,
+            make_state=self._make_state,
+        )
         self.model: Any = arch.build(config, context)
         if quantization is not None:
             place_weights(self.model, quantization, CPU)
@@ -139,8 +165,12 @@ class Bench:
     def step(self, *parts: Chunk, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted` alone [n, hidden]."""
         self.plan(*parts)
-        positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in parts])
-        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions, wanted)
+        positions = torch.cat(
+            [torch.arange(part.start, part.start + len(part.token_ids)) for part in parts]
+        )
+        hidden: torch.Tensor = self.model(
+            torch.cat([part.token_ids for part in parts]), positions, wanted
+        )
         if self.states is not None:
             for index, part in enumerate(parts):
                 if part.checkpoint:
@@ -154,7 +184,9 @@ class Bench:
         return embedded
 
     @torch.no_grad()
-    def tapped(self, part: Chunk, taps: Sequence[int], wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def tapped(
+        self, part: Chunk, taps: Sequence[int], wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Result of `forward_tapped` of a step that computes this part."""
         self.plan(part)
         positions = torch.arange(part.start, part.start + len(part.token_ids))
@@ -166,7 +198,9 @@ class Bench:
         self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
         if self.states is not None:
             rows = [self._row(part.sequence, new=part.start == 0) for part in parts]
-            lengths, starts, checkpoints = zip(*((len(part.token_ids), part.start, part.checkpoint) for part in parts), strict=True)
+            lengths, starts, checkpoints = zip(
+                *((len(part.token_ids), part.start, part.checkpoint) for part in parts), strict=True
+            )
             self.states.plan(rows, lengths, starts, checkpoints)
 
     def fork(self, source: str, target: str, tokens: int) -> None:
@@ -174,7 +208,10 @@ class Bench:
         prefix hit."""
         self.sequences.fork(source, target, tokens)
         if self.states is not None:
-            line, kept = torch.tensor([self._row(target, new=True)]), iter(self._checkpoints[source, tokens])
+            line, kept = (
+                torch.tensor([self._row(target, new=True)]),
+                iter(self._checkpoints[source, tokens]),
+            )
             for layer in self.states.layers.values():
                 for tensor in range(len(layer.spec.tensors)):
                     layer.write(tensor, line, next(kept))
@@ -185,14 +222,20 @@ class Bench:
 
     def _read(self, line: int) -> list[torch.Tensor]:
         layers = [] if self.states is None else self.states.layers.values()
-        return [layer.read(tensor, torch.tensor([line])) for layer in layers for tensor in range(len(layer.spec.tensors))]
+        return [
+            layer.read(tensor, torch.tensor([line]))
+            for layer in layers
+            for tensor in range(len(layer.spec.tensors))
+        ]
 
     def _row(self, sequence: str, *, new: bool) -> int:
         if not new and sequence not in self._rows:
             raise DovetailError(f"the states of sequence {sequence!r} aren't kept any more")
         if sequence not in self._rows and not self._free_rows:
             self.forget(next(iter(self._rows)))
-        self._rows[sequence] = self._rows.pop(sequence) if sequence in self._rows else self._free_rows.pop()
+        self._rows[sequence] = (
+            self._rows.pop(sequence) if sequence in self._rows else self._free_rows.pop()
+        )
         return self._rows[sequence]
 
     def forget(self, sequence: str) -> None:
@@ -201,7 +244,14 @@ class Bench:
         for layer in self.sequences.layers:
             layer.kept.pop(sequence, None)
 
-    def run(self, token_ids: torch.Tensor, chunks: Sequence[int] = (), sequence: str = "a", start: int = 0, checkpoint: int = 0) -> torch.Tensor:
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        chunks: Sequence[int] = (),
+        sequence: str = "a",
+        start: int = 0,
+        checkpoint: int = 0,
+    ) -> torch.Tensor:
         """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in chunks of these lengths (which add up). `checkpoint`:
         tokens of the first chunk after which the states are copied."""
         parts, at = [], start
@@ -213,7 +263,9 @@ class Bench:
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states; of an encoder, which has none, a copy of these."""
-        logits: torch.Tensor = self.model.logits(hidden) if hasattr(self.model, "logits") else hidden.clone()
+        logits: torch.Tensor = (
+            self.model.logits(hidden) if hasattr(self.model, "logits") else hidden.clone()
+        )
         return logits
 
 
@@ -258,7 +310,9 @@ def on_ranks(size: int, act: Callable[[ParallelGroup], Any]) -> list[Any]:
 def _generator(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def _encoder(config: Any) -> Any:
@@ -289,11 +343,17 @@ class Reference:
     @torch.no_grad()
     def streams(self, token_ids: torch.Tensor) -> list[torch.Tensor]:
         """The residual stream [tokens, hidden] before each layer, and at last the final states."""
-        return [states[0] for states in self.model(token_ids[None], output_hidden_states=True).hidden_states]
+        return [
+            states[0]
+            for states in self.model(token_ids[None], output_hidden_states=True).hidden_states
+        ]
 
     def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
         """Multiply the weights of all layers by `factor`, and those of the embedding by it or `embedding`; norms and an untied head stay."""
-        embedded, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
+        embedded, head = (
+            self.model.get_input_embeddings().weight,
+            self.model.get_output_embeddings(),
+        )
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter is embedded:
@@ -322,19 +382,27 @@ class Reference:
     def tensors(self) -> Tensors:
         """The tensors of a checkpoint: tied weights once, under the first of their names."""
         tied = self.tied()
-        return {name: value.detach().clone() for name, value in self.held().items() if name not in tied}
+        return {
+            name: value.detach().clone() for name, value in self.held().items() if name not in tied
+        }
 
     def tied(self) -> dict[str, str]:
         """Names that share their weights with a tensor before them, and that one's name."""
         first: dict[int, str] = {}
         held = self.model.state_dict().items()
-        return {name: other for name, value in held if (other := first.setdefault(value.data_ptr(), name)) != name}
+        return {
+            name: other
+            for name, value in held
+            if (other := first.setdefault(value.data_ptr(), name)) != name
+        }
 
     @torch.no_grad()
     def run(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states after the last norm, and logits; of an encoder the hidden states twice."""
         if self.encodes:
-            hidden: torch.Tensor = self.model(token_ids[None], attention_mask=torch.ones_like(token_ids[None])).last_hidden_state[0]
+            hidden: torch.Tensor = self.model(
+                token_ids[None], attention_mask=torch.ones_like(token_ids[None])
+            ).last_hidden_state[0]
             return hidden, hidden
         out = self.model(token_ids[None], output_hidden_states=True)
         return out.hidden_states[-1][0], out.logits[0]

@@ -41,7 +41,9 @@ OF_LATENTS: dict[str, Any] = {  # besides, for architectures with latent attenti
     "first_k_dense_replace": 1,
 }
 
-OF_LAYERS: dict[str, Any] = {  # besides, for architectures with embeddings for each layer, of which some share K and V
+OF_LAYERS: dict[
+    str, Any
+] = {  # besides, for architectures with embeddings for each layer, of which some share K and V
     "global_head_dim": 12,
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": 61,
@@ -49,7 +51,9 @@ OF_LAYERS: dict[str, Any] = {  # besides, for architectures with embeddings for 
     "num_kv_shared_layers": 2,
 }
 
-OF_STATES: dict[str, dict[str, Any]] = {  # besides, for architectures with recurrent layers: those that have this field. Four ranks can split them
+OF_STATES: dict[
+    str, dict[str, Any]
+] = {  # besides, for architectures with recurrent layers: those that have this field. Four ranks can split them
     "linear_num_key_heads": {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
@@ -57,7 +61,11 @@ OF_STATES: dict[str, dict[str, Any]] = {  # besides, for architectures with recu
         "linear_value_head_dim": 6,
         "linear_conv_kernel_dim": 3,
         "shared_expert_intermediate_size": 20,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.5,
+        },
     },
     "mamba_n_heads": {
         "mamba_n_heads": 8,
@@ -68,7 +76,13 @@ OF_STATES: dict[str, dict[str, Any]] = {  # besides, for architectures with recu
         "position_embedding_type": "rope",
     },
     "mamba_num_heads": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+        "layers_block_type": [
+            "linear_attention",
+            "moe",
+            "full_attention",
+            "linear_attention",
+            "mlp",
+        ],
         "mamba_num_heads": 8,
         "mamba_head_dim": 6,
         "n_groups": 4,
@@ -89,7 +103,10 @@ OF_ENCODERS: dict[str, Any] = {  # besides, for encoders
     "sep_token_id": None,
 }
 
-KINDS = ("sliding_attention", "full_attention")  # of layers, in turn, for architectures with a rotary embedding for each
+KINDS = (
+    "sliding_attention",
+    "full_attention",
+)  # of layers, in turn, for architectures with a rotary embedding for each
 STATE_KINDS = ("linear_attention", "full_attention")  # for architectures with recurrent layers
 
 VARIANTS: tuple[Mapping[str, Any], ...] = (
@@ -115,7 +132,12 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
     {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
-    {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
     {
         "rope_type": "llama3",
         "rope_theta": 100.0,
@@ -126,7 +148,10 @@ ROPES: tuple[dict[str, Any], ...] = (
     },
 )
 
-WITH_A_WINDOW = {"sliding_window": 3, "max_window_layers": 1}  # required by `use_sliding_window`, for configs that have it
+WITH_A_WINDOW = {
+    "sliding_window": 3,
+    "max_window_layers": 1,
+}  # required by `use_sliding_window`, for configs that have it
 WITH_THE_LEAST_WINDOW = {"sliding_window": 1, "max_window_layers": 0}
 
 UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers silently ignores
@@ -150,7 +175,9 @@ class Change(NamedTuple):
 
     field: str
     fields: dict[str, Any]
-    tiny_weights: float | None = None  # factor for all matrices, if the field only matters for small numbers
+    tiny_weights: float | None = (
+        None  # factor for all matrices, if the field only matters for small numbers
+    )
 
 
 def config_class(architecture: str) -> type[Any]:
@@ -184,25 +211,54 @@ def tiny(architecture: str, **fields: Any) -> Any:
     values = TINY | OF_ENCODERS if encodes(architecture) else TINY
     if "kv_lora_rank" in known:
         values = TINY | OF_LATENTS
-        fields = {name: value for name, value in fields.items() if name not in ("num_key_value_heads", "head_dim")}
+        fields = {
+            name: value
+            for name, value in fields.items()
+            if name not in ("num_key_value_heads", "head_dim")
+        }
     if "num_kv_shared_layers" in known:
-        shared = {name: value for name, value in OF_LAYERS.items() if name in known or name == "global_head_dim"}
-        fields = {**fields, **shared, **{name: fields[name] for name in fields if name in shared and name != "num_hidden_layers"}}
+        shared = {
+            name: value
+            for name, value in OF_LAYERS.items()
+            if name in known or name == "global_head_dim"
+        }
+        fields = {
+            **fields,
+            **shared,
+            **{
+                name: fields[name]
+                for name in fields
+                if name in shared and name != "num_hidden_layers"
+            },
+        }
     for field, own in OF_STATES.items():
         if field in known:
             values = values | {name: value for name, value in own.items() if name in known}
-            fields = {name: value for name, value in fields.items() if name != "head_dim"}  # of which an even number must rotate
+            fields = {
+                name: value for name, value in fields.items() if name != "head_dim"
+            }  # of which an even number must rotate
             if "layers_block_type" not in known:
                 layers = fields.get("num_hidden_layers", TINY["num_hidden_layers"])
-                fields = {"layer_types": [STATE_KINDS[index % 2] for index in range(layers)], **fields}
+                fields = {
+                    "layer_types": [STATE_KINDS[index % 2] for index in range(layers)],
+                    **fields,
+                }
     if has_ropes(known.get("rope_parameters")):
         rope = fields.get("rope_parameters", TINY["rope_parameters"])
         if not has_ropes(rope):
-            fields = {**fields, "rope_parameters": {KINDS[0]: {**rope, "rope_theta": 30.0}, KINDS[1]: rope}}
-        kinds = [KINDS[index % 2] for index in range(fields.get("num_hidden_layers", TINY["num_hidden_layers"]))]
+            fields = {
+                **fields,
+                "rope_parameters": {KINDS[0]: {**rope, "rope_theta": 30.0}, KINDS[1]: rope},
+            }
+        kinds = [
+            KINDS[index % 2]
+            for index in range(fields.get("num_hidden_layers", TINY["num_hidden_layers"]))
+        ]
         fields = {"layer_types": kinds, **fields}
     # copied, since configs change the dicts that they are given: some add how much of a head rotates
-    config = cls(**deepcopy({name: value for name, value in values.items() if name in known} | fields))
+    config = cls(
+        **deepcopy({name: value for name, value in values.items() if name in known} | fields)
+    )
     config.architectures = [architecture]
     return config
 
@@ -227,14 +283,18 @@ def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any
         known -= {"tie_word_embeddings"}
     if "mamba_num_heads" in known:
         known -= {"sliding_window", "attention_bias"}  # which transformers' code doesn't read
-    common = [{name: value for name, value in fields.items() if name in known} for fields in VARIANTS]
+    common = [
+        {name: value for name, value in fields.items() if name in known} for fields in VARIANTS
+    ]
     return [tiny(architecture, **fields) for fields in [*common, *more]]
 
 
 def choosing_all_experts(config: Any) -> Any:
     """Change a config so that each token goes through all experts of a mixture, and no choice depends on rounding. Returns it."""
     if hasattr(config, "num_experts_per_tok"):
-        config.num_experts_per_tok = getattr(config, "num_local_experts", None) or config.num_experts
+        config.num_experts_per_tok = (
+            getattr(config, "num_local_experts", None) or config.num_experts
+        )
     return config
 
 
@@ -247,8 +307,16 @@ def changes(architecture: str) -> Iterator[Change]:
         if field in common or field.startswith("_"):
             continue
         if isinstance(value, bool):
-            for needed in (WITH_A_WINDOW, WITH_THE_LEAST_WINDOW) if field == "use_sliding_window" else ({},):
-                yield Change(field, {field: not value, **{name: number for name, number in needed.items() if name in own}})
+            for needed in (
+                (WITH_A_WINDOW, WITH_THE_LEAST_WINDOW) if field == "use_sliding_window" else ({},)
+            ):
+                yield Change(
+                    field,
+                    {
+                        field: not value,
+                        **{name: number for name, number in needed.items() if name in own},
+                    },
+                )
         elif isinstance(value, float) and not field.endswith(("dropout", "range")):
             yield Change(field, {field: value * 3 or 0.5})
             if field.endswith(("eps", "epsilon")):
@@ -263,4 +331,7 @@ def changes(architecture: str) -> Iterator[Change]:
             plain = value[KINDS[1]] if has_ropes(value) else value
             yield from (Change("rope_type", {field: with_rope(value, rope)}) for rope in ROPES)
             yield Change("rope_theta", {field: with_rope(value, {**plain, "rope_theta": 1e8})})
-            yield Change("partial_rotary_factor", {field: with_rope(value, {**plain, "partial_rotary_factor": 0.5})})
+            yield Change(
+                "partial_rotary_factor",
+                {field: with_rope(value, {**plain, "partial_rotary_factor": 0.5})},
+            )

@@ -28,7 +28,13 @@ from typing import Any
 import numpy as np
 
 from dovetail.api.component import NoOptions
-from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext, StepFinished
+from dovetail.api.observer import (
+    EngineStarted,
+    Observer,
+    ObserverCapabilities,
+    ObserverContext,
+    StepFinished,
+)
 from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import ObserverHub
@@ -41,15 +47,36 @@ from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Sha
 
 SHAPE = Shape(num_blocks=16)
 REUSING = replace(SHAPE, reuse=True)
-STILL = replace(SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0)  # too short for the clock to move
-UNEVEN = ("core_s", "decisions", "error")  # fields of events that differ between runs, or by observers
+STILL = replace(
+    SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0
+)  # too short for the clock to move
+UNEVEN = (
+    "core_s",
+    "decisions",
+    "error",
+)  # fields of events that differ between runs, or by observers
 STATE = (
-    *("num_computed", "preemptions", "cached_tokens", "recomputed_tokens", "prefill_left", "output_left"),
+    *(
+        "num_computed",
+        "preemptions",
+        "cached_tokens",
+        "recomputed_tokens",
+        "prefill_left",
+        "output_left",
+    ),
     *("first_scheduled_time", "first_token_time", "last_token_time"),
 )
 SLOW_S = 0.1  # longer calls are noted
 SLOW_STOP_S = 1.0  # an `on_stopped` that took longer is left out of runs that don't need it
-METHODS = ("on_started", "on_arrived", "on_admitted", "on_preempted", "on_finished", "on_step", "on_stopped")
+METHODS = (
+    "on_started",
+    "on_arrived",
+    "on_admitted",
+    "on_preempted",
+    "on_finished",
+    "on_step",
+    "on_stopped",
+)
 BUSY: tuple[Act, ...] = (
     Arrive((1, 2, 3, 4, 5, 6, 7), max_tokens=10),
     Arrive((8, 9), max_tokens=12, n=3),
@@ -77,7 +104,10 @@ AGAIN: tuple[Act, ...] = (
 )
 FAILING: tuple[Act, ...] = (*BUSY[:5], Run(30))
 LOST: tuple[Act, ...] = (  # requests that are rejected or aborted after a preemption
-    *(Arrive((number,) * 9, max_tokens=16, client="fickle" if number == 2 else None) for number in range(4)),
+    *(
+        Arrive((number,) * 9, max_tokens=16, client="fickle" if number == 2 else None)
+        for number in range(4)
+    ),
     Run(9),
     Abort(3),
     Run(9),
@@ -85,7 +115,9 @@ LOST: tuple[Act, ...] = (  # requests that are rejected or aborted after a preem
 )
 
 
-_slow_stops: dict[type, float] = {}  # observer -> seconds that `on_stopped` took in this process, if it is slow
+_slow_stops: dict[
+    type, float
+] = {}  # observer -> seconds that `on_stopped` took in this process, if it is slow
 
 
 class ObserverSuite(Suite):
@@ -112,16 +144,25 @@ class ObserverSuite(Suite):
             spy = self._play(acts, policy=policy, before=before)
             for name, value in _process().items():
                 require(value == before[name], f"{name} isn't what it was before {when}")
-            require(not spy.changed, f"{spy.changed} was changed during {when}, for all who run in the meantime")
+            require(
+                not spy.changed,
+                f"{spy.changed} was changed during {when}, for all who run in the meantime",
+            )
 
     @check("observer.no_effect", since="0.1")
     def test_an_observer_changes_nothing(self) -> None:
         """With the observer, a request ended differently, or another step was planned, or another observer got other events, than without it.
         Events are read-only: copy before modifying, and don't touch requests, block counts or the clock."""
         for decisions in (False, True):
-            with_it, expected = _story(self._play(BUSY, decisions=decisions).world), _story(_play(None, BUSY, decisions=decisions))
+            with_it, expected = (
+                _story(self._play(BUSY, decisions=decisions).world),
+                _story(_play(None, BUSY, decisions=decisions)),
+            )
             for what, found in with_it.items():
-                require(found == expected.get(what), f"{what} with the observer: {found}; without: {expected.get(what)}")
+                require(
+                    found == expected.get(what),
+                    f"{what} with the observer: {found}; without: {expected.get(what)}",
+                )
 
     @check("observer.raises_nothing", since="0.1")
     def test_no_event_makes_it_raise(self) -> None:
@@ -134,14 +175,22 @@ class ObserverSuite(Suite):
         self._play(BUSY, shape=STILL).require_quiet("a run in which time stands still")
         self._play((*BUSY, *AGAIN)).require_quiet("a run in which ids come again")
         self._play(LOST).require_quiet("a run in which preempted requests are rejected and aborted")
-        self._play(BUSY, shape=REUSING).require_quiet("a run with a prefix cache, in which a request finds tokens that it had generated")
-        self._play(BUSY, decisions=True, sometimes=True).require_quiet("a run whose steps have decisions only sometimes")
+        self._play(BUSY, shape=REUSING).require_quiet(
+            "a run with a prefix cache, in which a request finds tokens that it had generated"
+        )
+        self._play(BUSY, decisions=True, sometimes=True).require_quiet(
+            "a run whose steps have decisions only sometimes"
+        )
         self.note(f"its own time a step: {1e6 * spy.own_s / max(1, spy.steps):.0f} µs (not judged)")
         if self._stops_slowly:
             took_s = _slow_stops[self.component_class]
-            self.note(f"a call of on_stopped took {took_s:.1f} s: the engine waits for it; it was left out of all runs but four (not judged)")
+            self.note(
+                f"a call of on_stopped took {took_s:.1f} s: the engine waits for it; it was left out of all runs but four (not judged)"
+            )
         elif spy.longest[0] > SLOW_S:
-            self.note(f"a call of {spy.longest[1]} took {spy.longest[0]:.1f} s: the engine waits for it, and the whole suite took long (not judged)")
+            self.note(
+                f"a call of {spy.longest[1]} took {spy.longest[0]:.1f} s: the engine waits for it, and the whole suite took long (not judged)"
+            )
 
     @check("observer.empty_run", since="0.1")
     def test_it_survives_a_run_without_requests(self) -> None:
@@ -164,7 +213,10 @@ class ObserverSuite(Suite):
             world = self._play(acts, guarded=True).world
             for request in world.requests:
                 changed = {name: getattr(request, name) for name in world.changed(request)}
-                require(not changed, f"{request} was given another {', '.join(changed)}; it has now {changed}")
+                require(
+                    not changed,
+                    f"{request} was given another {', '.join(changed)}; it has now {changed}",
+                )
 
     @check("observer.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
@@ -172,10 +224,18 @@ class ObserverSuite(Suite):
         aborted and rejected ones, or in the next step if `more_steps` is true."""
         for acts, policy in ((BUSY, _Harsh), (LOST, _Harsh), (FAILING, _Fails)):
             spy = self._play(acts, policy=policy)
-            ids = {name for request in spy.world.requests for name in (request.id, request.parent) if name}
+            ids = {
+                name
+                for request in spy.world.requests
+                for name in (request.id, request.parent)
+                if name
+            }
             for path, value in reachable(spy.observer):
                 require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
-                require(not (isinstance(value, str) and value in ids), f"{path} holds the id {value!r} after its request's end")
+                require(
+                    not (isinstance(value, str) and value in ids),
+                    f"{path} holds the id {value!r} after its request's end",
+                )
 
     @check("observer.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
@@ -212,8 +272,12 @@ class ObserverSuite(Suite):
         """`decisions`: another observer requests them, so that every step's event has them; with `sometimes`, every other step's. `before`: state
         of the process to compare with after every call. `stopped`: calls `on_stopped` even if it is slow."""
         observer = self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks))
-        spy = Spy(observer, sometimes=sometimes, before=before, stops=stopped or not self._stops_slowly)
-        spy.world = _play(spy, acts, shape=shape, decisions=decisions, policy=policy or _Harsh, guarded=guarded)
+        spy = Spy(
+            observer, sometimes=sometimes, before=before, stops=stopped or not self._stops_slowly
+        )
+        spy.world = _play(
+            spy, acts, shape=shape, decisions=decisions, policy=policy or _Harsh, guarded=guarded
+        )
         if spy.stop_s >= SLOW_STOP_S:
             _slow_stops[self.component_class] = spy.stop_s
         return spy
@@ -228,7 +292,14 @@ class Spy(Observer):
 
     world: World
 
-    def __init__(self, observer: Observer, *, sometimes: bool = False, before: dict[str, object] | None = None, stops: bool = True) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        *,
+        sometimes: bool = False,
+        before: dict[str, object] | None = None,
+        stops: bool = True,
+    ) -> None:
         """`sometimes`: every other step's event has no decisions. `before`: what `changed` names a difference from. `stops`: passes `on_stopped`
         on."""
         super().__init__(NoOptions(), observer.context)
@@ -261,7 +332,10 @@ class Spy(Observer):
                 self.steps += method == "on_step"
                 self.stop_s = took_s if method == "on_stopped" else self.stop_s
                 if self.before is not None and not self.changed:
-                    self.changed = next((name for name, value in _process().items() if value != self.before[name]), "")
+                    self.changed = next(
+                        (name for name, value in _process().items() if value != self.before[name]),
+                        "",
+                    )
 
         return tell
 
@@ -277,7 +351,11 @@ class _Other(Observer):
             setattr(self, method, self._note)
 
     def _note(self, event: Any) -> None:
-        fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event) if field.name not in UNEVEN}
+        fields = {
+            field.name: getattr(event, field.name)
+            for field in dataclasses.fields(event)
+            if field.name not in UNEVEN
+        }
         self.told.append(f"{type(event).__name__}({fields})")
 
 
@@ -288,7 +366,9 @@ class _Harsh(Scheduler):
 
     def schedule(self, step: Step) -> None:
         for request in [*step.running, *step.waiting]:
-            if request.client == "unwanted" or (request.client == "fickle" and request.preemptions and request in step.waiting):
+            if request.client == "unwanted" or (
+                request.client == "fickle" and request.preemptions and request in step.waiting
+            ):
                 step.reject(request, "unwanted")
             else:
                 step.grant(request, evict=reversed(step.running))
@@ -317,9 +397,22 @@ def _play(
 
     world = World(make, shape, guarded=guarded)
     other = _Other(decisions)
-    hub = world.core.observers = ObserverHub([*([("observer", spy)] if spy is not None else []), ("other", other)])
+    hub = world.core.observers = ObserverHub(
+        [*([("observer", spy)] if spy is not None else []), ("other", other)]
+    )
     details = MappingProxyType({"device": "none"})
-    hub.start(EngineStarted(0.0, "harsh", "fake", "fake", SHAPE.num_blocks, SHAPE.block_size, SHAPE.max_in_flight, details))
+    hub.start(
+        EngineStarted(
+            0.0,
+            "harsh",
+            "fake",
+            "fake",
+            SHAPE.num_blocks,
+            SHAPE.block_size,
+            SHAPE.max_in_flight,
+            details,
+        )
+    )
     world.play(acts)
     world.core.stop()
     world.told = other.told
@@ -329,11 +422,24 @@ def _play(
 def _story(world: World) -> dict[str, object]:
     """Return the events of a run in a form that can be compared."""
     steps = {f"step {planned.index}": planned for planned in world.watch.planned}
-    tokens = {f"tokens of {request.id}": list(request.output_token_ids) for request in world.requests}
+    tokens = {
+        f"tokens of {request.id}": list(request.output_token_ids) for request in world.requests
+    }
     ends = {f"end of {request.id}": world.finished.get(request) for request in world.requests}
-    states = {f"state of {request.id}": [getattr(request, name) for name in STATE] for request in world.requests}
+    states = {
+        f"state of {request.id}": [getattr(request, name) for name in STATE]
+        for request in world.requests
+    }
     told = {f"event {index} of another observer": event for index, event in enumerate(world.told)}
-    return {**steps, **tokens, **ends, **states, **told, "number of steps": len(steps), "time at the end": world.clock.now()}
+    return {
+        **steps,
+        **tokens,
+        **ends,
+        **states,
+        **told,
+        "number of steps": len(steps),
+        "time at the end": world.clock.now(),
+    }
 
 
 def _umask() -> int:
@@ -360,7 +466,12 @@ def _process() -> dict[str, object]:
         "the garbage collector": (gc.isenabled(), gc.get_threshold()),
         "warnings.filters": list(warnings.filters),
         "the umask": _umask(),
-        "a function of tracing or profiling": (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()),
+        "a function of tracing or profiling": (
+            sys.gettrace(),
+            sys.getprofile(),
+            threading.gettrace(),
+            threading.getprofile(),
+        ),
         "the interval of switches between threads": sys.getswitchinterval(),
         "the timeout of sockets": socket.getdefaulttimeout(),
         "numpy's handling of errors": np.geterr(),

@@ -35,7 +35,10 @@ PAIRS = 250  # pairs of cuts of an example, at most
 SLACK = 1_000  # characters that may be held back beyond MAX_HELD, and that prose may lag behind
 LONG = 2**17  # characters of a long answer, in pieces of 64
 SHORT = LONG // 8
-SLOW_S, SLOWER = 0.5, 20  # a long answer takes so much CPU time, and so many times a short one's: more than in proportion
+SLOW_S, SLOWER = (
+    0.5,
+    20,
+)  # a long answer takes so much CPU time, and so many times a short one's: more than in proportion
 NEAR_MISSES = (
     "<",
     "<<",
@@ -97,20 +100,39 @@ class ParserSuite(Suite):
         finds them), and of text that is only content; or it declares neither calls nor reasoning."""
         can, examples = self.capabilities, self._examples
         require(
-            can.calls or can.reasoning, "it finds neither calls nor reasoning: declare capabilities = ParserCapabilities(calls=True), or reasoning="
+            can.calls or can.reasoning,
+            "it finds neither calls nor reasoning: declare capabilities = ParserCapabilities(calls=True), or reasoning=",
         )
-        require(not can.calls or any(text != "{}" for one in examples for _, text in one.calls), "no example has a call with arguments")
-        require(not can.reasoning or any(one.reasoning and one.content for one in examples), "no example has reasoning, and content after it")
-        require(any(one.content == one.text != "" for one in examples), "no example is only content")
+        require(
+            not can.calls or any(text != "{}" for one in examples for _, text in one.calls),
+            "no example has a call with arguments",
+        )
+        require(
+            not can.reasoning or any(one.reasoning and one.content for one in examples),
+            "no example has reasoning, and content after it",
+        )
+        require(
+            any(one.content == one.text != "" for one in examples), "no example is only content"
+        )
         for example in examples:
-            found, expected = self._parse([example.text]), Answer(example.reasoning, example.content, tuple(example.calls))
-            require(found == expected, f"{example.text!r} is parsed as {found}; the example says {expected}")
+            found, expected = (
+                self._parse([example.text]),
+                Answer(example.reasoning, example.content, tuple(example.calls)),
+            )
+            require(
+                found == expected,
+                f"{example.text!r} is parsed as {found}; the example says {expected}",
+            )
 
     @check("parser.raises_nothing", since="0.1")
     def test_no_text_and_no_tools_make_it_raise(self) -> None:
         """The constructor or a method raised. The text may be anything, and end anywhere; tools come from the client, and may have no parameters or
         an invalid schema."""
-        odd = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in self._functions for schema in ODD_SCHEMAS]
+        odd = [
+            {"type": "function", "function": {"name": name, "parameters": schema}}
+            for name in self._functions
+            for schema in ODD_SCHEMAS
+        ]
         bare = [{"type": "function", "function": {"name": name}} for name in self._functions]
         tools: list[Sequence[Mapping[str, Any]]] = [self._tools, bare, *([one] for one in odd)]
         for number, text in enumerate(self._texts):
@@ -130,13 +152,17 @@ class ParserSuite(Suite):
             for pair in pairs[:: max(1, len(pairs) // PAIRS)]:
                 self._require_same(example.text, pair, whole)
             for spared in bounds:
-                self._require_same(example.text, [bound for bound in bounds if bound != spared], whole)
+                self._require_same(
+                    example.text, [bound for bound in bounds if bound != spared], whole
+                )
         chance = random.Random(1)
         for number, text in enumerate(self._texts):
             starts = number % 2 == 1
             whole = self._parse([text], starts=starts)
             self._require_same(text, range(1, len(text)), whole, starts=starts)
-            cuts = sorted(chance.choices(range(len(text) + 1), k=min(6, len(text))))  # some of them twice: empty pieces
+            cuts = sorted(
+                chance.choices(range(len(text) + 1), k=min(6, len(text)))
+            )  # some of them twice: empty pieces
             self._require_same(text, cuts, whole, starts=starts)
 
     @check("parser.events", since="0.1")
@@ -145,19 +171,27 @@ class ParserSuite(Suite):
         or name, or the id of another call of the answer; or arguments belong to another call than the last one."""
         for number, text in enumerate([*(one.text for one in self._examples), *self._texts]):
             parser, ids = self._made(starts=number % 2 == 1), list[str]()
-            for event in [*(event for char in text for event in parser.feed(char)), *parser.finish()]:
+            for event in [
+                *(event for char in text for event in parser.feed(char)),
+                *parser.finish(),
+            ]:
                 match event:
                     case Content(str(piece)) | Reasoning(str(piece)):
                         require(piece, f"{text!r}: {event} is empty")
                     case ToolCallStart(index, str(id), str(name)):
-                        require(index == len(ids), f"{text!r}: {event} comes after {len(ids)} calls")
+                        require(
+                            index == len(ids), f"{text!r}: {event} comes after {len(ids)} calls"
+                        )
                         require(
                             id and name and (id not in ids or text.count(id) > 1),
                             f"{text!r}: {event} lacks an id or name, or has the id of another call: {ids}",
                         )
                         ids.append(id)
                     case ToolCallArguments(index, str(piece)):
-                        require(piece and index == len(ids) - 1, f"{text!r}: {event} comes after {len(ids)} calls, or is empty")
+                        require(
+                            piece and index == len(ids) - 1,
+                            f"{text!r}: {event} comes after {len(ids)} calls, or is empty",
+                        )
                     case _:
                         fail(f"{text!r}: {event!r} isn't an event of dovetail.api.parser")
 
@@ -168,18 +202,34 @@ class ParserSuite(Suite):
         for text in (WORDS, *self._texts):
             parser = self._made()
             found = _added_up([*parser.feed(text), *parser.finish()])
-            if not (found.calls or found.reasoning or any(mark in text for mark in self.capabilities.reasoning or ())):
-                require(found.content == text, f"{text!r} has no call, but its content is {found.content!r}")
+            if not (
+                found.calls
+                or found.reasoning
+                or any(mark in text for mark in self.capabilities.reasoning or ())
+            ):
+                require(
+                    found.content == text,
+                    f"{text!r} has no call, but its content is {found.content!r}",
+                )
         for example in self._examples:
             before, after = self._parse([FIRST, example.text]), self._parse([example.text, LAST])
-            require(before.content.startswith(FIRST.strip()), f"{FIRST + example.text!r}: the content is {before.content!r}")
+            require(
+                before.content.startswith(FIRST.strip()),
+                f"{FIRST + example.text!r}: the content is {before.content!r}",
+            )
             parser = self._made()
             parser.feed(example.text)
             if not (parser.in_call or parser.in_reasoning):
-                require(after.content.endswith(LAST.strip()), f"{example.text + LAST!r}: the content is {after.content!r}")
+                require(
+                    after.content.endswith(LAST.strip()),
+                    f"{example.text + LAST!r}: the content is {after.content!r}",
+                )
                 for other in self._examples:
                     found = self._parse([example.text, BETWEEN, other.text])
-                    require(BETWEEN.strip() in found.content, f"{example.text + BETWEEN + other.text!r}: the content is {found.content!r}")
+                    require(
+                        BETWEEN.strip() in found.content,
+                        f"{example.text + BETWEEN + other.text!r}: the content is {found.content!r}",
+                    )
 
     @check("parser.no_tools", since="0.1")
     def test_without_tools_nothing_is_a_call(self) -> None:
@@ -187,7 +237,10 @@ class ParserSuite(Suite):
         for text in (*(one.text for one in self._examples), *self._texts):
             found = self._parse([text], tools=())
             require(not found.calls, f"{text!r}: without tools, it found {found.calls}")
-            require(self.capabilities.reasoning or found.content == text, f"{text!r}: without tools, its content is {found.content!r}")
+            require(
+                self.capabilities.reasoning or found.content == text,
+                f"{text!r}: without tools, its content is {found.content!r}",
+            )
 
     @check("parser.in_call", since="0.1", capability="calls")
     def test_it_knows_when_a_call_is_cut_off(self) -> None:
@@ -199,7 +252,10 @@ class ParserSuite(Suite):
                 parser = self._made()
                 calls = _added_up([*parser.feed(example.text[:end]), *parser.finish()]).calls
                 inside = bool(calls) and not _is_json(calls[-1][1])
-                require(parser.in_call == inside, f"after {example.text[:end]!r}, with the calls {calls}, in_call is {parser.in_call}")
+                require(
+                    parser.in_call == inside,
+                    f"after {example.text[:end]!r}, with the calls {calls}, in_call is {parser.in_call}",
+                )
 
     @check("parser.reasoning", since="0.1", capability="reasoning")
     def test_reasoning_is_between_the_marks(self) -> None:
@@ -209,15 +265,27 @@ class ParserSuite(Suite):
         for starts in (False, True):
             first = "" if starts else begin
             parser = self._made(starts=starts)
-            require(parser.in_reasoning == starts, f"before any text, in_reasoning is {parser.in_reasoning}, starts_in_reasoning {starts}")
+            require(
+                parser.in_reasoning == starts,
+                f"before any text, in_reasoning is {parser.in_reasoning}, starts_in_reasoning {starts}",
+            )
             events = list(parser.feed(f"{first}A thought"))
-            require(parser.in_reasoning, f"after {first}A thought, with starts_in_reasoning={starts}, in_reasoning is False")
+            require(
+                parser.in_reasoning,
+                f"after {first}A thought, with starts_in_reasoning={starts}, in_reasoning is False",
+            )
             events += parser.feed(f"{end}So.")
             require(not parser.in_reasoning, f"after {end!r} and a word, in_reasoning is True")
             found = _added_up([*events, *parser.finish()])
-            require(found == Answer("A thought", "So.", ()), f"{first}A thought{end}So., with starts_in_reasoning={starts}, is parsed as {found}")
+            require(
+                found == Answer("A thought", "So.", ()),
+                f"{first}A thought{end}So., with starts_in_reasoning={starts}, is parsed as {found}",
+            )
             open_end = self._parse([f"{first}A thought"], starts=starts)
-            require(open_end == Answer("A thought", "", ()), f"{first}A thought, with starts_in_reasoning={starts}, is parsed as {open_end}")
+            require(
+                open_end == Answer("A thought", "", ()),
+                f"{first}A thought, with starts_in_reasoning={starts}, is parsed as {open_end}",
+            )
 
     @check("parser.separate", since="0.1")
     def test_answers_dont_disturb_each_other(self) -> None:
@@ -229,7 +297,10 @@ class ParserSuite(Suite):
                     events += parser.feed(text[place : place + 1])
             for parser, text, events in parsers:
                 found = _added_up([*events, *parser.finish()])
-                require(found == self._parse([text]), f"{text!r}, in turns with another answer, is parsed as {found}")
+                require(
+                    found == self._parse([text]),
+                    f"{text!r}, in turns with another answer, is parsed as {found}",
+                )
 
     @check("parser.streams", since="0.1")
     def test_plain_text_is_not_held_back(self) -> None:
@@ -237,9 +308,16 @@ class ParserSuite(Suite):
         for starts in (False, True) if self.capabilities.reasoning else (False,):
             parser, fed, emitted = self._made(starts=starts), 0, 0
             for _ in range(100):
-                emitted += sum(len(event.text) for event in parser.feed(WORDS) if isinstance(event, Content | Reasoning))
+                emitted += sum(
+                    len(event.text)
+                    for event in parser.feed(WORDS)
+                    if isinstance(event, Content | Reasoning)
+                )
                 fed += len(WORDS)
-                require(emitted >= fed - SLACK, f"after {fed} characters of prose, it has emitted {emitted}")
+                require(
+                    emitted >= fed - SLACK,
+                    f"after {fed} characters of prose, it has emitted {emitted}",
+                )
 
     @check("parser.held", since="0.1")
     def test_what_is_held_back_has_a_limit(self) -> None:
@@ -252,9 +330,13 @@ class ParserSuite(Suite):
                 events += parser.feed(text[begin : begin + 997])
             last = parser.finish()
             held = sum(len(event.text) for event in last if isinstance(event, Content | Reasoning))
-            require(held <= MAX_HELD + SLACK, f"of {pattern!r} and {more!r}, again and again, {held} characters were held back")
             require(
-                _added_up([*events, *last]) == self._parse([text]), f"{pattern!r} and {more!r}, again and again, are parsed differently in pieces"
+                held <= MAX_HELD + SLACK,
+                f"of {pattern!r} and {more!r}, again and again, {held} characters were held back",
+            )
+            require(
+                _added_up([*events, *last]) == self._parse([text]),
+                f"{pattern!r} and {more!r}, again and again, are parsed differently in pieces",
             )
 
     @check("parser.linear", since="0.1")
@@ -263,27 +345,50 @@ class ParserSuite(Suite):
         for pattern in ("<", WORDS, *self._marks):
             took_s = [self._seconds((pattern * LONG)[:length]) for length in (SHORT, LONG)]
             slow = took_s[1] > SLOW_S and took_s[1] > SLOWER * took_s[0]
-            require(not slow, f"{pattern!r}: {SHORT} characters took {took_s[0]:.2f} s, {LONG} took {took_s[1]:.2f} s")
+            require(
+                not slow,
+                f"{pattern!r}: {SHORT} characters took {took_s[0]:.2f} s, {LONG} took {took_s[1]:.2f} s",
+            )
 
     @check("parser.call_form", since="0.1", capability="call_form")
     def test_it_reads_the_calls_that_a_model_is_constrained_to(self) -> None:
         """A call in the form that `call_form` returns isn't parsed as that call and nothing else; or the text before its arguments
         doesn't begin with `trigger`."""
         for form in self._forms:
-            require(isinstance(form, CallForm), f"call_form returned {form!r}, expected a CallForm or None")
+            require(
+                isinstance(form, CallForm),
+                f"call_form returned {form!r}, expected a CallForm or None",
+            )
             for arguments in ARGUMENTS:
                 calls = [(name, arguments) for name in NAMES]
                 for written in [*([call] for call in calls), *([] if form.single else [calls])]:
-                    texts = [before + text + after for name, text in written for before, after in (form.around(name),)]
-                    require(all(text.startswith(form.trigger) for text in texts), f"{texts} don't begin with {form.trigger!r}")
-                    found = self._parse([form.separator.join(texts)], tools=[{"type": "function", "function": {"name": name}} for name in NAMES])
-                    require(found == Answer("", "", tuple(written)), f"{form.separator.join(texts)!r} is parsed as {found}")
+                    texts = [
+                        before + text + after
+                        for name, text in written
+                        for before, after in (form.around(name),)
+                    ]
+                    require(
+                        all(text.startswith(form.trigger) for text in texts),
+                        f"{texts} don't begin with {form.trigger!r}",
+                    )
+                    found = self._parse(
+                        [form.separator.join(texts)],
+                        tools=[{"type": "function", "function": {"name": name}} for name in NAMES],
+                    )
+                    require(
+                        found == Answer("", "", tuple(written)),
+                        f"{form.separator.join(texts)!r} is parsed as {found}",
+                    )
 
     @cached_property
     def _forms(self) -> list[Any]:
         """Return the forms that `call_form` returns for the templates that it recognises, leaving out None."""
         templates = ["\n".join(texts) for texts in self.capabilities.templates or ((),)]
-        return [form for template in templates if (form := self.component_class.call_form(template)) is not None]
+        return [
+            form
+            for template in templates
+            if (form := self.component_class.call_form(template)) is not None
+        ]
 
     @property
     def _examples(self) -> Sequence[ParserExample]:
@@ -291,7 +396,10 @@ class ParserSuite(Suite):
 
     @cached_property
     def _functions(self) -> list[str]:
-        return [*dict.fromkeys(name for example in self._examples for name, _ in example.calls), "f"]
+        return [
+            *dict.fromkeys(name for example in self._examples for name, _ in example.calls),
+            "f",
+        ]
 
     @cached_property
     def _tools(self) -> list[Mapping[str, Any]]:
@@ -302,41 +410,87 @@ class ParserSuite(Suite):
             if isinstance(given, dict):
                 properties[name] |= {key: {"type": _type_of(value)} for key, value in given.items()}
         return [
-            {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": of}}} for name, of in properties.items()
+            {
+                "type": "function",
+                "function": {"name": name, "parameters": {"type": "object", "properties": of}},
+            }
+            for name, of in properties.items()
         ]
 
     @cached_property
     def _marks(self) -> list[str]:
         can = self.capabilities
-        return [*dict.fromkeys([*(can.reasoning or ()), *(text for texts in can.templates for text in texts)])]
+        return [
+            *dict.fromkeys(
+                [*(can.reasoning or ()), *(text for texts in can.templates for text in texts)]
+            )
+        ]
 
     @cached_property
     def _endless(self) -> list[tuple[str, str]]:
         """Beginnings of texts that never end, and what comes again and again."""
-        beginnings = [one.text[: len(one.text) * part // 6] for one in self._examples if one.calls for part in range(1, 6)]
+        beginnings = [
+            one.text[: len(one.text) * part // 6]
+            for one in self._examples
+            if one.calls
+            for part in range(1, 6)
+        ]
         halves = [one.text[: len(one.text) // 2] for one in self._examples if one.calls]
-        return [*((mark, mark) for mark in self._marks), *((text, text) for text in halves), *((text, "x") for text in beginnings)]
+        return [
+            *((mark, mark) for mark in self._marks),
+            *((text, text) for text in halves),
+            *((text, "x") for text in beginnings),
+        ]
 
     @cached_property
     def _texts(self) -> list[str]:
         """Beginnings of examples, and mixtures of parts."""
         chance, whole = random.Random(0), [one.text for one in self._examples]
-        parts = [*NEAR_MISSES, *whole, *self._marks, *(mark[: len(mark) // 2 + 1] for mark in self._marks)]
+        parts = [
+            *NEAR_MISSES,
+            *whole,
+            *self._marks,
+            *(mark[: len(mark) // 2 + 1] for mark in self._marks),
+        ]
         texts = [text[:end] for text in whole for end in range(0, len(text), 3)]
         for _ in range(MIXED):
-            slices = [text[slice(*sorted((chance.randrange(len(text) + 1), chance.randrange(len(text) + 1))))] for text in whole]
-            texts.append("".join(chance.choice(chance.choice((parts, slices or parts))) for _ in range(chance.randint(1, PARTS))))
+            slices = [
+                text[
+                    slice(
+                        *sorted((chance.randrange(len(text) + 1), chance.randrange(len(text) + 1)))
+                    )
+                ]
+                for text in whole
+            ]
+            texts.append(
+                "".join(
+                    chance.choice(chance.choice((parts, slices or parts)))
+                    for _ in range(chance.randint(1, PARTS))
+                )
+            )
         return texts
 
-    def _made(self, tools: Sequence[Mapping[str, Any]] | None = None, *, starts: bool = False) -> Parser:
+    def _made(
+        self, tools: Sequence[Mapping[str, Any]] | None = None, *, starts: bool = False
+    ) -> Parser:
         parser: Parser = self.make(ParserContext(self._tools if tools is None else tools, starts))
         return parser
 
-    def _parse(self, pieces: Sequence[str], tools: Sequence[Mapping[str, Any]] | None = None, *, starts: bool = False) -> Answer:
+    def _parse(
+        self,
+        pieces: Sequence[str],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        starts: bool = False,
+    ) -> Answer:
         parser = self._made(tools, starts=starts)
-        return _added_up([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+        return _added_up(
+            [*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]
+        )
 
-    def _require_same(self, text: str, cuts: Iterable[int], whole: Answer, *, starts: bool = False) -> None:
+    def _require_same(
+        self, text: str, cuts: Iterable[int], whole: Answer, *, starts: bool = False
+    ) -> None:
         pieces = [text[a:b] for a, b in pairwise((0, *cuts, len(text)))]
         found = self._parse(pieces, starts=starts)
         require(found == whole, f"in pieces, {pieces} is parsed as {found}; whole, as {whole}")
@@ -358,7 +512,10 @@ def _added_up(events: Sequence[Event]) -> Answer:
         elif isinstance(event, ToolCallArguments):
             require(calls, f"{event} comes before any call")
             calls[-1][1].append(event.text)
-    reasoning, content = ("".join(event.text for event in events if isinstance(event, of)) for of in (Reasoning, Content))
+    reasoning, content = (
+        "".join(event.text for event in events if isinstance(event, of))
+        for of in (Reasoning, Content)
+    )
     return Answer(reasoning, content, tuple((name, "".join(pieces)) for name, pieces in calls))
 
 
@@ -371,5 +528,12 @@ def _is_json(text: str) -> bool:
 
 
 def _type_of(value: Any) -> str:
-    types: Mapping[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    types: Mapping[type, str] = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
     return types.get(type(value), "null")

@@ -25,12 +25,19 @@ def repeatable(max_examples: int, *, shrink: bool = True) -> settings:
         deadline=None,
         print_blob=False,
         report_multiple_bugs=False,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink) if shrink else (Phase.explicit, Phase.generate),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink)
+        if shrink
+        else (Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
     )
 
 
-def for_all(among: SearchStrategy[T], examples: int, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> None:
+def for_all(
+    among: SearchStrategy[T],
+    examples: int,
+    holds: Callable[[T], None],
+    smaller: Callable[[T], Iterable[T]],
+) -> None:
     """Check `holds` on `examples` examples. Raises the `CheckFailed` of the smallest failing one `smaller` reaches in `SHRINK_S`, noted in it."""
     failing: list[T] = []
 
@@ -49,7 +56,12 @@ def for_all(among: SearchStrategy[T], examples: int, holds: Callable[[T], None],
         raise failure from failure.__cause__
 
 
-def _shrunk(example: T, failure: CheckFailed, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> tuple[T, CheckFailed]:
+def _shrunk(
+    example: T,
+    failure: CheckFailed,
+    holds: Callable[[T], None],
+    smaller: Callable[[T], Iterable[T]],
+) -> tuple[T, CheckFailed]:
     """Shrink an example greedily, while a smaller one also fails and there is time."""
     until, candidates = time.monotonic() + SHRINK_S, iter(smaller(example))
     while time.monotonic() < until and (candidate := next(candidates, None)) is not None:

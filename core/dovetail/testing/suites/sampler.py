@@ -23,8 +23,13 @@ from dovetail.testing.suites.sampler_rules import SamplerRules
 from dovetail.testing.suites.sampler_subject import ALPHA, SUPPORT_DRAWS, near, said
 
 MANY_DRAWS = 20_000  # for a test that distinguishes temperatures
-HALF = [float(np.log(300)), *[0.0] * 300]  # one token as likely as all others together: the most sensitive to temperature at this size
-SLOPE = [(7 * token % 20) / -10 for token in range(20)]  # each token likely enough to occur in a thousand draws, all different
+HALF = [
+    float(np.log(300)),
+    *[0.0] * 300,
+]  # one token as likely as all others together: the most sensitive to temperature at this size
+SLOPE = [
+    (7 * token % 20) / -10 for token in range(20)
+]  # each token likely enough to occur in a thousand draws, all different
 FAR_OFF = (0.004, 0.04, 30.0)  # unusual temperatures
 GENTLE = [token / -1000 for token in range(400)]
 NEAR = 1e-4  # distance from a filter's limit: more than float32's error, less than that of half precision
@@ -38,29 +43,67 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
     @check("sampler.output", since="0.1")
     def test_output(self) -> None:
         """`sample` returns ids of the vocabulary as int64 [n], on the logits' device, in the order of `lines`; for no lines, none."""
-        bench = self.bench([Row(np.eye(9)[i].tolist(), RowSampling(temperature=0.0)) for i in range(9)], places=[5, 0, 8, 1, 7, 2, 6, 3, 4])
+        bench = self.bench(
+            [Row(np.eye(9)[i].tolist(), RowSampling(temperature=0.0)) for i in range(9)],
+            places=[5, 0, 8, 1, 7, 2, 6, 3, 4],
+        )
         for some in ([8, 2, 3], [], list(range(9))):
             ids = bench.sample(some).token_ids
-            require(ids.dtype == torch.int64 and ids.device == bench.logits.device, f"the ids are {ids.dtype} on {ids.device}")
-            require(ids.tolist() == some, f"the rows {some} of the batch, whose most likely tokens are these numbers, got {ids.tolist()}")
+            require(
+                ids.dtype == torch.int64 and ids.device == bench.logits.device,
+                f"the ids are {ids.dtype} on {ids.device}",
+            )
+            require(
+                ids.tolist() == some,
+                f"the rows {some} of the batch, whose most likely tokens are these numbers, got {ids.tolist()}",
+            )
 
     @check("sampler.greedy", since="0.1")
     def test_greedy(self) -> None:
         """Temperature 0 takes the largest logit for any seed; so does every filter that leaves one token (top_k=1, a tiny top_p, a temperature near
         0)."""
-        for sampling in (RowSampling(temperature=0.0), RowSampling(top_k=1), RowSampling(top_p=1e-9), RowSampling(temperature=1e-30)):
-            rows = [Row(np.random.default_rng(s).permutation(300).astype(float).tolist(), replace(sampling, seed=s)) for s in range(30)]
-            wrong = [seed for seed, (row, token) in enumerate(zip(rows, self.bench(rows).tokens(), strict=True)) if token != np.argmax(row.logits)]
-            require(not wrong, f"{said(sampling)}: {len(wrong)} of 30 rows didn't get their largest logit")
+        for sampling in (
+            RowSampling(temperature=0.0),
+            RowSampling(top_k=1),
+            RowSampling(top_p=1e-9),
+            RowSampling(temperature=1e-30),
+        ):
+            rows = [
+                Row(
+                    np.random.default_rng(s).permutation(300).astype(float).tolist(),
+                    replace(sampling, seed=s),
+                )
+                for s in range(30)
+            ]
+            wrong = [
+                seed
+                for seed, (row, token) in enumerate(
+                    zip(rows, self.bench(rows).tokens(), strict=True)
+                )
+                if token != np.argmax(row.logits)
+            ]
+            require(
+                not wrong,
+                f"{said(sampling)}: {len(wrong)} of 30 rows didn't get their largest logit",
+            )
 
     @check("sampler.ties", since="0.1")
     def test_ties(self) -> None:
         """Ties are broken by the lowest id: in greedy rows, and at the end of what top-k and top-p keep. A result that depends on the order in
         which threads finish isn't reproducible."""
         tied = [0.0, 7.0, 3.0, 7.0, 7.0]
-        for sampling in (RowSampling(temperature=0.0), RowSampling(top_k=1), RowSampling(top_p=0.01)):
-            tokens = self.bench([Row(tied, replace(sampling, seed=seed)) for seed in range(20)]).tokens()
-            require(set(tokens) == {1}, f"{said(sampling)}: of equal logits at 1, 3 and 4, {sorted(set(tokens))} were sampled, not only the first")
+        for sampling in (
+            RowSampling(temperature=0.0),
+            RowSampling(top_k=1),
+            RowSampling(top_p=0.01),
+        ):
+            tokens = self.bench(
+                [Row(tied, replace(sampling, seed=seed)) for seed in range(20)]
+            ).tokens()
+            require(
+                set(tokens) == {1},
+                f"{said(sampling)}: of equal logits at 1, 3 and 4, {sorted(set(tokens))} were sampled, not only the first",
+            )
         self.assert_support(tied, RowSampling(top_k=2))
         self.assert_support([1.5] * 8, RowSampling(top_p=0.5))
 
@@ -69,9 +112,13 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         """Logits are divided by the temperature, however small or large: only 0 is greedy. Power: an error of 5 % is missed less than once in 10^9
         (noncentral chi-square, 300 degrees of freedom)."""
         for temperature in (0.7, 2.0):
-            self.assert_drawn_in_proportion(RowSampling(temperature=temperature), [x * temperature for x in HALF], MANY_DRAWS)
+            self.assert_drawn_in_proportion(
+                RowSampling(temperature=temperature), [x * temperature for x in HALF], MANY_DRAWS
+            )
         for temperature in FAR_OFF:
-            self.assert_drawn_in_proportion(RowSampling(temperature=temperature), [x * temperature for x in HALF])
+            self.assert_drawn_in_proportion(
+                RowSampling(temperature=temperature), [x * temperature for x in HALF]
+            )
 
     @check("sampler.top_k", since="0.1")
     def test_top_k(self) -> None:
@@ -81,7 +128,11 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
             self.assert_support(SLOPE, RowSampling(top_k=k))
         self.assert_support(GENTLE, RowSampling(top_k=300), 6_000)
         for k in (1_500, 3_000):  # a third of the draws is of the last third of those that are left
-            came = np.flatnonzero(self.draws([token / -10_000 for token in range(4_000)], RowSampling(top_k=k), SUPPORT_DRAWS))
+            came = np.flatnonzero(
+                self.draws(
+                    [token / -10_000 for token in range(4_000)], RowSampling(top_k=k), SUPPORT_DRAWS
+                )
+            )
             told = f"top_k={k} of 4,000 tokens, the first the most likely: the last of {SUPPORT_DRAWS} draws was token {came.max()}"
             require(0.97 * k < came.max() < k, told)
         self.assert_drawn_in_proportion(RowSampling(top_k=8))
@@ -133,9 +184,13 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         p = p_value(*by_class)
         require(p > ALPHA, f"rare tokens don't come in proportion (chi-square test: p = {p:.1e})")
         counts = self.draws([0.0] * LARGEST_VOCAB, RowSampling(), 128, seeds=32)
-        parts = {f"{start} to {end - 1}": int(counts[start:end].sum()) for start, end in ((0, 2**16), (2**16, 2**17), (2**17, LARGEST_VOCAB))}
+        parts = {
+            f"{start} to {end - 1}": int(counts[start:end].sum())
+            for start, end in ((0, 2**16), (2**16, 2**17), (2**17, LARGEST_VOCAB))
+        }
         require(
-            all(parts.values()), f"of {LARGEST_VOCAB} tokens that are equally likely came, by id: {parts}. Noise that repeats shuts out the latter"
+            all(parts.values()),
+            f"of {LARGEST_VOCAB} tokens that are equally likely came, by id: {parts}. Noise that repeats shuts out the latter",
         )
 
     @check("sampler.extremes", since="0.1")
@@ -143,16 +198,38 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         """Logits of -inf never win against others, +inf always does, no temperature produces NaN, and a row of only -inf or NaN gets some id of the
         vocabulary and affects no other row."""
         for temperature in (1e-45, 1e-20, 1e30, 1e300):
-            came = set(self.bench([Row([0.0, 5.0, -np.inf, 4.0], RowSampling(temperature=temperature, seed=s)) for s in range(64)]).tokens())
+            came = set(
+                self.bench(
+                    [
+                        Row([0.0, 5.0, -np.inf, 4.0], RowSampling(temperature=temperature, seed=s))
+                        for s in range(64)
+                    ]
+                ).tokens()
+            )
             may = {1} if temperature < 1 else {0, 1, 3}
-            require(came == may, f"temperature {temperature:g}: of [0, 5, -inf, 4] the tokens {sorted(came)} came, expected {sorted(may)}")
-        samplings = [RowSampling(), RowSampling(temperature=0.0), RowSampling(top_k=2), RowSampling(top_p=0.5), RowSampling(min_p=0.5)]
+            require(
+                came == may,
+                f"temperature {temperature:g}: of [0, 5, -inf, 4] the tokens {sorted(came)} came, expected {sorted(may)}",
+            )
+        samplings = [
+            RowSampling(),
+            RowSampling(temperature=0.0),
+            RowSampling(top_k=2),
+            RowSampling(top_p=0.5),
+            RowSampling(min_p=0.5),
+        ]
         for value in (-np.inf, np.nan, np.inf):
             broken = [Row([value] * 4, sampling) for sampling in samplings]
             fine = [Row([0.0, 0.0, 9.0, 0.0], RowSampling(temperature=0.0))] * 2
             tokens = self.bench([fine[0], *broken, fine[1]]).tokens()
-            require(all(0 <= token < 4 for token in tokens), f"rows of {value} got the ids {tokens}: not all are in the vocabulary of 4")
-            require(tokens[0] == tokens[-1] == 2, f"rows beside rows of {value} got {tokens[0]} and {tokens[-1]}; by themselves they get 2")
+            require(
+                all(0 <= token < 4 for token in tokens),
+                f"rows of {value} got the ids {tokens}: not all are in the vocabulary of 4",
+            )
+            require(
+                tokens[0] == tokens[-1] == 2,
+                f"rows beside rows of {value} got {tokens[0]} and {tokens[-1]}; by themselves they get 2",
+            )
         for sampling in samplings:
             (token,) = self.bench([Row([0.0, -np.inf, np.inf, 5.0], sampling)]).tokens()
             require(token == 2, f"{said(sampling)}: token {token} came of [0, -inf, +inf, 5]")
@@ -163,12 +240,29 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         generator = torch.Generator().manual_seed(0)
         for dtype in (torch.bfloat16, torch.float16):
             steps = torch.stack([torch.randperm(64, generator=generator) for _ in range(32)])
-            neighbours = (1 + steps * torch.finfo(dtype).eps).to(dtype)  # numbers that follow each other: rounding makes ties
+            neighbours = (1 + steps * torch.finfo(dtype).eps).to(
+                dtype
+            )  # numbers that follow each other: rounding makes ties
             rows = [Row(row.float().tolist(), RowSampling(temperature=0.0)) for row in neighbours]
-            rows += [replace(row, logits=row.logits[:64]) for row in mixed_rows() if row.sampling.top_k in (0, 5) and not row.sampling.bad_words]
-            rows = [replace(row, logits=torch.tensor(row.logits).to(dtype).float().tolist(), prompt=(1,), output=(2, 3)) for row in rows]
+            rows += [
+                replace(row, logits=row.logits[:64])
+                for row in mixed_rows()
+                if row.sampling.top_k in (0, 5) and not row.sampling.bad_words
+            ]
+            rows = [
+                replace(
+                    row,
+                    logits=torch.tensor(row.logits).to(dtype).float().tolist(),
+                    prompt=(1,),
+                    output=(2, 3),
+                )
+                for row in rows
+            ]
             narrow, wide = self.bench(rows, dtype=dtype).tokens(), self.bench(rows).tokens()
-            require(narrow == wide, f"logits in {dtype} gave the tokens {narrow}; the same numbers in float32 give {wide}")
+            require(
+                narrow == wide,
+                f"logits in {dtype} gave the tokens {narrow}; the same numbers in float32 give {wide}",
+            )
 
     @check("sampler.logprobs", since="0.1", capability="logprobs")
     def test_logprobs(self) -> None:
@@ -176,36 +270,70 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         followed by the k most likely, best first; its rank is 1 if none is more likely."""
         generator = np.random.default_rng(7)
         rows = [
-            Row(generator.normal(size=VOCAB).tolist(), replace(s, logprobs=ASKED[i % 4], temperature=0.5 * s.temperature), (1,), (2, 3))
+            Row(
+                generator.normal(size=VOCAB).tolist(),
+                replace(s, logprobs=ASKED[i % 4], temperature=0.5 * s.temperature),
+                (1,),
+                (2, 3),
+            )
             for i, s in enumerate(SORTS)
         ]
-        rows += [Row(rows[0].logits, RowSampling(temperature=50.0, seed=seed, logprobs=3)) for seed in range(8)]  # of unlikely tokens
+        rows += [
+            Row(rows[0].logits, RowSampling(temperature=50.0, seed=seed, logprobs=3))
+            for seed in range(8)
+        ]  # of unlikely tokens
         tied = np.where(np.arange(VOCAB) % 9 == 5, 4.0, rows[0].logits).tolist()
         rows.append(Row(tied, RowSampling(temperature=0.0, logprobs=1)))
-        rows.append(Row([200.0 * (token == 3) for token in range(VOCAB)], RowSampling(temperature=0.0, logprobs=2)))  # very unlikely ones
+        rows.append(
+            Row(
+                [200.0 * (token == 3) for token in range(VOCAB)],
+                RowSampling(temperature=0.0, logprobs=2),
+            )
+        )  # very unlikely ones
         result = self.bench(rows).sample()
-        exact = torch.log_softmax(torch.tensor([row.logits for row in rows], dtype=torch.float64), dim=-1)
+        exact = torch.log_softmax(
+            torch.tensor([row.logits for row in rows], dtype=torch.float64), dim=-1
+        )
         require(result.logprobs is not None, "rows asked for logprobs, and none came")
         found = result.logprobs
-        ids, values, ranks = (tensor.cpu() for tensor in (found.token_ids, found.logprobs, found.ranks))  # type: ignore[union-attr]
+        ids, values, ranks = (
+            tensor.cpu()
+            for tensor in (found.token_ids, found.logprobs, found.ranks)  # type: ignore[union-attr]
+        )
         require(
             ids.shape == values.shape == (len(rows), 1 + max(ASKED)),
             f"1 + k columns are expected, k the most asked for, {max(ASKED)}; found {list(ids.shape)}",
         )
         require(ids[:, 0].tolist() == result.token_ids.tolist(), "column 0 isn't the sampled token")
         require(near(values, exact.gather(1, ids)), "logprobs aren't those of the raw distribution")
-        require(near(values[:, 1:], exact.topk(max(ASKED)).values), "columns 1 to k aren't the most likely tokens, best first")
+        require(
+            near(values[:, 1:], exact.topk(max(ASKED)).values),
+            "columns 1 to k aren't the most likely tokens, best first",
+        )
         own = exact.gather(1, ids[:, :1])
         expected = (1 + (exact > own).sum(-1)).tolist()
-        require(ranks.tolist() == expected, f"the ranks of the sampled tokens are {expected}, found {ranks.tolist()}")
-        alone = self.bench([replace(rows[0], sampling=RowSampling(temperature=0.0, logprobs=0))]).sample().logprobs
+        require(
+            ranks.tolist() == expected,
+            f"the ranks of the sampled tokens are {expected}, found {ranks.tolist()}",
+        )
+        alone = (
+            self.bench([replace(rows[0], sampling=RowSampling(temperature=0.0, logprobs=0))])
+            .sample()
+            .logprobs
+        )
         shape = None if alone is None else list(alone.token_ids.shape)
-        require(shape == [1, 1], f"one row that asks for logprobs=0 must get the column of its token; the shape is {shape}")
+        require(
+            shape == [1, 1],
+            f"one row that asks for logprobs=0 must get the column of its token; the shape is {shape}",
+        )
 
     @check("sampler.logprobs_harmless", since="0.1", capability="logprobs")
     def test_logprobs_harmless(self) -> None:
         """Requesting logprobs doesn't change tokens, neither the row's own nor those of others."""
         rows = mixed_rows()
-        asked = [replace(row, sampling=replace(row.sampling, logprobs=5 if index % 3 else None)) for index, row in enumerate(rows)]
+        asked = [
+            replace(row, sampling=replace(row.sampling, logprobs=5 if index % 3 else None))
+            for index, row in enumerate(rows)
+        ]
         without, with_them = self.bench(rows).tokens(), self.bench(asked).tokens()
         require(without == with_them, f"without logprobs {without} came, with them {with_them}")

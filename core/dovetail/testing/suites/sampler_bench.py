@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SampledTokens, Sampler, SamplerContext
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    RowHistory,
+    RowSampling,
+    SampledTokens,
+    Sampler,
+    SamplerContext,
+)
 
 MakeSampler = Callable[[SamplerContext], Sampler]
 STALE = 7  # content of the history after a row's tokens
@@ -51,18 +59,30 @@ class RowsBench:
 
         count = self.max_rows + 1
         longest = max(len(r.tokens) for r in rows) + 3
-        self.history = RowHistory(made(count, width or longest, value=STALE), made(count, value=0), made(count, value=0))
+        self.history = RowHistory(
+            made(count, width or longest, value=STALE), made(count, value=0), made(count, value=0)
+        )
         for place, row in zip(self.places, rows, strict=True):
             self.tell(place, row.prompt, row.output, row.drafts)
-        self.logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
+        self.logits = torch.tensor(
+            np.array([row.logits for row in rows]), dtype=dtype, device=device
+        )
         ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
-        self.lines, self.host_rows = Lines(torch.tensor(self.places, device=device), ahead), np.array(self.places, dtype=np.int32)
+        self.lines, self.host_rows = (
+            Lines(torch.tensor(self.places, device=device), ahead),
+            np.array(self.places, dtype=np.int32),
+        )
 
-    def tell(self, place: int, prompt: Sequence[int], output: Sequence[int], drafts: Sequence[int] = ()) -> None:
+    def tell(
+        self, place: int, prompt: Sequence[int], output: Sequence[int], drafts: Sequence[int] = ()
+    ) -> None:
         """Set the tokens of the history's row `place`."""
         tokens = [*prompt, *output, *drafts]
         self.history.token_ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        self.history.num_tokens[place], self.history.prompt_lens[place] = len(prompt) + len(output), len(prompt)
+        self.history.num_tokens[place], self.history.prompt_lens[place] = (
+            len(prompt) + len(output),
+            len(prompt),
+        )
 
 
 class Bench(RowsBench):
@@ -78,15 +98,26 @@ class Bench(RowsBench):
         device: str = "cpu",
     ) -> None:
         super().__init__(rows, places, dtype=dtype, device=device)
-        self.sampler = make(SamplerContext(device, len(rows[0].logits), self.history, max(len(r.drafts) for r in rows)))
+        self.sampler = make(
+            SamplerContext(
+                device, len(rows[0].logits), self.history, max(len(r.drafts) for r in rows)
+            )
+        )
         self.sampler.prepare(self.max_rows)
-        self.sampler.update([], list({place: row.sampling for place, row in zip(self.places, rows, strict=True)}.items()))
+        self.sampler.update(
+            [],
+            list(
+                {place: row.sampling for place, row in zip(self.places, rows, strict=True)}.items()
+            ),
+        )
 
     def sample(self, some: Sequence[int] | None = None) -> SampledTokens:
         """Sample from all lines, or from some, given by their index in the batch, in that order."""
         picked = list(range(len(self.places))) if some is None else list(some)
         index = torch.tensor(picked, dtype=torch.int64, device=self.logits.device)
-        return self.sampler.sample(self.logits[index], Lines(*(each[index] for each in self.lines)), self.host_rows[picked])
+        return self.sampler.sample(
+            self.logits[index], Lines(*(each[index] for each in self.lines)), self.host_rows[picked]
+        )
 
     def tokens(self, some: Sequence[int] | None = None) -> list[int]:
         tokens: list[int] = self.sample(some).token_ids.tolist()
@@ -103,12 +134,22 @@ class Bench(RowsBench):
 
 
 def draws(
-    make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, output: tuple[int, ...] = (), device: str
+    make: MakeSampler,
+    logits: Sequence[float],
+    sampling: RowSampling,
+    count: int,
+    *,
+    seeds: int = 500,
+    output: tuple[int, ...] = (),
+    device: str,
 ) -> NDArray[np.int64]:
     """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions, after the prompt 0 and `output`.
     Tokens generated from there on are assumed to be 0."""
     positions = max(1, count // seeds)
-    rows = [Row(logits, replace(sampling, seed=seed), (0,), (*output, *(0,) * positions)) for seed in range(seeds)]
+    rows = [
+        Row(logits, replace(sampling, seed=seed), (0,), (*output, *(0,) * positions))
+        for seed in range(seeds)
+    ]
     bench = Bench(make, rows, device=device)
     counts = np.zeros(len(logits), dtype=np.int64)
     for position in range(positions):

@@ -43,10 +43,18 @@ class SamplerGraphs(SamplerSubject):
         )
         logits, plain = [0.0, 3.0, 2.5], RowSampling(temperature=0.0)
         for fields in more:
-            rows = [Row(logits, sampling, (0,), (1, 1)) for sampling in (plain, replace(plain, **fields), plain)]
+            rows = [
+                Row(logits, sampling, (0,), (1, 1))
+                for sampling in (plain, replace(plain, **fields), plain)
+            ]
             bench = self.bench(rows)
             if (capture := bench.sampler.capture_for(bench.host_rows)) is not None:
-                _require_same(rows, bench.captured(capture), bench.sample(), f"capture_for() said {capture.name} to {fields}: ")
+                _require_same(
+                    rows,
+                    bench.captured(capture),
+                    bench.sample(),
+                    f"capture_for() said {capture.name} to {fields}: ",
+                )
 
     @check("sampler.captured_again", since="0.2", capability="cuda_graph")
     def test_captured_again(self) -> None:
@@ -61,7 +69,10 @@ class SamplerGraphs(SamplerSubject):
     def test_fully_captured_again(self) -> None:
         """`sample_captured` with `FULL`, called again, returns all that `sample` does at that time, as in `sampler.captured_again`; also where rows
         exchange their numbers of log-probabilities, and rules, and where one more token completes or undoes words of several tokens."""
-        for some in ([row for asked in (None, 0, 3) for row in _asking(mixed_rows()[::2], asked)], rows_with_long_words()):
+        for some in (
+            [row for asked in (None, 0, 3) for row in _asking(mixed_rows()[::2], asked)],
+            rows_with_long_words(),
+        ):
             bench, rows = self.fully_capturable(some)
             _require_captured_again(bench, rows, Capture.FULL)
 
@@ -71,14 +82,21 @@ class SamplerGraphs(SamplerSubject):
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
         bench, rows = self.capturable(mixed_rows(), Capture.TOKENS)
-        self.replay(bench, rows, [replace(row, sampling=replace(row.sampling, seed=9)) for row in rows], Capture.TOKENS)
+        self.replay(
+            bench,
+            rows,
+            [replace(row, sampling=replace(row.sampling, seed=9)) for row in rows],
+            Capture.TOKENS,
+        )
 
     @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
     def test_fully_captured(self) -> None:
         """`sample_captured` with `FULL` returns all that `sample` does if `capture_for` returns a capture: tokens, and the log-probabilities of each
         row that requests them, with at least as many columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change
         nothing."""
-        bench, rows = self.fully_capturable([row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)])
+        bench, rows = self.fully_capturable(
+            [row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)]
+        )
         _require_captured(bench, rows, Capture.FULL)
 
     @check("sampler.full_graph", since="0.1", capability="cuda_graph_full")
@@ -88,13 +106,23 @@ class SamplerGraphs(SamplerSubject):
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph_full", f"the suite runs on {self.place}")
         bench, rows = self.fully_capturable(_asking(mixed_rows(), 2))
-        others = [replace(row, sampling=replace(row.sampling, seed=9, logit_bias=((4, 30.0),), logprobs=index % 3)) for index, row in enumerate(rows)]
+        others = [
+            replace(
+                row,
+                sampling=replace(row.sampling, seed=9, logit_bias=((4, 30.0),), logprobs=index % 3),
+            )
+            for index, row in enumerate(rows)
+        ]
         self.replay(bench, rows, others, Capture.FULL)
 
     def capturable(self, rows: Sequence[Row], *captures: Capture) -> tuple[Bench, list[Row]]:
         """Return a bench of those `rows` for which `capture_for` returns one of `captures`, and these rows; a bench of all rows if there are none."""
         bench = self.bench(rows)
-        some = [row for place, row in zip(bench.places, rows, strict=True) if bench.sampler.capture_for(np.array([place])) in captures]
+        some = [
+            row
+            for place, row in zip(bench.places, rows, strict=True)
+            if bench.sampler.capture_for(np.array([place])) in captures
+        ]
         return self.bench(some or rows), some
 
     def fully_capturable(self, rows: Sequence[Row]) -> tuple[Bench, list[Row]]:
@@ -104,14 +132,19 @@ class SamplerGraphs(SamplerSubject):
             raise Untried("cuda_graph_full", f"capture_for() says FULL to no rows on {self.place}")
         return bench, some
 
-    def replay(self, bench: Bench, rows: Sequence[Row], others: Sequence[Row], capture: Capture) -> None:
+    def replay(
+        self, bench: Bench, rows: Sequence[Row], others: Sequence[Row], capture: Capture
+    ) -> None:
         """Record sampling for `rows`, and require that its replay for `others` in their places returns what `sample` does."""
         bench.captured(capture)
         torch.cuda.synchronize()
         graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
         with torch.cuda.graph(graph):
             out = bench.sampler.sample_captured(logits, bench.lines, capture)
-        bench.sampler.update(bench.places, [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)])
+        bench.sampler.update(
+            bench.places,
+            [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)],
+        )
         logits.copy_(bench.logits)
         graph.replay()
         _require_same(others, out, bench.sample(), "replayed for other requests, ")
@@ -123,33 +156,63 @@ def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> No
     _require_same(rows, bench.captured(capture), expected)
     padded = bench.captured(capture, [*bench.places, bench.max_rows, bench.max_rows])
     _require_same(rows, padded, expected, "followed by padding, ")
-    among = bench.captured(capture, [row for place in bench.places for row in (bench.max_rows, place)])
+    among = bench.captured(
+        capture, [row for place in bench.places for row in (bench.max_rows, place)]
+    )
     of, own = among.logprobs, slice(1, None, 2)
-    own_logprobs = None if of is None else TopLogprobs(of.token_ids[own], of.logprobs[own], of.ranks[own])
-    _require_same(rows, SampledTokens(among.token_ids[own], own_logprobs), expected, "with padding before each row, ")
+    own_logprobs = (
+        None if of is None else TopLogprobs(of.token_ids[own], of.logprobs[own], of.ranks[own])
+    )
+    _require_same(
+        rows,
+        SampledTokens(among.token_ids[own], own_logprobs),
+        expected,
+        "with padding before each row, ",
+    )
     ids = [*padded.token_ids[len(rows) :].tolist(), *among.token_ids[::2].tolist()]
-    require(all(0 <= token < VOCAB for token in ids), f"padding rows got {ids}, which isn't in the vocabulary")
+    require(
+        all(0 <= token < VOCAB for token in ids),
+        f"padding rows got {ids}, which isn't in the vocabulary",
+    )
 
 
 def _require_captured_again(bench: Bench, rows: Sequence[Row], capture: Capture) -> None:
     """Call `sample_captured` again each time that something has changed, and require what `sample` gives then."""
     bench.captured(capture)
     _require_same(rows, bench.captured(capture), bench.sample(), "called again, ")
-    others = [replace(row, sampling=before.sampling) for row, before in zip(rows, [*rows[1:], rows[0]], strict=True)]
-    bench.sampler.update(bench.places, [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)])
+    others = [
+        replace(row, sampling=before.sampling)
+        for row, before in zip(rows, [*rows[1:], rows[0]], strict=True)
+    ]
+    bench.sampler.update(
+        bench.places,
+        [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)],
+    )
     _require_same(others, bench.captured(capture), bench.sample(), "called again after update(), ")
     for place, row in zip(bench.places, others, strict=True):
         bench.tell(place, row.prompt, (*row.output, 1))
-    _require_same(others, bench.captured(capture), bench.sample(), "called again with one more token in each row, ")
+    _require_same(
+        others,
+        bench.captured(capture),
+        bench.sample(),
+        "called again with one more token in each row, ",
+    )
     bench.logits = bench.logits.round()  # the columns of tied log-probabilities may have any order
-    _require_same(_asking(others, None), bench.captured(capture), bench.sample(), "called again with tied logits, ")
+    _require_same(
+        _asking(others, None),
+        bench.captured(capture),
+        bench.sample(),
+        "called again with tied logits, ",
+    )
 
 
 def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:
     return [replace(row, sampling=replace(row.sampling, logprobs=logprobs)) for row in rows]
 
 
-def _require_same(rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = "") -> None:
+def _require_same(
+    rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = ""
+) -> None:
     """Require the same token of each row, and equal log-probabilities, as many as the row requests."""
     tokens, expected = captured.token_ids[: len(rows)].tolist(), sampled.token_ids.tolist()
     require(tokens == expected, f"{when}sample() gave {expected}, sample_captured() {tokens}")
@@ -157,11 +220,20 @@ def _require_same(rows: Sequence[Row], captured: SampledTokens, sampled: Sampled
         if row.sampling.logprobs is None:
             continue
         ours, theirs = captured.logprobs, sampled.logprobs
-        require(ours is not None and theirs is not None, f"{when}{said(row.sampling)}: no log-probabilities came")
+        require(
+            ours is not None and theirs is not None,
+            f"{when}{said(row.sampling)}: no log-probabilities came",
+        )
         columns = slice(1 + min(row.sampling.logprobs, VOCAB))
         same = (
             ours.token_ids[place, columns].tolist() == theirs.token_ids[place, columns].tolist()  # type: ignore[union-attr]
             and ours.ranks[place] == theirs.ranks[place]  # type: ignore[union-attr]
-            and near(ours.logprobs[place, columns].cpu(), theirs.logprobs[place, columns].double().cpu())  # type: ignore[union-attr]
+            and near(
+                ours.logprobs[place, columns].cpu(),  # type: ignore[union-attr]
+                theirs.logprobs[place, columns].double().cpu(),  # type: ignore[union-attr]
+            )
         )
-        require(same, f"{when}{said(row.sampling)}: the log-probabilities of sample_captured() aren't those of sample()")
+        require(
+            same,
+            f"{when}{said(row.sampling)}: the log-probabilities of sample_captured() aren't those of sample()",
+        )

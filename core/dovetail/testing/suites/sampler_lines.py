@@ -36,9 +36,7 @@ class SamplerLines(SamplerSubject):
                 if (capture := alone.sampler.capture_for(alone.host_rows)) is not None:
                     captured = alone.captured(capture).token_ids.tolist()
                     expected = [others.tokens([index])[0] for index in some]
-                    told = (
-                        f"{said(rows[row].sampling)}: captured ({capture.name}), its lines got {captured}, rows that end with the drafts {expected}"
-                    )
+                    told = f"{said(rows[row].sampling)}: captured ({capture.name}), its lines got {captured}, rows that end with the drafts {expected}"
                     require(captured == expected, told)
 
     @check("sampler.lines_apart", since="0.3", capability="drafts")
@@ -49,10 +47,19 @@ class SamplerLines(SamplerSubject):
         expected = self.bench(lines, places).sample()
         for parity in (0, 1):
             kept = [index for index in range(len(lines)) if index % 2 == parity]
-            moved = [replace(line, logits=line.logits if index in kept else line.logits[::-1]) for index, line in enumerate(lines)]
-            _require_same([lines[index] for index in kept], _some(self.bench(moved, places).sample(), kept), _some(expected, kept))
+            moved = [
+                replace(line, logits=line.logits if index in kept else line.logits[::-1])
+                for index, line in enumerate(lines)
+            ]
+            _require_same(
+                [lines[index] for index in kept],
+                _some(self.bench(moved, places).sample(), kept),
+                _some(expected, kept),
+            )
             bench = self.bench(lines, places)
-            _require_same([lines[index] for index in kept], bench.sample(kept), _some(expected, kept))
+            _require_same(
+                [lines[index] for index in kept], bench.sample(kept), _some(expected, kept)
+            )
 
 
 def lines_of(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
@@ -63,26 +70,43 @@ def lines_of(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
         best = np.argsort(row.logits)[::-1]
         drafts = tuple(int(token) for token in (best[0], 1, best[0])[: place % (1 + MOST_DRAFTS)])
         sampling = replace(row.sampling, logprobs=place % 3 if place % 2 else None)
-        lines += [replace(row, sampling=sampling, drafts=drafts[:ahead]) for ahead in range(1 + len(drafts))]
+        lines += [
+            replace(row, sampling=sampling, drafts=drafts[:ahead])
+            for ahead in range(1 + len(drafts))
+        ]
         places += [place] * (1 + len(drafts))
     return lines, places
 
 
 def _some(sampled: SampledTokens, index: list[int]) -> SampledTokens:
     top = sampled.logprobs
-    own = top and replace(top, token_ids=top.token_ids[index], logprobs=top.logprobs[index], ranks=top.ranks[index])
+    own = top and replace(
+        top, token_ids=top.token_ids[index], logprobs=top.logprobs[index], ranks=top.ranks[index]
+    )
     return SampledTokens(sampled.token_ids[index], own)
 
 
 def _require_same(lines: Sequence[Row], found: SampledTokens, expected: SampledTokens) -> None:
     """Require equal tokens, and equal bits of the log-probabilities that lines ask for."""
-    for index, (line, token, own) in enumerate(zip(lines, found.token_ids.tolist(), expected.token_ids.tolist(), strict=True)):
+    for index, (line, token, own) in enumerate(
+        zip(lines, found.token_ids.tolist(), expected.token_ids.tolist(), strict=True)
+    ):
         told = f"{said(line.sampling)}, after {line.prompt}, {line.output} and the drafts {line.drafts}: token {token} came, expected {own}"
         require(token == own, told)
         if line.sampling.logprobs is None:
             continue
         ours, theirs = found.logprobs, expected.logprobs
-        require(ours is not None and theirs is not None, f"{said(line.sampling)}: no log-probabilities came")
+        require(
+            ours is not None and theirs is not None,
+            f"{said(line.sampling)}: no log-probabilities came",
+        )
         columns = slice(1 + line.sampling.logprobs)
-        same = ours is not None and theirs is not None and torch.equal(ours.logprobs[index, columns], theirs.logprobs[index, columns])
-        require(same, f"{said(line.sampling)}, after the drafts {line.drafts}: other log-probabilities than by itself")
+        same = (
+            ours is not None
+            and theirs is not None
+            and torch.equal(ours.logprobs[index, columns], theirs.logprobs[index, columns])
+        )
+        require(
+            same,
+            f"{said(line.sampling)}, after the drafts {line.drafts}: other log-probabilities than by itself",
+        )

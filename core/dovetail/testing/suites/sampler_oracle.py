@@ -20,7 +20,9 @@ NEVER = -math.inf
 RARE = 5  # smaller expected counts are merged: the test's approximation requires this minimum (Cochran, Biometrics 10, 1954)
 
 
-def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int], output: Sequence[int]) -> Float64:
+def changed_logits(
+    logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int], output: Sequence[int]
+) -> Float64:
     """Return the logits after biases, bans and penalties."""
     values = [float(x) for x in logits]
     for token, bias in sampling.logit_bias:
@@ -41,17 +43,29 @@ def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Seque
         penalty = sampling.repetition_penalty
         values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
     for token in set(output):
-        values[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
+        values[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(
+            output
+        ).count(token)
     return np.array(values, dtype=np.float64)
 
 
-def distribution(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int] = (0,), output: Sequence[int] = ()) -> Float64:
+def distribution(
+    logits: Sequence[float],
+    sampling: RowSampling,
+    prompt: Sequence[int] = (0,),
+    output: Sequence[int] = (),
+) -> Float64:
     """Return the probability of each token. Of equal logits the lower ids come first."""
     values = changed_logits(logits, sampling, prompt, output)
-    order = sorted(range(len(values)), key=lambda token: (-values[token], token))  # most likely first
+    order = sorted(
+        range(len(values)), key=lambda token: (-values[token], token)
+    )  # most likely first
     if sampling.temperature == 0:
         return _normalised(len(values), {order[0]: 1.0})
-    weights = {token: math.exp((values[token] - values[order[0]]) / sampling.temperature) for token in order}
+    weights = {
+        token: math.exp((values[token] - values[order[0]]) / sampling.temperature)
+        for token in order
+    }
     if sampling.top_k > 0:
         weights = {token: weights[token] for token in order[: sampling.top_k]}
     if sampling.top_p < 1:
@@ -83,7 +97,10 @@ def p_value(counts: Int64, probabilities: Float64) -> float:
     observed, expected = counts[possible].astype(np.float64), probabilities[possible] * counts.sum()
     rare = expected < RARE
     if rare.any():
-        observed, expected = np.append(observed[~rare], observed[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+        observed, expected = (
+            np.append(observed[~rare], observed[rare].sum()),
+            np.append(expected[~rare], expected[rare].sum()),
+        )
     distance = ((observed - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(observed) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, torch.tensor(distance / 2, dtype=torch.float64)))

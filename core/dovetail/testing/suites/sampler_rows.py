@@ -39,7 +39,9 @@ def mixed_rows() -> list[Row]:
     rng = np.random.default_rng(3)
     rows = []
     for seed, sampling in enumerate([*SORTS, *SORTS[:9]]):
-        prompt, output = (tuple(int(t) for t in rng.integers(0, VOCAB, rng.integers(low, 6))) for low in (1, 0))
+        prompt, output = (
+            tuple(int(t) for t in rng.integers(0, VOCAB, rng.integers(low, 6))) for low in (1, 0)
+        )
         logits = rng.normal(size=VOCAB).astype(np.float32) * rng.choice([0.5, 4.0])
         rows.append(Row(logits.tolist(), replace(sampling, seed=seed * 2**57 + 5), prompt, output))
     return rows
@@ -48,22 +50,42 @@ def mixed_rows() -> list[Row]:
 def rows_with_long_words() -> list[Row]:
     """Greedy rows with one history, whose most likely token ends a word of 3 and more tokens: now, after token 1 has come, or at both times."""
     logits, output = [float(9 * (token == 9)) for token in range(VOCAB)], (*(5, 6) * 8, 5, 1)
-    now, later = (output[-2:], output[-4:], output), ((*output[-1:], 1), (*output[-2:], 1), (*output, 1))
+    now, later = (
+        (output[-2:], output[-4:], output),
+        ((*output[-1:], 1), (*output[-2:], 1), (*output, 1)),
+    )
     words: list[tuple[tuple[int, ...], ...]] = [((*before, 9),) for before in (*now, *later)]
     words += [((*output[-2:], 8), (*output[-2:], 9)), ((*output[-3:], 9), (*output[-2:], 1, 9)), ()]
-    return [Row(logits, RowSampling(temperature=0.0, presence_penalty=0.5, bad_words=some), (0, 2), output) for some in words]
+    return [
+        Row(
+            logits,
+            RowSampling(temperature=0.0, presence_penalty=0.5, bad_words=some),
+            (0, 2),
+            output,
+        )
+        for some in words
+    ]
 
 
-def random_rows(fields: Callable[[np.random.Generator], dict[str, Any]], count: int = 200) -> list[Row]:
+def random_rows(
+    fields: Callable[[np.random.Generator], dict[str, Any]], count: int = 200
+) -> list[Row]:
     """Greedy rows with these fields over a small vocabulary. Logits are eighths and penalties powers of 2, so that float32 is exact."""
     rng = np.random.default_rng(5)
     rows = []
     for index in range(count):
         sampling = RowSampling(temperature=0.0, **fields(rng))
         long = index % 8 in (0, 1), index % 8 in (0, 2)
-        lengths = [LONG if is_long else rng.integers(low, 8) for is_long, low in zip(long, (1, 0), strict=True)]
-        prompt, output = (tuple(int(t) for t in rng.integers(0, SMALL, length)) for length in lengths)
-        logits = rng.integers(-32, 33, SMALL) / 8 + rng.choice([-5.0, 0.0])  # also of all negative ones
+        lengths = [
+            LONG if is_long else rng.integers(low, 8)
+            for is_long, low in zip(long, (1, 0), strict=True)
+        ]
+        prompt, output = (
+            tuple(int(t) for t in rng.integers(0, SMALL, length)) for length in lengths
+        )
+        logits = rng.integers(-32, 33, SMALL) / 8 + rng.choice(
+            [-5.0, 0.0]
+        )  # also of all negative ones
         rows.append(Row(logits.tolist(), sampling, prompt, output))
     return rows
 
@@ -72,7 +94,9 @@ def rows_of_many(fields: Callable[[list[int]], dict[str, Any]]) -> list[Row]:
     """Greedy rows over more tokens, the later the likelier, with the fields made of their ids: in this order, and in the other."""
     ids = list(range(MANY))
     logits = [token / 8 for token in ids]
-    return [Row(logits, RowSampling(temperature=0.0, **fields(tokens))) for tokens in (ids, ids[::-1])]
+    return [
+        Row(logits, RowSampling(temperature=0.0, **fields(tokens))) for tokens in (ids, ids[::-1])
+    ]
 
 
 def some_tokens(rng: np.random.Generator, most: int) -> list[int]:

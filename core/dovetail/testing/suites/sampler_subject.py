@@ -33,13 +33,22 @@ class SamplerSubject(Suite):
     def place(self) -> str:
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
-    def bench(self, rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> Bench:
+    def bench(
+        self,
+        rows: Sequence[Row],
+        places: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Bench:
         return Bench(self.make, rows, places, dtype=dtype, device=self.place)
 
-    def draws(self, logits: Sequence[float], sampling: RowSampling, count: int, **fields: Any) -> NDArray[np.int64]:
+    def draws(
+        self, logits: Sequence[float], sampling: RowSampling, count: int, **fields: Any
+    ) -> NDArray[np.int64]:
         return draws(self.make, logits, sampling, count, device=self.place, **fields)
 
-    def assert_support(self, logits: Sequence[float], sampling: RowSampling, count: int = SUPPORT_DRAWS) -> None:
+    def assert_support(
+        self, logits: Sequence[float], sampling: RowSampling, count: int = SUPPORT_DRAWS
+    ) -> None:
         """Require that `count` draws give exactly the possible tokens; each must have a probability of at least about 20 / count."""
         came = set(np.flatnonzero(self.draws(logits, sampling, count)).tolist())
         may = set(np.flatnonzero(distribution(logits, sampling)).tolist())
@@ -48,9 +57,14 @@ class SamplerSubject(Suite):
             f"{said(sampling)}: the tokens {sorted(may)} may come; {sorted(came - may)} came besides, {sorted(may - came)} never came",
         )
 
-    def assert_drawn_in_proportion(self, sampling: RowSampling, logits: Sequence[float] = LOGITS, count: int = DRAWS) -> None:
+    def assert_drawn_in_proportion(
+        self, sampling: RowSampling, logits: Sequence[float] = LOGITS, count: int = DRAWS
+    ) -> None:
         p = p_value(self.draws(logits, sampling, count), distribution(logits, sampling))
-        require(p > ALPHA, f"{said(sampling)}: {count:,} draws don't follow the distribution (chi-square test: p = {p:.1e}, allowed from {ALPHA})")
+        require(
+            p > ALPHA,
+            f"{said(sampling)}: {count:,} draws don't follow the distribution (chi-square test: p = {p:.1e}, allowed from {ALPHA})",
+        )
 
     def assert_greedy(self, rows: Sequence[Row]) -> None:
         """Require that each row gets the best of its modified logits."""
@@ -71,5 +85,7 @@ def said(sampling: RowSampling) -> str:
     """Return the parameters that aren't neutral, as text."""
     neutral = RowSampling()
     fields = {name: getattr(sampling, name) for name in RowSampling.__dataclass_fields__}
-    changed = [f"{name}={value}" for name, value in fields.items() if value != getattr(neutral, name)]
+    changed = [
+        f"{name}={value}" for name, value in fields.items() if value != getattr(neutral, name)
+    ]
     return ", ".join(changed) or "temperature=1.0"

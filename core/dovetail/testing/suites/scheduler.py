@@ -52,7 +52,10 @@ PASSED_OVER = 100  # maximum number of later arrivals that may end before a requ
 ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # claim -> sort key
     "arrival": lambda request: (0, request.arrival_time),
     "priority": lambda request: (request.priority, request.arrival_time),
-    "deadline": lambda request: (math.inf if request.deadline is None else request.deadline, request.arrival_time),
+    "deadline": lambda request: (
+        math.inf if request.deadline is None else request.deadline,
+        request.arrival_time,
+    ),
 }
 _ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
 
@@ -115,10 +118,15 @@ class SchedulerSuite(Suite):
         use the KV-cache manager and modify a request."""
 
         def in_order(world: World) -> None:
-            if world.dead is not None and not isinstance(world.dead, PolicyError | SchedulerStalled):
+            if world.dead is not None and not isinstance(
+                world.dead, PolicyError | SchedulerStalled
+            ):
                 fail(f"the books are in disorder: {world.dead}")
             held = world.kv.counts.held
-            require(held == 0 or world.dead or world.unfinished, f"{held} blocks are held although all requests have ended")
+            require(
+                held == 0 or world.dead or world.unfinished,
+                f"{held} blocks are held although all requests have ended",
+            )
 
         self._in_all(scenarios(aborts=True), 25, in_order, check_books=True)
 
@@ -128,7 +136,10 @@ class SchedulerSuite(Suite):
 
         def untouched(world: World) -> None:
             for request in world.requests:
-                require(not (changed := world.changed(request)), f"{request!r} was given another {', '.join(changed)}")
+                require(
+                    not (changed := world.changed(request)),
+                    f"{request!r} was given another {', '.join(changed)}",
+                )
 
         for scenario in (pressed(overlap=True), crowd(scarce=True)):  # where many are preempted
             untouched(self._world(scenario.shape, guarded=True).play(scenario.acts))
@@ -141,13 +152,24 @@ class SchedulerSuite(Suite):
         step."""
 
         def forgotten(world: World) -> None:
-            ended = {name for request in world.requests if request.status is Status.FINISHED for name in (request.id, request.parent)}
+            ended = {
+                name
+                for request in world.requests
+                if request.status is Status.FINISHED
+                for name in (request.id, request.parent)
+            }
             ended -= {name for request in world.unfinished for name in (request.id, request.parent)}
-            for path, value in reachable(world.policy) if world.dead is None else ():  # a dead engine tells its policy nothing more
+            for path, value in (
+                reachable(world.policy) if world.dead is None else ()
+            ):  # a dead engine tells its policy nothing more
                 if isinstance(value, LiveRequest):
-                    require(value.status is not Status.FINISHED, f"{path} holds {value!r} after its end")
+                    require(
+                        value.status is not Status.FINISHED, f"{path} holds {value!r} after its end"
+                    )
                 elif isinstance(value, str):
-                    require(value not in ended, f"{path} holds the id {value!r} after its request's end")
+                    require(
+                        value not in ended, f"{path} holds the id {value!r} after its request's end"
+                    )
 
         for scenario in (*held_back(), crowd(scarce=True)):
             forgotten(self._world(scenario.shape).play(scenario.acts))
@@ -162,8 +184,13 @@ class SchedulerSuite(Suite):
         Blocks are pages: a token may need several."""
 
         def all_ended(world: World) -> None:
-            require(not isinstance(world.dead, SchedulerStalled), f"the engine stalled: {world.dead}")
-            require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
+            require(
+                not isinstance(world.dead, SchedulerStalled), f"the engine stalled: {world.dead}"
+            )
+            require(
+                not world.unfinished,
+                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
+            )
             times.append(world.watch.own_s / max(1, len(world.watch.planned)))
 
         times: list[float] = []
@@ -172,7 +199,9 @@ class SchedulerSuite(Suite):
                 scenario = pressed(overlap, groups=groups)
                 all_ended(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(), 40, all_ended)
-        self.note(f"the policy's own time a step: {sorted(times)[len(times) // 2] * 1e6:.0f} µs (not judged)")
+        self.note(
+            f"the policy's own time a step: {sorted(times)[len(times) // 2] * 1e6:.0f} µs (not judged)"
+        )
 
     @check("scheduler.adapters", since="0.4")
     def test_adapters(self) -> None:
@@ -182,7 +211,10 @@ class SchedulerSuite(Suite):
             scenario = adapted(overlap)
             world = self._world(scenario.shape).play(scenario.acts)
             require(world.dead is None, f"the engine ended: {world.dead}")
-            require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
+            require(
+                not world.unfinished,
+                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
+            )
 
     @check("scheduler.indivisible", since="0.4")
     def test_indivisible(self) -> None:
@@ -194,9 +226,17 @@ class SchedulerSuite(Suite):
                 scenario = indivisible(overlap, pace)
                 world = self._world(scenario.shape).play(scenario.acts)
                 require(world.dead is None, f"the engine ended: {world.dead}")
-                require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
+                require(
+                    not world.unfinished,
+                    f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
+                )
                 tokens = {request.id: request.prompt_tokens for request in world.requests}
-                parts = [(name, count) for plan in world.watch.planned for name, count in plan.granted if count != tokens[name]]
+                parts = [
+                    (name, count)
+                    for plan in world.watch.planned
+                    for name, count in plan.granted
+                    if count != tokens[name]
+                ]
                 require(not parts, f"granted in part: {parts}")
 
     @check("scheduler.no_starvation", since="0.1", capability="no_starvation")
@@ -205,15 +245,21 @@ class SchedulerSuite(Suite):
         a large one that lacks memory forever, or claim `starves`."""
         for overlap in (True, False):
             for who, victim in VICTIMS.items():
-                self._require_patience(who, flooded(victim, overlap), range(BEFORE_VICTIM, BEFORE_VICTIM + 1))
-            self._require_patience("one that may have been preempted", crowded(overlap), range(CROWDED))
+                self._require_patience(
+                    who, flooded(victim, overlap), range(BEFORE_VICTIM, BEFORE_VICTIM + 1)
+                )
+            self._require_patience(
+                "one that may have been preempted", crowded(overlap), range(CROWDED)
+            )
 
     @check("scheduler.no_idling", since="0.1", capability="no_idling")
     def test_no_idling(self) -> None:
         """The policy left tokens, a seat and memory of a step unused although a request could have run, no grant had been refused, and nothing was
         evicted. Keep granting, including prefills, until a grant is refused, or claim `idles`."""
         scenario = crowd(scarce=False)
-        _require_alive(self._world(scenario.shape, look=_try_to_grant_more, decisions=True).play(scenario.acts))
+        _require_alive(
+            self._world(scenario.shape, look=_try_to_grant_more, decisions=True).play(scenario.acts)
+        )
         self._in_all(scenarios(), 40, lambda world: None, look=_try_to_grant_more, decisions=True)
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
@@ -222,7 +268,10 @@ class SchedulerSuite(Suite):
 
         def none_rejected(world: World) -> None:
             rejected = [plan for plan in world.watch.planned if plan.rejected]
-            require(not rejected, f"rejected in step {rejected[0].index if rejected else 0}: {rejected[0].rejected if rejected else ()}")
+            require(
+                not rejected,
+                f"rejected in step {rejected[0].index if rejected else 0}: {rejected[0].rejected if rejected else ()}",
+            )
 
         scenario = crowd(scarce=True)
         none_rejected(self._world(scenario.shape).play(scenario.acts))
@@ -244,7 +293,10 @@ class SchedulerSuite(Suite):
             scenario = streamed(overlap)
             world = self._world(scenario.shape).play(scenario.acts)
             require(world.dead is None, f"the engine ended: {world.dead}")
-            require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
+            require(
+                not world.unfinished,
+                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
+            )
 
     @check("scheduler.order", since="0.1", capability="order")
     def test_order(self) -> None:
@@ -253,8 +305,12 @@ class SchedulerSuite(Suite):
         key = ORDERS[str(self.capabilities.order)]
         look = partial(_see_order, key)
         for scenario in (*begun_without_memory(), ranked()):
-            _require_alive(self._world(scenario.shape, look=look, decisions=True).play(scenario.acts))
-        self._in_all(scenarios(plain=True, reuse=False), 40, lambda world: None, look=look, decisions=True)
+            _require_alive(
+                self._world(scenario.shape, look=look, decisions=True).play(scenario.acts)
+            )
+        self._in_all(
+            scenarios(plain=True, reuse=False), 40, lambda world: None, look=look, decisions=True
+        )
 
     @check("scheduler.recompute", since="0.1")
     def test_recompute(self) -> None:
@@ -262,16 +318,27 @@ class SchedulerSuite(Suite):
         rather than for waiting ones, the last in your order first, and don't admit requests that the next step must evict."""
         for overlap in (True, False):
             stats = self._pressed(pressed(overlap))
-            again, once = stats.recomputed_tokens, stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens
-            require(again < once, f"{again} tokens were recomputed, and {once} computed for the first time; {stats.preemptions} preemptions")
+            again, once = (
+                stats.recomputed_tokens,
+                stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens,
+            )
+            require(
+                again < once,
+                f"{again} tokens were recomputed, and {once} computed for the first time; {stats.preemptions} preemptions",
+            )
 
     @check("scheduler.replay", since="0.1")
     def test_replay(self) -> None:
         """The same requests gave another schedule in a second engine of the same process, or in another process, where every other clock jumps. Use
         `random.Random(context.seed)` for randomness and `step.now` for time; don't iterate over sets; keep no state in the class or module."""
         first = plans(self.make)
-        require(plans(self.make) == first, "a second policy, made the same way, planned the same requests otherwise")
-        require(plans_elsewhere(self) == [first], "another process planned the same requests otherwise")
+        require(
+            plans(self.make) == first,
+            "a second policy, made the same way, planned the same requests otherwise",
+        )
+        require(
+            plans_elsewhere(self) == [first], "another process planned the same requests otherwise"
+        )
 
     # Running scenarios
 
@@ -279,16 +346,27 @@ class SchedulerSuite(Suite):
         """Check that not too many later requests end before the victims of a flood, which are given by the order of arrival."""
 
         def passed_over() -> bool:
-            return any(sum(other.arrival_time > victim.arrival_time for other in world.finished) > PASSED_OVER for victim in left())
+            return any(
+                sum(other.arrival_time > victim.arrival_time for other in world.finished)
+                > PASSED_OVER
+                for victim in left()
+            )
 
         def left() -> list[Request]:
-            return [world.requests[index] for index in victims if world.requests[index] not in world.finished]
+            return [
+                world.requests[index]
+                for index in victims
+                if world.requests[index] not in world.finished
+            ]
 
         world = self._world(scenario.shape)
         world.perform(scenario.acts)
         world.run(until=lambda: not left() or passed_over())
         _require_alive(world)
-        require(not passed_over(), f"{who} still waits, and over {PASSED_OVER} requests that came later have ended: {left()[:1]}")
+        require(
+            not passed_over(),
+            f"{who} still waits, and over {PASSED_OVER} requests that came later have ended: {left()[:1]}",
+        )
 
     def _world(self, shape: Shape, **watching: Any) -> World:
         return World(self.make, shape, **watching)
@@ -302,7 +380,13 @@ class SchedulerSuite(Suite):
         _require_alive(world)
         return world.core.stats
 
-    def _in_all(self, among: SearchStrategy[Scenario], examples: int, holds: Callable[[World], None], **watching: Any) -> None:
+    def _in_all(
+        self,
+        among: SearchStrategy[Scenario],
+        examples: int,
+        holds: Callable[[World], None],
+        **watching: Any,
+    ) -> None:
         """Check that `holds` accepts the world after each of `examples` scenarios."""
 
         def in_any(scenario: Scenario) -> None:
@@ -323,32 +407,57 @@ def _try_to_grant_more(shown: Shown) -> None:
     """Require that, if the policy was refused nothing for lack of space and evicted nothing, no other request fits. An evicted request can't be
     granted its own freed space before the next step, and a policy that keeps an order admits nothing after it until then."""
     step = shown.step
-    lacked = bool(step.preempted) or any(d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ())
+    lacked = bool(step.preempted) or any(
+        d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ()
+    )
     if lacked or step.tokens_left < 1 or step.seqs_left < 1:
         return
     left = f"{step.tokens_left} tokens, {step.seqs_left} seats and {step.free_blocks} blocks"
     for request in (*step.running, *step.waiting):
         if step.grant(request):
-            fail(f"step {step.index} left {left} unused, and {request!r} could have run; it granted {len(step.granted) - 1}")
+            fail(
+                f"step {step.index} left {left} unused, and {request!r} could have run; it granted {len(step.granted) - 1}"
+            )
 
 
 def _see_stall(shown: Shown) -> None:
     """Require that a step that computes a prompt includes all decoding requests."""
     step = shown.step
-    still = [request for request in step.decoding if request not in step.granted] if step.prefill_tokens else []
-    require(not still, f"step {step.index} computed {step.prefill_tokens} tokens of prompts, and none of {still}")
+    still = (
+        [request for request in step.decoding if request not in step.granted]
+        if step.prefill_tokens
+        else []
+    )
+    require(
+        not still,
+        f"step {step.index} computed {step.prefill_tokens} tokens of prompts, and none of {still}",
+    )
 
 
 def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> None:
     """Require that no request is admitted before an earlier one that waits or lacks memory for the rest of its prompt, and that none runs at the
     expense of an earlier one."""
     step = shown.step
-    passed = [r for r in shown.waiting if r not in step.admitted and r not in step.rejected and not r.in_flight]
-    lacking = {d.request for d in step.decisions or () if d.act == "refused" and d.why == Refusal.MEMORY.name}
+    passed = [
+        r
+        for r in shown.waiting
+        if r not in step.admitted and r not in step.rejected and not r.in_flight
+    ]
+    lacking = {
+        d.request
+        for d in step.decisions or ()
+        if d.act == "refused" and d.why == Refusal.MEMORY.name
+    }
     passed += [r for r in step.running if r in lacking and r.prefill_left and r not in step.granted]
     for request in step.admitted:
         for other in passed:
-            require(key(request) <= key(other), f"step {step.index} admitted {request!r} before {other!r}")
+            require(
+                key(request) <= key(other),
+                f"step {step.index} admitted {request!r} before {other!r}",
+            )
     for victim in step.preempted:
         for request in step.granted:
-            require(key(request) <= key(victim), f"step {step.index} preempted {victim!r} and ran {request!r}")
+            require(
+                key(request) <= key(victim),
+                f"step {step.index} preempted {victim!r} and ran {request!r}",
+            )

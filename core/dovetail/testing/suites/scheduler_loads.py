@@ -6,10 +6,16 @@ from dataclasses import replace
 
 from dovetail.testing.suites.scheduler_world import Abort, Arrive, Run, Scenario, Shape
 
-THREE_GROUPS = ((2, None, 1), (2, 6, 2), (4, 12, 1))  # layers with full attention, and with two windows
+THREE_GROUPS = (
+    (2, None, 1),
+    (2, 6, 2),
+    (4, 12, 1),
+)  # layers with full attention, and with two windows
 
 
-def pressed(overlap: bool, *, reuse: bool = False, groups: tuple[tuple[int, int | None, int], ...] = ()) -> Scenario:
+def pressed(
+    overlap: bool, *, reuse: bool = False, groups: tuple[tuple[int, int | None, int], ...] = ()
+) -> Scenario:
     """Memory for only a few of two dozen requests of all kinds: many preemptions. `groups`: cache groups, instead of one without a window."""
     arrives = (
         Arrive(
@@ -24,7 +30,10 @@ def pressed(overlap: bool, *, reuse: bool = False, groups: tuple[tuple[int, int 
         for i in range(24)
     )
     shape = Shape(max_tokens=12, max_seqs=8, overlap=overlap, reuse=reuse)
-    return Scenario(replace(shape, groups=groups, num_blocks=2 * shape.num_blocks) if groups else shape, tuple(arrives))
+    return Scenario(
+        replace(shape, groups=groups, num_blocks=2 * shape.num_blocks) if groups else shape,
+        tuple(arrives),
+    )
 
 
 def crowd(*, scarce: bool) -> Scenario:
@@ -46,7 +55,11 @@ def crowd(*, scarce: bool) -> Scenario:
         )
         for i in range(24)
     )
-    shape = Shape(max_tokens=24, max_seqs=12) if scarce else Shape(num_blocks=400, max_tokens=400, max_seqs=40)
+    shape = (
+        Shape(max_tokens=24, max_seqs=12)
+        if scarce
+        else Shape(num_blocks=400, max_tokens=400, max_seqs=40)
+    )
     return Scenario(shape, (*arrives, Run(4), Abort(7), Run(6), Abort(2), *arrives[:4]))
 
 
@@ -54,7 +67,10 @@ def ranked() -> Scenario:
     """One seat, and requests that wait for it with priorities and deadlines below, at and above 0, each twice, and without a deadline."""
     ranks = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
     first = Arrive((1, 2), max_tokens=3, priority=-9, deadline=-9.0)
-    rest = (Arrive((1, i), max_tokens=2, priority=int(rank or 0), deadline=rank) for i, rank in enumerate(ranks))
+    rest = (
+        Arrive((1, i), max_tokens=2, priority=int(rank or 0), deadline=rank)
+        for i, rank in enumerate(ranks)
+    )
     return Scenario(Shape(max_seqs=1), (first, *rest))
 
 
@@ -74,18 +90,33 @@ def adapted(overlap: bool) -> Scenario:
         )
         for i in range(40)
     ]
-    return Scenario(Shape(num_blocks=64, max_tokens=24, max_seqs=8, overlap=overlap, adapters=2), (*arrives, Run(9), Abort(3), Run(5), Abort(12)))
+    return Scenario(
+        Shape(num_blocks=64, max_tokens=24, max_seqs=8, overlap=overlap, adapters=2),
+        (*arrives, Run(9), Abort(3), Run(5), Abort(12)),
+    )
 
 
 FLOOD = Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=1e5, predicted_tokens=3)
 VICTIMS = {  # requests that a policy might starve during the flood
     "one like all others": FLOOD,
-    "a long prompt": Arrive((5,) * 24, max_tokens=6, client="flood", deadline=1e5, predicted_tokens=6),
-    "a prompt that needs nearly all memory": Arrive((5,) * 40, max_tokens=4, client="flood", deadline=1e5, predicted_tokens=4),
-    "a long answer": Arrive((5, 5), max_tokens=20, client="flood", deadline=1e5, predicted_tokens=20),
-    "the least important": Arrive((7, 7, 7, 7), max_tokens=3, client="flood", priority=9, deadline=1e5, predicted_tokens=3),
-    "the one with the latest deadline": Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=9e5, predicted_tokens=3),
-    "a client with one request": Arrive((7, 7, 7, 7), max_tokens=3, client="alone", deadline=1e5, predicted_tokens=3),
+    "a long prompt": Arrive(
+        (5,) * 24, max_tokens=6, client="flood", deadline=1e5, predicted_tokens=6
+    ),
+    "a prompt that needs nearly all memory": Arrive(
+        (5,) * 40, max_tokens=4, client="flood", deadline=1e5, predicted_tokens=4
+    ),
+    "a long answer": Arrive(
+        (5, 5), max_tokens=20, client="flood", deadline=1e5, predicted_tokens=20
+    ),
+    "the least important": Arrive(
+        (7, 7, 7, 7), max_tokens=3, client="flood", priority=9, deadline=1e5, predicted_tokens=3
+    ),
+    "the one with the latest deadline": Arrive(
+        (7, 7, 7, 7), max_tokens=3, client="flood", deadline=9e5, predicted_tokens=3
+    ),
+    "a client with one request": Arrive(
+        (7, 7, 7, 7), max_tokens=3, client="alone", deadline=1e5, predicted_tokens=3
+    ),
     "a request of nobody": Arrive((5, 6), max_tokens=3),
     "one of two samples": replace(FLOOD, n=2),
     "one with a salt": replace(FLOOD, cache_keys=("salt",)),
@@ -95,9 +126,31 @@ FLOOD_S = 400  # seconds with one arrival each, twice as many as can be served
 
 def streamed(overlap: bool) -> Scenario:
     """Three streamed answers while prompts arrive that are longer than the pace allows in a step; there are seats and memory for all."""
-    shape = Shape(num_blocks=800, block_size=16, max_tokens=1024, max_seqs=16, max_model_len=2048, overlap=overlap, pace=2.0, seconds_per_step=0.1)
-    answers = [Arrive((7, 8, index), max_tokens=40, client="a", deadline=1e5, predicted_tokens=40) for index in range(3)]
-    prompts = [Arrive((9, index) * 600, max_tokens=2, delay=1.0 + index, client="b", deadline=1e4, predicted_tokens=2) for index in range(3)]
+    shape = Shape(
+        num_blocks=800,
+        block_size=16,
+        max_tokens=1024,
+        max_seqs=16,
+        max_model_len=2048,
+        overlap=overlap,
+        pace=2.0,
+        seconds_per_step=0.1,
+    )
+    answers = [
+        Arrive((7, 8, index), max_tokens=40, client="a", deadline=1e5, predicted_tokens=40)
+        for index in range(3)
+    ]
+    prompts = [
+        Arrive(
+            (9, index) * 600,
+            max_tokens=2,
+            delay=1.0 + index,
+            client="b",
+            deadline=1e4,
+            predicted_tokens=2,
+        )
+        for index in range(3)
+    ]
     return Scenario(shape, (*answers, *prompts))
 
 
@@ -126,7 +179,10 @@ def begun_without_memory() -> tuple[Scenario, ...]:
     prompt = Arrive((2,) * 28, max_tokens=2, priority=1, delay=0.001, deadline=20.0)
     short = Arrive((3, 3), max_tokens=2, priority=2, delay=0.01, deadline=30.0)
     shape = Shape(num_blocks=16, max_tokens=8)
-    return tuple(Scenario(replace(shape, overlap=overlap), (decode, prompt, short)) for overlap in (True, False))
+    return tuple(
+        Scenario(replace(shape, overlap=overlap), (decode, prompt, short))
+        for overlap in (True, False)
+    )
 
 
 def held_back() -> tuple[Scenario, ...]:
@@ -143,13 +199,34 @@ CROWD = Arrive((7, 7, 7, 7), max_tokens=8, client="crowd", deadline=1e5, predict
 def flooded(victim: Arrive, overlap: bool) -> Scenario:
     """Steps of a second, two seats, and an endless stream of short requests; the `victim` arrives after the first few."""
     shape = Shape(
-        num_blocks=26, max_tokens=16, max_seqs=2, max_model_len=48, overlap=overlap, reuse=True, seconds_per_step=1.0, seconds_per_token=0.0
+        num_blocks=26,
+        max_tokens=16,
+        max_seqs=2,
+        max_model_len=48,
+        overlap=overlap,
+        reuse=True,
+        seconds_per_step=1.0,
+        seconds_per_token=0.0,
     )
     flood = [replace(FLOOD, delay=float(second)) for second in range(FLOOD_S)]
-    return Scenario(shape, (*flood[:BEFORE_VICTIM], replace(victim, delay=BEFORE_VICTIM - 0.5), *flood[BEFORE_VICTIM:]))
+    return Scenario(
+        shape,
+        (
+            *flood[:BEFORE_VICTIM],
+            replace(victim, delay=BEFORE_VICTIM - 0.5),
+            *flood[BEFORE_VICTIM:],
+        ),
+    )
 
 
 def crowded(overlap: bool) -> Scenario:
     """The same, but more requests can start than finish: each needs three times the memory at its end, so the last is likely to be preempted."""
-    shape = Shape(num_blocks=12, max_seqs=6, max_model_len=12, overlap=overlap, seconds_per_step=1.0, seconds_per_token=0.0)
+    shape = Shape(
+        num_blocks=12,
+        max_seqs=6,
+        max_model_len=12,
+        overlap=overlap,
+        seconds_per_step=1.0,
+        seconds_per_token=0.0,
+    )
     return Scenario(shape, tuple(replace(CROWD, delay=float(second)) for second in range(FLOOD_S)))

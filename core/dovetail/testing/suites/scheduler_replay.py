@@ -24,18 +24,35 @@ _ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _ans
 
 def plans(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
     """Return every step's plan, with and without overlap and a prefix cache."""
-    scenarios = [pressed(overlap, reuse=reuse) for overlap in (True, False) for reuse in (True, False)]
+    scenarios = [
+        pressed(overlap, reuse=reuse) for overlap in (True, False) for reuse in (True, False)
+    ]
     scenarios += [crowd(scarce=scarce) for scarce in (True, False)]
-    return [repr(step) for scenario in scenarios for step in World(make, scenario.shape).play(scenario.acts).watch.planned]
+    return [
+        repr(step)
+        for scenario in scenarios
+        for step in World(make, scenario.shape).play(scenario.acts).watch.planned
+    ]
 
 
 def plans_elsewhere(*suites: Binding) -> list[list[str]]:
     """Return the plans of each suite's policy from a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    policies = [(suite.component if isinstance(suite.component, str) else suite.component_class, dict(suite.options)) for suite in suites]
+    policies = [
+        (
+            suite.component if isinstance(suite.component, str) else suite.component_class,
+            dict(suite.options),
+        )
+        for suite in suites
+    ]
     with tempfile.TemporaryDirectory(prefix="dovetail-replay-") as folder:
         answer = Path(folder, "plans")
-        run_python(_ELSEWHERE, pickle.dumps((policies, str(answer))), "another process can't plan", PYTHONHASHSEED=hash_seed)
+        run_python(
+            _ELSEWHERE,
+            pickle.dumps((policies, str(answer))),
+            "another process can't plan",
+            PYTHONHASHSEED=hash_seed,
+        )
         found: list[list[str]] = json.loads(answer.read_text())
         return found
 
@@ -50,5 +67,10 @@ def _answer() -> None:
     for name in CLOCKS:
         setattr(time, name, _jumping())
     policies, answer = pickle.load(sys.stdin.buffer)
-    bound = [type("Bound", (Binding,), {"kind": "scheduler", "component": component, "options": options})() for component, options in policies]
+    bound = [
+        type(
+            "Bound", (Binding,), {"kind": "scheduler", "component": component, "options": options}
+        )()
+        for component, options in policies
+    ]
     Path(answer).write_text(json.dumps([plans(one.make) for one in bound]))

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Scenario, Shape
 
-SLACK_BLOCKS = (0, 0, 1, 2, 4, 8, 30)  # beyond the need of one request of full length: memory is mostly scarce
+SLACK_BLOCKS = (
+    0,
+    0,
+    1,
+    2,
+    4,
+    8,
+    30,
+)  # beyond the need of one request of full length: memory is mostly scarce
 
 
 @st.composite
@@ -35,7 +43,10 @@ def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
     length = draw(st.integers(1, shape.max_model_len - 1))
     own = draw(st.integers(0, min(3, length)))
     return Arrive(
-        prompt=(*([draw(st.sampled_from([1, 1, 2]))] * (length - own)), *([3 + draw(st.integers(0, 5))] * own)),
+        prompt=(
+            *([draw(st.sampled_from([1, 1, 2]))] * (length - own)),
+            *([3 + draw(st.integers(0, 5))] * own),
+        ),
         max_tokens=draw(st.integers(1, shape.max_model_len - length)),
         delay=draw(st.sampled_from([0.0, 0.0, 0.005, 0.1, 2.0])),
         client=draw(st.sampled_from([None, "a", "b"])),
@@ -50,7 +61,9 @@ def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, *, aborts: bool = False, plain: bool = False, reuse: bool | None = None) -> Scenario:
+def scenarios(
+    draw: st.DrawFn, *, aborts: bool = False, plain: bool = False, reuse: bool | None = None
+) -> Scenario:
     """Arrivals, steps and aborts in any order, in an engine of any size; unfinished requests then run to their end."""
     shape = draw(shapes(reuse=reuse))
     arrive, run = arrivals(shape, plain=plain), st.builds(Run, st.integers(1, 8))

@@ -39,11 +39,33 @@ from dovetail.testing.checks import CheckFailed
 from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_kv import FakeKVCache
 
-STEPS_A_TOKEN = 20  # a run is abandoned after this many steps per token to compute, without recomputation
+STEPS_A_TOKEN = (
+    20  # a run is abandoned after this many steps per token to compute, without recomputation
+)
 
 GIVEN = (  # attributes of a request that only the engine may change
-    *("id", "prompt_array", "prompt_tokens", "params", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens"),
-    *("parent", "ttft_deadline", "tbt_s", "cache_keys", "extra", "sampling", "stop_ids", "indivisible"),
+    *(
+        "id",
+        "prompt_array",
+        "prompt_tokens",
+        "params",
+        "max_tokens",
+        "arrival_time",
+        "client",
+        "priority",
+        "deadline",
+        "predicted_tokens",
+    ),
+    *(
+        "parent",
+        "ttft_deadline",
+        "tbt_s",
+        "cache_keys",
+        "extra",
+        "sampling",
+        "stop_ids",
+        "indivisible",
+    ),
 )
 
 
@@ -142,7 +164,9 @@ class Shown:
 class Watch(Scheduler):
     """Wraps the policy for the core. `look` is called after each `schedule`, while the step is open."""
 
-    def __init__(self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None) -> None:
+    def __init__(
+        self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None
+    ) -> None:
         super().__init__(NoOptions(), context)
         self.policy, self._look = policy, look
         self.claims = policy.claims
@@ -156,7 +180,10 @@ class Watch(Scheduler):
         waiting = step.waiting
         self._timed(self.policy.schedule, step)
         granted = tuple((request.id, tokens) for request, tokens in step.granted.items())
-        preempted, rejected = tuple(r.id for r in step.preempted), tuple(r.id for r in step.rejected)
+        preempted, rejected = (
+            tuple(r.id for r in step.preempted),
+            tuple(r.id for r in step.rejected),
+        )
         self.planned.append(Planned(step.index, step.now, granted, preempted, rejected))
         self.most_tokens = max(self.most_tokens, sum(step.granted.values()))
         self.most_seqs = max(self.most_seqs, len(step.granted))
@@ -258,16 +285,36 @@ class World:
         executor = _executor(shape, self.clock)
         capacity = executor.start()
         self.kv = _kv_cache(shape, KVContext(capacity.layout, capacity.num_pages))
-        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_pages, capacity.layout.block_size, shape.seed)
+        context = SchedulerContext(
+            shape.max_tokens,
+            shape.max_seqs,
+            capacity.num_pages,
+            capacity.layout.block_size,
+            shape.seed,
+        )
         self.watch = Watch(make(context), context, look)
-        hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
+        hub = ObserverHub(
+            [("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))]
+            if decisions
+            else []
+        )
         name = type(self.watch.policy).__name__
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, name, shape.pace, SLOT_WAIT_S, strict=True)
+        settings = CoreSettings(
+            shape.max_seqs,
+            shape.max_tokens,
+            shape.overlap,
+            name,
+            shape.pace,
+            SLOT_WAIT_S,
+            strict=True,
+        )
         self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
         self.requests: list[LiveRequest] = []
         self.given: dict[Guarded, dict[str, Any]] = {}  # attributes that no policy may change
         self.told: list[str] = []  # as recorded by an observer
-        self.finished: dict[LiveRequest, Finish] = {}  # in the order of ending, without aborted ones
+        self.finished: dict[
+            LiveRequest, Finish
+        ] = {}  # in the order of ending, without aborted ones
         self.steps = 0
         self._most_steps = 100
         self._check_books = check_books
@@ -312,7 +359,11 @@ class World:
         """Return the names of the attributes that only the engine may change and that a component has changed, for a while or for good. Needs
         `guarded`."""
         assert isinstance(request, Guarded)
-        different = [name for name, value in self.given[request].items() if _plain(getattr(request, name)) != value]
+        different = [
+            name
+            for name, value in self.given[request].items()
+            if _plain(getattr(request, name)) != value
+        ]
         return sorted({*different, *request.written})
 
     def _step(self) -> None:
@@ -327,18 +378,25 @@ class World:
             self.kv.check_integrity()
             counts = self.kv.counts
             if counts.free + counts.held + counts.cached != self.kv.context.num_pages:
-                raise DovetailError(f"pages were lost or made: {counts} of {self.kv.context.num_pages}")
+                raise DovetailError(
+                    f"pages were lost or made: {counts} of {self.kv.context.num_pages}"
+                )
 
     def _add(self, arrive: Arrive) -> None:
         now, name = self.clock.now(), arrive.id or f"r{len(self.requests)}"
-        samples = [self._request(arrive, name if arrive.n == 1 else f"{name}.{index}", now, index) for index in range(arrive.n)]
+        samples = [
+            self._request(arrive, name if arrive.n == 1 else f"{name}.{index}", now, index)
+            for index in range(arrive.n)
+        ]
         if arrive.n > 1:
             make_siblings(samples)
         for request in samples:
             self.requests.append(request)
             self._most_steps += STEPS_A_TOKEN * (request.prompt_tokens + request.max_tokens)
             if isinstance(request, Guarded):
-                self.given[request] = {name: copy.deepcopy(_plain(getattr(request, name))) for name in GIVEN}
+                self.given[request] = {
+                    name: copy.deepcopy(_plain(getattr(request, name))) for name in GIVEN
+                }
             if self.dead is None:
                 self.core.add(request)
 
@@ -353,14 +411,18 @@ class World:
             priority=arrive.priority,
             deadline=None if arrive.deadline is None else now + arrive.delay + arrive.deadline,
             predicted_tokens=arrive.predicted_tokens,
-            ttft_deadline=None if arrive.ttft_deadline is None else now + arrive.delay + arrive.ttft_deadline,
+            ttft_deadline=None
+            if arrive.ttft_deadline is None
+            else now + arrive.delay + arrive.ttft_deadline,
             tbt_s=arrive.tbt_s,
             parent=id.partition(".")[0] if arrive.n > 1 else None,
             cache_keys=arrive.cache_keys,
             indivisible=arrive.indivisible,
             sampling=RowSampling(seed=index),
             adapter=None if arrive.adapter is None else _Loaded(arrive.adapter),
-            watchers=() if arrive.stops_after is None else (_Stop(arrive.stops_after, arrive.stop_reason),),
+            watchers=()
+            if arrive.stops_after is None
+            else (_Stop(arrive.stops_after, arrive.stop_reason),),
         )
 
 
@@ -396,12 +458,27 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
         max_lines=0,
     )
     limits = shape.max_seqs, shape.max_tokens
-    config = ExecutorConfig("", "auto", "dummy", None, *limits, 0.9, None, None, False, shape.overlap, 0, max_adapters=shape.adapters)
+    config = ExecutorConfig(
+        "",
+        "auto",
+        "dummy",
+        None,
+        *limits,
+        0.9,
+        None,
+        None,
+        False,
+        shape.overlap,
+        0,
+        max_adapters=shape.adapters,
+    )
     return FakeExecutor(options, ExecutorContext(config, clock))
 
 
 def _kv_cache(shape: Shape, context: KVContext) -> KVCacheManager:
     if not shape.reuse:
         return FakeKVCache(NoOptions(), context)
-    manager: KVCacheManager = installed(tuple(sys.path)).resolve("kv_cache", "dovetail:prefix").make(context)
+    manager: KVCacheManager = (
+        installed(tuple(sys.path)).resolve("kv_cache", "dovetail:prefix").make(context)
+    )
     return manager

@@ -44,12 +44,24 @@ ODD: tuple[tuple[Mapping[str, Any], ...], ...] = (
     ({"role": "assistant", "content": "one"},),
     ({"role": "user", "content": "one"}, {"role": "user", "content": "two"}),
     ({"role": "user", "content": ""},),
-    ({"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},),
+    (
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+        },
+    ),
     ({"role": "system", "content": "one"},),
     ({"role": "user", "content": "one"}, {"role": "system", "content": "two"}),
-    ({"role": "user", "content": "one"}, {"role": "tool", "content": "two", "tool_call_id": "call00001"}),
+    (
+        {"role": "user", "content": "one"},
+        {"role": "tool", "content": "two", "tool_call_id": "call00001"},
+    ),
     ({"role": "developer", "content": "one"}, {"role": "user", "content": "two"}),
-    ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "reasoning_content": "three"}, {"role": "user", "content": "four"}),
+    (
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two", "reasoning_content": "three"},
+        {"role": "user", "content": "four"},
+    ),
 )
 
 
@@ -59,7 +71,9 @@ class TokenizerSuite(Suite):
     kind = "tokenizer"
     settings = Suite.settings | {"directory"}
 
-    directory: ClassVar[str | None] = None  # a model's folder with the files that it needs; None: an empty one
+    directory: ClassVar[str | None] = (
+        None  # a model's folder with the files that it needs; None: an empty one
+    )
 
     @check("tokenizer.vocabulary", since="0.1")
     def test_the_vocabulary_has_bytes_for_each_id(self) -> None:
@@ -67,19 +81,34 @@ class TokenizerSuite(Suite):
         ids that aren't in it; or a special token has no name."""
         require(self._vocabulary, "vocabulary() is empty")
         for token_id, piece in enumerate(self._vocabulary):
-            require(type(piece) is bytes, f"vocabulary()[{token_id}] is {piece!r:.100}, expected bytes")
-        require(list(self._made.vocabulary()) == self._vocabulary, "vocabulary() returned something else when called again")
-        for what, ids in (("special_ids", self._made.special_ids), ("eos_ids", self._made.eos_ids), *(("around", ids) for ids in self._made.around)):
+            require(
+                type(piece) is bytes, f"vocabulary()[{token_id}] is {piece!r:.100}, expected bytes"
+            )
+        require(
+            list(self._made.vocabulary()) == self._vocabulary,
+            "vocabulary() returned something else when called again",
+        )
+        for what, ids in (
+            ("special_ids", self._made.special_ids),
+            ("eos_ids", self._made.eos_ids),
+            *(("around", ids) for ids in self._made.around),
+        ):
             self._require_known(what, ids)
         for token_id in self._special_ids:
-            require(self._vocabulary[token_id], f"the special token {token_id} has no name: give it one, it is shown unless it is skipped")
+            require(
+                self._vocabulary[token_id],
+                f"the special token {token_id} has no name: give it one, it is shown unless it is skipped",
+            )
         self.note(f"{len(self._vocabulary)} token ids, {len(self._special_ids)} of them special")
 
     @check("tokenizer.encode", since="0.1")
     def test_any_text_becomes_known_ids(self) -> None:
         """`encode` raised an error other than `RequestError`, or returned ids that aren't in the vocabulary, or any id for an empty text. Texts may
         contain any character, be empty, or have megabytes without a space."""
-        require(len(self._encoded("")) == 0, f"an empty text became {list(self._encoded(''))}: ids around a text belong in `around`")
+        require(
+            len(self._encoded("")) == 0,
+            f"an empty text became {list(self._encoded(''))}: ids around a text belong in `around`",
+        )
         for text in self._texts:
             self._encoded(text)
         for piece in ("a", " ", "ab ", "漢", "\n", "1", "\U0001f600"):
@@ -90,10 +119,15 @@ class TokenizerSuite(Suite):
             except RequestError as error:
                 self.note(f"a text of {LONG} characters, {piece!r} repeated, is refused: {error}")
             except BaseException as error:
-                fail(f"encode raised {describe(error)} for {LONG} characters, {piece!r} repeated", error)
+                fail(
+                    f"encode raised {describe(error)} for {LONG} characters, {piece!r} repeated",
+                    error,
+                )
             took_s = time.perf_counter() - before
             if took_s > 1:
-                self.note(f"a text of {LONG} characters, {piece!r} repeated, takes {took_s:.1f} s (not judged)")
+                self.note(
+                    f"a text of {LONG} characters, {piece!r} repeated, takes {took_s:.1f} s (not judged)"
+                )
 
     @check("tokenizer.exact", since="0.1", capability="exact")
     def test_the_bytes_of_the_ids_are_those_of_the_text(self) -> None:
@@ -101,7 +135,10 @@ class TokenizerSuite(Suite):
         on purpose declares `exact=False`."""
         for text in self._texts:
             ids = self._encoded(text)
-            require(self._spelled(ids) == text.encode(), f"{text!r} became {list(ids)}, whose bytes are {self._spelled(ids)!r}")
+            require(
+                self._spelled(ids) == text.encode(),
+                f"{text!r} became {list(ids)}, whose bytes are {self._spelled(ids)!r}",
+            )
 
     @check("tokenizer.special", since="0.1")
     def test_no_text_becomes_a_special_token(self) -> None:
@@ -116,8 +153,13 @@ class TokenizerSuite(Suite):
         wouldn't be found in the cache, and front ends would differ."""
         first, other = [list(self._encoded(text)) for text in self._texts], self._make()
         for turn in (self._made, other):
-            for text, ids in random.Random(0).sample(list(zip(self._texts, first, strict=True)), len(first)):
-                require(list(turn.encode(text)) == ids, f"{text!r} became {ids}, and another time {list(turn.encode(text))}")
+            for text, ids in random.Random(0).sample(
+                list(zip(self._texts, first, strict=True)), len(first)
+            ):
+                require(
+                    list(turn.encode(text)) == ids,
+                    f"{text!r} became {ids}, and another time {list(turn.encode(text))}",
+                )
 
     @check("tokenizer.threads", since="0.1")
     def test_several_threads_may_encode(self) -> None:
@@ -128,7 +170,10 @@ class TokenizerSuite(Suite):
             return [list(self._made.encode(text)) for _ in range(3) for text in self._texts]
 
         with ThreadPoolExecutor(THREADS) as pool:
-            for found in self._trying(lambda: list(pool.map(encode_all, range(THREADS))), "encode, called by several threads,"):
+            for found in self._trying(
+                lambda: list(pool.map(encode_all, range(THREADS))),
+                "encode, called by several threads,",
+            ):
                 require(found == expected * 3, "in one of several threads, texts became other ids")
 
     @check("tokenizer.chat", since="0.1", capability="chat")
@@ -136,19 +181,28 @@ class TokenizerSuite(Suite):
         """The ids of a conversation aren't in the vocabulary, or don't spell the contents of all messages in order; or with `continues` something
         follows the content of the last message, which the model should continue."""
         contents = ["first question", "first answer", "second question"]
-        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), contents, strict=True)]
+        messages = [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant", "user"), contents, strict=True)
+        ]
         ids = self._chat(Chat(messages))
         text, place = self._spelled(ids).decode(errors="replace"), 0
         for content in contents if self.declares("exact") else ():
             place = text.find(content, place)
-            require(place >= 0, f"the conversation became {text!r}, in which {content!r} isn't in its place")
+            require(
+                place >= 0,
+                f"the conversation became {text!r}, in which {content!r} isn't in its place",
+            )
         try:
             begun = self._made.encode_chat(Chat(messages[:2], begins_answer=False, continues=True))
         except RequestError as error:
             self.note(f"continuing the last message is refused: {error}")
         else:
             spelled = self._spelled(begun).decode(errors="replace")
-            require(spelled.endswith(contents[1]), f"with `continues`, a conversation became {spelled!r}, which should end with {contents[1]!r}")
+            require(
+                spelled.endswith(contents[1]),
+                f"with `continues`, a conversation became {spelled!r}, which should end with {contents[1]!r}",
+            )
 
     @check("tokenizer.chat_text", since="0.1", capability="chat")
     def test_what_messages_say_is_text(self) -> None:
@@ -164,7 +218,10 @@ class TokenizerSuite(Suite):
         for text in self._with_special_names():
             for question, answer in ((text, "b"), ("a", text)):
                 found = special_of(question, answer)
-                require(found == plain, f"with {text!r} in a message, the special tokens of a conversation are {found}, and {plain} without it")
+                require(
+                    found == plain,
+                    f"with {text!r} in a message, the special tokens of a conversation are {found}, and {plain} without it",
+                )
 
     @check("tokenizer.chat_refuses", since="0.1", capability="chat")
     def test_what_the_format_lacks_is_refused(self) -> None:
@@ -174,16 +231,36 @@ class TokenizerSuite(Suite):
         try:
             self._chat(Chat([user], variables={UNKNOWN: True}))
         except RequestError as error:
-            require(UNKNOWN in str(error), f"the unknown variable {UNKNOWN} is refused without being named: {error}")
+            require(
+                UNKNOWN in str(error),
+                f"the unknown variable {UNKNOWN} is refused without being named: {error}",
+            )
         else:
             fail(f"the unknown variable {UNKNOWN} is ignored: raise RequestError")
-        function = {"name": "find_weather", "description": "Weather", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
-        call = {"id": "call00001", "type": "function", "function": {"name": "find_weather", "arguments": {"town": "Zermatt"}}}
-        result = {"role": "tool", "content": "sunny skies", "tool_call_id": "call00001", "name": "find_weather"}
+        function = {
+            "name": "find_weather",
+            "description": "Weather",
+            "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+        }
+        call = {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "find_weather", "arguments": {"town": "Zermatt"}},
+        }
+        result = {
+            "role": "tool",
+            "content": "sunny skies",
+            "tool_call_id": "call00001",
+            "name": "find_weather",
+        }
         tools = ({"type": "function", "function": function},)
         for what, chat, said in (
             ("a tool", Chat([user], tools), ("find_weather",)),
-            ("a call", Chat([user, {"role": "assistant", "tool_calls": [call]}, result], tools), ("find_weather", "Zermatt", "sunny skies")),
+            (
+                "a call",
+                Chat([user, {"role": "assistant", "tool_calls": [call]}, result], tools),
+                ("find_weather", "Zermatt", "sunny skies"),
+            ),
         ):
             try:
                 text = self._spelled(self._chat(chat)).decode(errors="replace")
@@ -191,13 +268,20 @@ class TokenizerSuite(Suite):
                 self.note(f"{what} is refused: {error}")
                 continue
             for word in said if self.declares("exact") else ():
-                require(word in text, f"{what} is left out: the conversation became {text!r}, without {word!r}")
+                require(
+                    word in text,
+                    f"{what} is left out: the conversation became {text!r}, without {word!r}",
+                )
         for messages in ODD:
             try:
                 text = self._spelled(self._chat(Chat(messages))).decode(errors="replace")
             except RequestError:
                 continue
-            for content in [message["content"] for message in messages if isinstance(message["content"], str)] if self.declares("exact") else ():
+            for content in (
+                [message["content"] for message in messages if isinstance(message["content"], str)]
+                if self.declares("exact")
+                else ()
+            ):
                 require(content in text, f"{list(messages)} became {text!r}, without {content!r}")
 
     @cached_property
@@ -223,7 +307,10 @@ class TokenizerSuite(Suite):
     def _texts(self) -> list[str]:
         """The samples, and random parts of them joined."""
         chance, whole = random.Random(0), "".join(SAMPLES)
-        parts = [whole[start : start + chance.randrange(1, 12)] for start in (chance.randrange(len(whole)) for _ in range(4 * RANDOM_TEXTS))]
+        parts = [
+            whole[start : start + chance.randrange(1, 12)]
+            for start in (chance.randrange(len(whole)) for _ in range(4 * RANDOM_TEXTS))
+        ]
         return [*SAMPLES, *("".join(chance.sample(parts, 4)) for _ in range(RANDOM_TEXTS))]
 
     def _with_special_names(self) -> Iterator[str]:
@@ -258,7 +345,9 @@ class TokenizerSuite(Suite):
             known = all(0 <= index(token_id) < len(self._vocabulary) for token_id in ids)
         except TypeError:
             known = False
-        require(known, f"{what} has {ids!r:.200}, expected ids from 0 to {len(self._vocabulary) - 1}")
+        require(
+            known, f"{what} has {ids!r:.200}, expected ids from 0 to {len(self._vocabulary) - 1}"
+        )
 
     @staticmethod
     def _trying(call: Callable[[], Any], what: str) -> Any:

@@ -23,7 +23,9 @@ from dovetail.sampling_params import OutputKind, changed_unchecked
 
 logger = logging.getLogger("dovetail")
 
-PREFILL_FIRST = "dovetail:prefill_first"  # as nano-vllm: a step computes prompts or decodes, never both
+PREFILL_FIRST = (
+    "dovetail:prefill_first"  # as nano-vllm: a step computes prompts or decodes, never both
+)
 INTERNALS = ("block_manager", "config", "events", "model_runner", "ps", "scheduler")
 
 
@@ -131,9 +133,13 @@ class LLMEngine:
 def _single(params: Any) -> Any:
     """Return parameters that ask for one answer: nano-vllm's results have no room for more. Raises `RequestError`."""
     if not isinstance(params, dovetail.SamplingParams):
-        raise RequestError(f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}")
+        raise RequestError(
+            f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}"
+        )
     if params.n != 1:
-        raise RequestError(f"n must be 1, got {params.n}: a result has one answer; dovetail.LLM returns several")
+        raise RequestError(
+            f"n must be 1, got {params.n}: a result has one answer; dovetail.LLM returns several"
+        )
     return params
 
 
@@ -153,7 +159,12 @@ def _token_ids(output: EngineOutput) -> list[int]:
     assert isinstance(output, RequestOutput)  # as its parameters sample
     answer = output.outputs[0]
     if answer.finish_reason in ("error", "rejected"):
-        logger.error("request %s ended as %r: %s", output.request_id, answer.finish_reason, answer.stop_reason)
+        logger.error(
+            "request %s ended as %r: %s",
+            output.request_id,
+            answer.finish_reason,
+            answer.stop_reason,
+        )
     return list(answer.token_ids)
 
 

@@ -12,7 +12,9 @@ from dovetail.errors import UnsupportedError
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Collect garbage and release unused device memory, such as that of engines that were closed or are no longer referenced."""
     if shutdown_ray:
-        raise UnsupportedError("shutdown_ray=True: no engine starts Ray: call ray.shutdown() if your program did")
+        raise UnsupportedError(
+            "shutdown_ray=True: no engine starts Ray: call ray.shutdown() if your program did"
+        )
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
