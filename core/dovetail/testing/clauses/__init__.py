@@ -118,14 +118,15 @@ def sentences(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _comment(lines: list[str], field: ast.AnnAssign) -> str:
-    """Return the comment beside a field, or on the lines right above it."""
+    """Return the comments beside the lines of a field, and on the lines right above it."""
     above: list[str] = []
     for line in reversed(lines[: field.lineno - 1]):
         if not line.strip().startswith("# "):
             break
         above.insert(0, line.strip()[2:])
-    _, _, beside = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")
-    return " ".join([*above, beside])
+    own_lines = lines[field.lineno - 1 : field.end_lineno]
+    beside = [line.partition("  # ")[2] for line in own_lines]
+    return " ".join([*above, *filter(None, beside)])
 
 
 def _split(place: str, text: str | None) -> Iterator[tuple[str, str]]:
