@@ -398,10 +398,9 @@ def test_a_model_with_it_says_the_same_when_its_decodes_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keep_launches(monkeypatch)
-    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", TritonAttention)
-    bench = RunnerBench(max_rows=4)
+    bench = RunnerBench(max_rows=4, attention=TritonAttention)
     bench.sampler.__class__ = CapturableGreedy
-    give_graphs(bench, decode_steps(bench), rerun=())
+    give_graphs(bench, decode_steps(bench))
     first = bench.run(
         {row: len(prompt) for row, prompt in enumerate(PROMPTS)},
         [bench.new(row, prompt) for row, prompt in enumerate(PROMPTS)],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionContext, AttentionLayer, LayerSpec
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.draft_head import HeadArch
@@ -24,7 +25,7 @@ from dovetail.runtime.draft_model import DraftModel
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
-from dovetail_attention.sdpa import TorchAttention
+from tests.runtime.recordable_attention import RecordableAttention
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
 TAPS = (0, 2)  # of `TinyHead`
@@ -212,13 +213,14 @@ class Bench:
     draft_error: float | None = None  # of the draft model; None: there is none
     draft_windows: tuple[int | None, ...] = (None, None)
     head: bool = False  # a `TinyHead` drafts
+    attention: type[AttentionBackend] = RecordableAttention
     step: int = 0
     free_blocks: list[int] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)  # row -> blocks
 
     def __post_init__(self) -> None:
         device = torch.device("cpu")
-        self.backend = TorchAttention(
+        self.backend: Any = self.attention(
             NoOptions(), AttentionContext("cpu", "float32", self.block_size)
         )
         specs = [spec_of(index, window) for index, window in enumerate(self.windows)]

@@ -6,9 +6,8 @@ in Triton's interpreter are operations too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
@@ -19,19 +18,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dovetail.api.attention import AttentionBatch
-from dovetail.runtime import graphs as graphs_module
 from dovetail.runtime.graphs import (
     Builder,
-    DecodeSteps,
-    DraftSteps,
     Graph,
     Graphs,
-    HeadSteps,
-    ModelOutputs,
 )
-from dovetail.runtime.recording import record
 from dovetail.runtime.step_inputs import DecodeInputs
-from dovetail.testing.recording import Recording, overwrite
+from dovetail.testing.recording import Recording
 from tests.runtime.fakes import Bench
 
 
@@ -89,25 +82,6 @@ def play_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
 
 
-@dataclass
-class Again:
-    """Stands for a recording, and runs its work anew: for attention that looks at host numbers, which a recording would keep."""
-
-    run: Callable[[], Any]
-    outputs: Any
-    pieces: tuple[None] = (None,)
-
-    def replay(self) -> Any:
-        again = self.run()
-        if isinstance(again, torch.Tensor | ModelOutputs):
-            overwrite(self.outputs, again)
-            return self.outputs
-        self.outputs.tokens.copy_(again.tokens)
-        if again.packed is not None and self.outputs.packed is not None:
-            self.outputs.packed.copy_(again.packed)
-        return self.outputs
-
-
 class WatchedGraphs(Graphs):
     """Keeps what was replayed."""
 
@@ -124,22 +98,12 @@ class WatchedGraphs(Graphs):
         return super().replay(graph, batch)
 
 
-def give_graphs(
-    bench: Bench,
-    builders: Sequence[Builder],
-    *,
-    rerun: tuple[type[Builder], ...] = (DecodeSteps, DraftSteps, HeadSteps),
-) -> WatchedGraphs:
-    """Capture graphs on the CPU, beside those that the runner has, and let it replay them. Work of builders in `rerun` is done anew each time."""
-
-    def recorded(run: Any, *rest: Any) -> Any:
-        return Again(run, run()) if isinstance(run.func.__self__, rerun) else record(run, *rest)
-
+def give_graphs(bench: Bench, builders: Sequence[Builder]) -> WatchedGraphs:
+    """Capture graphs on the CPU, beside those that the runner has, and let it replay them."""
     had = bench.runner.graphs.builders if isinstance(bench.runner.graphs, WatchedGraphs) else ()
     graphs = WatchedGraphs([*had, *builders], bench)
     with pytest.MonkeyPatch.context() as patch:
         play_graphs_on_the_cpu(patch)
-        patch.setattr(graphs_module, "record", recorded)
         graphs.capture()
     bench.runner.graphs = graphs
     return graphs

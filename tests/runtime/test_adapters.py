@@ -48,6 +48,7 @@ class Shifting(TinyModel):
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr("tests.runtime.fakes.TinyModel", Shifting)
+    monkeypatch.setattr("dovetail.nn.adapters.is_readable", lambda tensor: False)  # as on a GPU
     made = Bench(max_rows=4)
     made.runner.adapters = AdapterBank(made.model, 2, 4, torch.float32, CPU)
     return made

@@ -1,4 +1,4 @@
-"""Decode graphs without a GPU: what would be recorded is run anew at each replay, on the same inputs."""
+"""Decode graphs without a GPU, recorded and replayed on the CPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dovetail.runtime.token_sizes import (
     row_sizes,
     sharing_row_sizes,
 )
-from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate, layout
+from tests.runtime.recordable_attention import SharingAttention
 from tests.runtime.recorded import WatchedGraphs, give_graphs, play_graphs_on_the_cpu
 from tests.support import examples
 
@@ -45,12 +45,6 @@ class CapturableGreedy(Greedy):
         if capture is Capture.FULL:
             return super().sample_captured(logits, lines, capture)
         return SampledTokens(logits.argmax(dim=1))
-
-
-class SharingAttention(TorchAttention):
-    """Says that it could read a shared prefix once."""
-
-    capabilities = replace(TorchAttention.capabilities, shared_prefix=True)
 
 
 def with_graphs(bench: Bench, max_rows: int | None = None) -> WatchedGraphs:
@@ -125,7 +119,7 @@ def test_every_size_has_run_before_it_is_recorded(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(DecodeSteps, "run", count)
     bench.sampler.__class__ = CapturableGreedy
-    give_graphs(bench, decode_steps(bench), rerun=())
+    give_graphs(bench, decode_steps(bench))
     assert runs == {
         (kind, size): times
         for kind, times in (("DECODE", 2), ("MODEL", 1))
@@ -157,9 +151,8 @@ def test_the_sampler_hears_of_a_row_before_it_is_asked_whether_a_graph_serves_it
 def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SharingAttention)
     monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
-    bench = Bench(max_rows=4)
+    bench = Bench(max_rows=4, attention=SharingAttention)
     graphs = with_graphs(bench)
     tokens = begin(bench, PROMPTS[:2])
     batch = bench.batch({0: 1, 1: 1}, [], [], [])

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.runtime.graphs import (
-    DecodeSteps,
-    HeadSteps,
     Kind,
-    MixedSteps,
     decode_builders,
     mixed_builders,
 )
@@ -62,7 +59,7 @@ class Drafting:
         self.bench.sampler.__class__ = CapturableGreedy
         parts = self.bench.runner.parts
         builders = [*mixed_builders(parts, LayerSplitter(), 32), *decode_builders(parts, MAX_LINES)]
-        return give_graphs(self.bench, builders, rerun=(MixedSteps, DecodeSteps, HeadSteps))
+        return give_graphs(self.bench, builders)
 
     def begin(self, *rows: int) -> None:
         result = self.bench.run(

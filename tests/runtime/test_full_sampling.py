@@ -4,6 +4,7 @@ graphs, whoever joins, leaves or comes back."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from dovetail_samplers.default import DefaultSampler
 from tests.kernels import INTERPRETED, take_kernels
 from tests.rounding import rounded
 from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate
+from tests.runtime.recordable_attention import SharingAttention
 from tests.runtime.recorded import WatchedGraphs, give_graphs, keep_launches
-from tests.runtime.test_decode_graphs import SharingAttention, with_graphs
+from tests.runtime.test_decode_graphs import with_graphs
 from tests.runtime.test_sampling_graphs import GreedyWithoutLogprobs, with_sampling_graphs
 from tests.support import examples
 
@@ -127,8 +129,8 @@ class Story:
                 self.told.append(int(result.logprobs.ranks[place]))
 
 
-def bench_with_the_default_sampler(max_lines: int = ROWS) -> Bench:
-    bench = Bench(max_rows=ROWS, num_blocks=400, max_lines=max_lines)
+def bench_with_the_default_sampler(max_lines: int = ROWS, **of_bench: Any) -> Bench:
+    bench = Bench(max_rows=ROWS, num_blocks=400, max_lines=max_lines, **of_bench)
     sampler = DefaultSampler(
         NoOptions(), SamplerContext("cpu", VOCAB, bench.rows.history, max_lines - ROWS)
     )
@@ -137,11 +139,13 @@ def bench_with_the_default_sampler(max_lines: int = ROWS) -> Bench:
     return bench
 
 
-def replaying(patch: pytest.MonkeyPatch, max_lines: int = ROWS) -> tuple[Bench, WatchedGraphs]:
+def replaying(
+    patch: pytest.MonkeyPatch, max_lines: int = ROWS, **of_bench: Any
+) -> tuple[Bench, WatchedGraphs]:
     """With kernels, and graphs of all that a step samples."""
     take_kernels(patch, default, table, logprobs)
     keep_launches(patch)
-    bench = bench_with_the_default_sampler(max_lines)
+    bench = bench_with_the_default_sampler(max_lines, **of_bench)
     patch.setattr(bench.sampler, "sample", lambda *asked: pytest.fail("sampled as it is"))
     return bench, give_graphs(bench, decode_builders(bench.runner.parts, max_lines))
 
@@ -217,9 +221,8 @@ def test_lines_are_drawn_in_graphs_as_plain_sampling_draws_tokens_one_by_one(
 def test_each_step_replays_the_plainest_graph_that_serves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SharingAttention)
     monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
-    bench, graphs = replaying(monkeypatch)
+    bench, graphs = replaying(monkeypatch, attention=SharingAttention)
     bench.run(
         {0: 3, 1: 1},
         [

@@ -15,11 +15,6 @@ from hypothesis import strategies as st
 
 from dovetail.api.attention import (
     AttentionBackend,
-    AttentionBatch,
-    AttentionCapabilities,
-    AttentionLayer,
-    LayerCache,
-    LayerSpec,
 )
 from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask, RowPooling
 from dovetail.api.sampler import RowSampling
@@ -29,107 +24,24 @@ from dovetail.runtime.graphs import Graph, Kind, mixed_builders
 from dovetail.runtime.pooler import Pooler
 from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.recording import LayerSplitter
-from dovetail_attention.sdpa import TorchAttention
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import ROUNDINGS, Bench, TinyModel, generate
+from tests.runtime.recordable_attention import MixedAttention, RecordableAttention
 from tests.runtime.recorded import GraphOnCpu, WatchedGraphs, give_graphs, play_graphs_on_the_cpu
 from tests.support import examples
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]]
 
 
-class SlotsThatStay(TorchAttention):
-    """Keeps the slots where they are from step to step, as backends with graphs do."""
-
-    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        super().prepare(max_rows, max_tokens, max_len)
-        self._kept = torch.zeros(max_tokens, dtype=torch.int64)
-
-    def plan(self, batch: AttentionBatch) -> None:
-        super().plan(batch)
-        ((units, slots),) = self.slots.items()
-        self._kept[: len(slots)] = slots
-        self.slots = {units: self._kept[: len(slots)]}
-
-
-class PoolWideAttention(AttentionBackend):
-    """Each token looks at all slots of the pool, through a mask that `plan` fills: nothing that `attend` does depends on what a step mixes."""
-
-    capabilities = AttentionCapabilities(cuda_graph="mixed", shared_prefix=True)
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.layers: list[PoolWideLayer] = []
-        self.planned: list[AttentionBatch] = []
-
-    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
-        self.layers.append(PoolWideLayer(spec, self))
-        return self.layers[-1]
-
-    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
-        return (4 * block_size * spec.kv_heads * spec.head_size,) * 2
-
-    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        self.slots = torch.zeros(max_tokens, dtype=torch.int64)
-        self.sees = torch.zeros((max_tokens, len(self.layers[0].k)), dtype=torch.bool)
-
-    def plan(self, batch: AttentionBatch) -> None:
-        self.planned.append(batch)
-        (slots,), (tables,) = batch.slots[0], batch.block_tables[0]
-        count, size = len(slots), self.context.block_size
-        self.slots[:count] = slots
-        self.sees[:count] = False
-        token = 0
-        for table, queries, length in zip(
-            tables.numpy(), batch.host_query_lens, batch.host_kv_lens, strict=True
-        ):
-            positions = np.arange(length)
-            slots = table[positions // size] * size + positions % size
-            for seen in range(length - queries + 1, length + 1):
-                self.sees[token, slots[:seen]] = True
-                token += 1
-
-
-class PoolWideLayer(AttentionLayer):
-    def __init__(self, spec: LayerSpec, backend: PoolWideAttention) -> None:
-        self.spec, self.backend = spec, backend
-        self.k = self.v = torch.empty(0)
-
-    def bind(self, cache: LayerCache) -> None:
-        self.cache = cache
-        self.k, self.v = (
-            memory.view(torch.float32).view(-1, self.spec.kv_heads, self.spec.head_size)
-            for memory in cache.memory
-        )
-
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        for cache, new in ((self.k, k), (self.v, v)):
-            cache.index_copy_(0, self.backend.slots[: len(new)], new)
-
-    def attend(self, q: torch.Tensor) -> torch.Tensor:
-        k, v = (
-            cache.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1)
-            for cache in (self.k, self.v)
-        )
-        scores = torch.einsum("thd,shd->hts", q, k) * self.spec.scale
-        weights = (
-            scores.masked_fill(~self.backend.sees[: len(q)], float("-inf"))
-            .softmax(dim=-1)
-            .nan_to_num()
-        )
-        return torch.einsum("hts,shd->thd", weights, v)
-
-
 def bench_with_graphs(
-    backend: type[AttentionBackend],
+    backend: type[RecordableAttention],
     sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
     max_rows: int = 4,
 ) -> Bench:
     """With 4 rows recordings of 8 tokens or more compute the states of 4 wanted tokens alone."""
-    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
     monkeypatch.setattr(graphs_module, "padded_sizes", lambda most: tuple(sizes[::-1]))
-    bench, splitter = Bench(max_rows), LayerSplitter()
+    bench, splitter = Bench(max_rows, attention=backend), LayerSplitter()
     bench.model = bench.runner.model = TinyModel(
         splitter.wrap(bench.pool.wrap(bench.backend.make_layer))
     )
@@ -158,7 +70,7 @@ def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]
     return tokens
 
 
-@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
+@pytest.mark.parametrize("backend", [RecordableAttention, MixedAttention])
 @examples(quick=8, full=100)
 @given(
     chunk=st.integers(1, 13),
@@ -185,7 +97,7 @@ def recorded(bench: Bench, sizes: list[int]) -> list[Graph]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "pieces"), [(SlotsThatStay, [True, True, False]), (PoolWideAttention, [False])]
+    ("backend", "pieces"), [(RecordableAttention, [True, True, False]), (MixedAttention, [False])]
 )
 def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded_too(
     backend: type[AttentionBackend], pieces: list[bool], monkeypatch: pytest.MonkeyPatch
@@ -195,7 +107,7 @@ def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded
         assert graph.whole == (len(pieces) == 1)
 
 
-@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
+@pytest.mark.parametrize("backend", [RecordableAttention, MixedAttention])
 def test_recording_that_fails_leaves_nothing_capturing(
     backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,9 +130,7 @@ def test_recording_that_fails_leaves_nothing_capturing(
 def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graphs = recorded(
-        bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch), [16, 8, 7, 4]
-    )
+    graphs = recorded(bench_with_graphs(MixedAttention, [16, 8, 7, 4], monkeypatch), [16, 8, 7, 4])
     assert [len(graph.recording.outputs.hidden) for graph in graphs] == [4, 4, 7, 4]
     assert [graph.inputs.all_states for graph in graphs] == [False, False, True, True]
 
@@ -228,7 +138,7 @@ def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_ma
 def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = bench_with_graphs(PoolWideAttention, [16, 4], monkeypatch)
+    bench = bench_with_graphs(MixedAttention, [16, 4], monkeypatch)
     backend: Any = bench.backend
     prompt = [3, 1, 4, 1, 5, 9, 2]
     result = bench.run({0: len(prompt)}, [bench.new(0, prompt, RowSampling(prompt_logprobs=2))])
@@ -245,7 +155,7 @@ def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_o
 def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graphs = recorded(bench_with_graphs(SlotsThatStay, [16, 8, 4], monkeypatch), [16, 8, 4])
+    graphs = recorded(bench_with_graphs(RecordableAttention, [16, 8, 4], monkeypatch), [16, 8, 4])
     splitter = [
         (piece.q, piece.out)
         for graph in graphs
@@ -264,7 +174,7 @@ def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(
     )
 
 
-@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
+@pytest.mark.parametrize("backend", [RecordableAttention, MixedAttention])
 def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(
     backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +187,7 @@ def test_steps_that_share_a_prefix_have_recordings_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
-    bench = bench_with_graphs(PoolWideAttention, [8, 4], monkeypatch)
+    bench = bench_with_graphs(MixedAttention, [8, 4], monkeypatch)
     backend: Any = bench.backend
     assert [batch.shared_prefix_blocks for batch in backend.planned] == [0, 0, 1], (
         "few: the largest, and powers of two from 256 on"
@@ -332,7 +242,7 @@ def pooled_in_chunks(
     return [found[row] for row in range(3)]
 
 
-@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
+@pytest.mark.parametrize("backend", [RecordableAttention, MixedAttention])
 @pytest.mark.parametrize("method", ["last", "mean", "cls"])
 def test_rows_pool_from_recordings_what_they_pool_without(
     backend: type[AttentionBackend], method: PoolingMethod

@@ -16,7 +16,7 @@ from tests.runtime.recorded import give_graphs
 from tests.runtime.test_decode_graphs import CapturableGreedy
 from tests.runtime.test_mixed_graphs import (
     PROMPTS,
-    SlotsThatStay,
+    RecordableAttention,
     bench_with_graphs,
     generate_in_chunks,
 )
@@ -66,7 +66,9 @@ def test_the_tokens_are_those_of_the_model_however_prompts_are_cut(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         bench = (
-            bench_with_graphs(SlotsThatStay, [16, 8, 4], patch) if model_is_replayed else Bench()
+            bench_with_graphs(RecordableAttention, [16, 8, 4], patch)
+            if model_is_replayed
+            else Bench()
         )
         sampler = with_sampling_graphs(bench)
         assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]

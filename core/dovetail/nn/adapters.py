@@ -28,6 +28,11 @@ Summed = Callable[
 ]  # y, x, slot -> y with what that adapter adds
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Return True if the host may look into a tensor: work that is recorded must not."""
+    return tensor.device.type == "cpu"
+
+
 class TokenSlots:
     """The slots [tokens] int32 of the tokens that layers compute."""
 
@@ -147,9 +152,9 @@ class LayerAdapters:
         self, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, summed: Summed
     ) -> torch.Tensor:
         """Replace, in y, the rows of tokens with an adapter by `summed` of them."""
-        on_cpu = x.device.type == "cpu"
-        for slot in set(slots.tolist()) - {0} if on_cpu else range(1, len(self.a)):
-            if on_cpu:
+        readable = is_readable(x)
+        for slot in set(slots.tolist()) - {0} if readable else range(1, len(self.a)):
+            if readable:
                 rows = (slots == slot).nonzero()[:, 0]
                 y[rows] = summed(y[rows], x[rows], slot)
             else:  # shapes are the same in every step
