@@ -20,6 +20,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from dovetail_server.batches import store as store_module
 from dovetail_server.batches import worker
 from dovetail_server.batches.lines import BatchLine, answered_in, request_at, scan
 from dovetail_server.batches.store import BatchStore, derived_file_id, new_id
@@ -180,6 +181,10 @@ async def test_a_batch_is_answered_and_what_is_wrong_says_why(
         (jsonl({**line("a"), "body": []}), "body must be an object"),
         (jsonl({"custom_id": "a"}), "missing required field `url`"),
         (jsonl({**line("a"), "custom_id": ""}), "custom_id must be a non-empty string"),
+        (
+            jsonl({**line("a"), "custom_id": "x" * 513}),
+            "custom_id must have at most 512 characters",
+        ),
         (b"x" * 3000, "the line has more than 2000 bytes"),
     ],
 )
@@ -454,8 +459,27 @@ async def test_one_front_end_answers_and_the_folder_has_bounds(tmp_path: Path) -
     with store.owned() as again:
         assert again
     store.add_file("a", lambda file: file.write(b"x" * 200))
-    with pytest.raises(HttpError, match="max_stored_bytes is 100: delete some"):
+    with pytest.raises(HttpError, match=r"at most .* 100 bytes \(max_stored_bytes\): delete some"):
         store.add_file("b", lambda file: file.write(b"x"))
+
+
+async def test_files_and_unfinished_batches_are_bounded_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small they are: each look at the folder reads all names."""
+    monkeypatch.setattr(store_module, "MAX_OPEN", 1)
+    first = stored(tmp_path, b"")
+    with pytest.raises(HttpError, match="there are 1 unfinished batches") as refused:
+        stored(tmp_path, b"")
+    assert refused.value.status == 429
+    store = BatchStore(tmp_path, 1 << 30)
+    store.end_batch(first)
+    stored(tmp_path, b"")
+    monkeypatch.setattr(store_module, "MAX_STORED", 1 + len(list(tmp_path.rglob("*"))))
+    store.add_file("a", lambda file: file.write(b""))
+    with pytest.raises(HttpError, match=r"files have .* delete some") as full:
+        store.add_file("b", lambda file: file.write(b""))
+    assert full.value.status == 507
 
 
 async def test_the_worker_survives_an_unreadable_folder_and_health_reports_it(

@@ -14,6 +14,7 @@ from dovetail_server.protocol.batches import BatchError
 
 MAX_REQUESTS = 50_000  # of one batch, as OpenAI's
 MAX_TOLD = 100  # reported errors of one batch
+MAX_ID_CHARS = 512  # of a `custom_id`: scanning holds all of a batch in memory
 
 
 class BatchLine(msgspec.Struct):
@@ -154,6 +155,9 @@ def _checked(
         return BatchError(
             "missing_custom_id", "custom_id must be a non-empty string", number, "custom_id"
         )
+    if (length := len(line.custom_id)) > MAX_ID_CHARS:
+        message = f"custom_id must have at most {MAX_ID_CHARS} characters, got {length}"
+        return BatchError("invalid_custom_id", message, number, "custom_id")
     if line.custom_id in names:
         return BatchError(
             "duplicate_custom_id",

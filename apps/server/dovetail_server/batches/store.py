@@ -46,6 +46,8 @@ T = TypeVar("T", Batch, FileObject)
 
 AnswersKind = Literal["output", "error"]
 
+MAX_STORED = 200_000  # files in the folder: lists and counts read all of their names
+MAX_OPEN = 10_000  # unfinished batches: the worker reads all of their names twice a second
 DAY_S = 24 * 3600
 COUNT_AGAIN_S = 60.0  # between two counts of the stored bytes
 LEFT_BEHIND_S = 3600.0  # age at which a partial file counts as abandoned
@@ -93,7 +95,9 @@ class BatchStore:
         self._directory, self._max_stored_bytes = directory, max_stored_bytes
         self._keep_s = None if keep_days is None else int(keep_days * DAY_S)
         self._open_directory = directory / "open"
-        self._counted_at, self._stored = -COUNT_AGAIN_S, 0
+        self._counted_at = -COUNT_AGAIN_S
+        self._stored_bytes = 0
+        self._stored_files = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open_directory.mkdir(mode=0o700, exist_ok=True)
@@ -122,7 +126,8 @@ class BatchStore:
                     copy(file)
                     file.flush()
                     known = self._finish_file(file_id, name, "batch", expires)
-                    self._stored += known.bytes
+                    self._stored_bytes += known.bytes
+                    self._stored_files += 2
                     return known
             except BaseException:
                 self.content(file_id).unlink(missing_ok=True)
@@ -221,7 +226,13 @@ class BatchStore:
             raise HttpError(400, f"input_file_id: {told}", param="input_file_id")
         with _disk():
             self._check_room()
+            if sum(1 for _ in os.scandir(self._open_directory)) >= MAX_OPEN:
+                message = f"there are {MAX_OPEN} unfinished batches: wait until some end"
+                raise HttpError(
+                    429, message, code="too_many_batches", headers={"Retry-After": "60"}
+                )
             self._write(self._open_path(batch.id), batch)
+            self._stored_files += 1
 
     def batch(self, batch_id: str) -> Batch:
         """Return a batch in its current state."""
@@ -349,20 +360,28 @@ class BatchStore:
     # The folder
 
     def _check_room(self) -> None:
-        """Raise `HttpError` 507 if the storage limit is reached. Files of other processes are counted within a minute."""
-        if (
-            time.monotonic() - self._counted_at >= COUNT_AGAIN_S
-            or self._stored >= self._max_stored_bytes
-        ):
-            self._stored = sum(
+        """Raise `HttpError` 507 if a storage limit is reached. Files of other processes are counted
+        within a minute."""
+        if time.monotonic() - self._counted_at >= COUNT_AGAIN_S or self._is_full:
+            sizes = [
                 _size(entry)
                 for folder in (self._directory, self._open_directory)
                 for entry in os.scandir(folder)
-            )
+            ]
+            self._stored_bytes = sum(sizes)
+            self._stored_files = len(sizes)
             self._counted_at = time.monotonic()
-        if self._stored >= self._max_stored_bytes:
-            told = f"stored files have {self._stored} bytes, and max_stored_bytes is {self._max_stored_bytes}: delete some"
+        if self._is_full:
+            told = (
+                f"{self._stored_files} files have {self._stored_bytes} bytes, and the server stores "
+                f"at most {MAX_STORED} files and {self._max_stored_bytes} bytes (max_stored_bytes): "
+                "delete some"
+            )
             raise HttpError(507, told, code="storage_full")
+
+    @property
+    def _is_full(self) -> bool:
+        return self._stored_bytes >= self._max_stored_bytes or self._stored_files >= MAX_STORED
 
     def _finish_file(
         self,
