@@ -122,12 +122,12 @@ class FakeServer:
             target=lambda: self._loop.run_until_complete(self._start(ready)), daemon=True
         )
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         try:
             yield self.url
         finally:
             self._loop.call_soon_threadsafe(self._stop.set)
-            thread.join(10)
+            thread.join(60)
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0))

@@ -15,7 +15,7 @@ from tests.executors.ranks import children_of, processes_of_ranks, wait_until
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"  # two addresses of loopback
 TOKEN = "a token for the tests"
-NOTICED_S = 5.0  # a host that is lost is named within this time
+NOTICED_S = 15.0  # a host that is lost is named within this time: 5 s where the processors are free
 
 
 def environment(token: str = TOKEN) -> dict[str, str]:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
@@ -61,7 +60,9 @@ class RankThread:
         self.stdout = os.fdopen(output, "rb", buffering=0)
         self._control: Connection[Any, Any] = Connection(os.dup(int(command[-2])))
         self._waker, self._wakes = os.pipe()
-        self._jobs: SimpleQueue[RankJob] = SimpleQueue()
+        self._jobs: SimpleQueue[RankJob | None] = SimpleQueue()
+        self._rank: Rank | None = None
+        self._told_to_end = threading.Event()
         self._orders = Orders()
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._run, self._heed)
@@ -81,42 +82,61 @@ class RankThread:
         return self.returncode
 
     def _run(self) -> None:
-        code = self._work(replace(self._jobs.get(), waker_fd=self._waker))
-        os.close(self._waker)
-        os.close(self._output)
-        self.returncode = code
+        code = 1
+        try:
+            code = self._work()
+        finally:
+            os.close(self._waker)
+            os.close(self._output)
+            self.returncode = code
 
-    def _work(self, job: RankJob) -> int:
+    def _work(self) -> int:
+        """Return the exit code. Like a process, a rank that is told to end, or whose connection is closed, has not failed."""
+        if (job := self._jobs.get()) is None:
+            return 0
+        job = replace(job, waker_fd=self._waker)
         context = context_of(job, lambda *_: None)
-        rank = Rank(
+        self._rank = rank = Rank(
             job.rank,
             torch.device(job.device),
             job.settings,
             context,
-            partial(self._control.send, {"joining": True}),
+            self._join,
             address=job.address,
         )
         try:
             run(rank, job, self._control, self._orders)
-        except (WriterGone, EOFError):
+        except (WriterGone, EOFError, BrokenPipeError):
             return 0
         except Exception as error:
-            self._control.send({"failed": (describe(error), rank.group.failure is not None)})
+            if self._told_to_end.is_set():
+                return 0
+            with suppress(BrokenPipeError):
+                self._control.send({"failed": (describe(error), rank.group.failure is not None)})
             return 1
         finally:
             rank.close()
         raise AssertionError("a rank computes until it is told to end")
 
+    def _join(self) -> None:
+        if self._told_to_end.is_set():
+            raise EOFError
+        self._control.send({"joining": True})
+
     def _heed(self) -> None:
-        """Pass on what comes until the control connection is closed: a process would end then, here the ring's writer is gone."""
-        job: RankJob = pickle.loads(self._control.recv()["job"])
-        self._jobs.put(job)
+        """Pass on what comes until the control connection is closed. A process would end then; a thread is told, wherever it waits."""
         with suppress(EOFError, OSError):
+            job: RankJob = pickle.loads(self._control.recv()["job"])
+            self._jobs.put(job)
             while True:
                 for source in wait([self._control, job.waker_fd]):
                     if source is job.waker_fd:
                         os.write(self._wakes, os.read(job.waker_fd, 1 << 16))
                     else:
                         self._orders.put(self._control.recv())
-        os.close(self._wakes)
+        self._told_to_end.set()
+        self._jobs.put(None)
         self._orders.put(None)
+        if (rank := self._rank) is not None:
+            rank.group.abort()
+        os.close(self._wakes)

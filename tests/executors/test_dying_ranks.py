@@ -32,7 +32,7 @@ from tests.executors.ranks import (
 from tests.support import FULL
 
 PROMPTS = [[5, 17, 200, 31], [9, 12]]
-NOTICED_S = 2.0
+NOTICED_S = 10.0  # two seconds where the processors are free
 KILLS = 50 if FULL else 1
 PARENT = """
 import json, sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from dovetail import LLM, LLMEngine, SamplingParams
+from dovetail.api.executor import Capacity
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank
@@ -168,6 +170,22 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_numbers(
         ),
     ):
         engine(3)
+
+
+def test_ranks_end_when_the_first_one_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it, loaded or not."""
+    load = Rank.load
+
+    def fail_as_first(rank: Rank) -> Capacity:
+        if rank.group.rank == 0:
+            raise DovetailError("the first one can't")
+        return load(rank)
+
+    monkeypatch.setattr(Rank, "load", fail_as_first)
+    before = set(threading.enumerate())
+    with ranks_as_threads(), pytest.raises(DovetailError, match="the first one can't"):
+        engine(3)
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 `INPUTS` is the table: a new reader is a row, with its hostile inputs (`generators`). `docs/security.md` states the bounds. Sizes are small here: a
 quadratic reader is far beyond its bound, a linear one takes milliseconds. Slow tests send the largest bodies, and watch the event loop.
+
+Seconds are those of the reference machine of `tests/budget.py`, and the best of three tries counts: one may include a garbage collection of all that
+tests have imported.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from dovetail_server.protocol.openapi import OPERATIONS
 from dovetail_server.protocol.reasoning import EFFORT, reads
 from dovetail_server.settings import ServerSettings
 from tests.adapters import config_of, write_adapter
+from tests.budget import least_cpu_s, least_s
 from tests.front.pooled import SCORER
 from tests.hostile.generators import (
     ADAPTER_CONFIGS,
@@ -396,13 +400,19 @@ def check_time(
     what: str, make: Generator, read: Callable[[bytes], object], size: int, cpu_s: float = CPU_S
 ) -> None:
     content = make(size)
-    began = time.process_time()
-    with suppress(DovetailError, msgspec.MsgspecError):
-        read(content)
-    took_s = time.process_time() - began
-    assert took_s <= cpu_s + CPU_S_PER_BYTE * len(content), (
-        f"{what}: {took_s:.2f} s for {len(content)} bytes"
-    )
+    bound_s = cpu_s + CPU_S_PER_BYTE * len(content)
+
+    def attempt() -> None:
+        with suppress(DovetailError, msgspec.MsgspecError):
+            read(content)
+
+    took_s = least_cpu_s(attempt, bound_s)
+    assert took_s <= bound_s, f"{what}: {took_s:.2f} s for {len(content)} bytes"
+
+
+def check_held(what: str, http: Http, path: str, bodies: Sequence[bytes]) -> None:
+    held_s = least_s(lambda: http.held_s(path, bodies), LOOP_HELD_S)
+    assert held_s <= LOOP_HELD_S, f"{what}: {held_s:.2f} s"
 
 
 def check_memory(what: str, make: Generator, read: Callable[[bytes], object], size: int) -> None:
@@ -470,8 +480,7 @@ def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, htt
         )
         inputs.append((place, lambda size: filled(place, TEMPLATES["open code"](size))))
     for name, make in inputs:
-        held_s = http.held_s(path, [make(LARGEST - 10_000)])
-        assert held_s <= LOOP_HELD_S, f"{path}: {name}: {held_s:.2f} s"
+        check_held(f"{path}: {name}", http, path, [make(LARGEST - 10_000)])
 
 
 @pytest.mark.slow("bodies of 16 MB")
@@ -483,12 +492,11 @@ def test_tokenizing_the_largest_prompts_never_holds_the_event_loop(
 ) -> None:
     """For a model with room for them."""
     body = filled('{"prompt": "#", "max_tokens": 1}', make(LARGEST - 10_000))
-    assert http.held_s("/v1/completions", [body]) <= LOOP_HELD_S
+    check_held("a prompt", http, "/v1/completions", [body])
 
 
 @pytest.mark.slow("bodies of 20 MB together")
 def test_many_large_bodies_at_once_never_hold_the_event_loop(http: Http) -> None:
     for name, make in JSON.items():
         body = b'{"prompt": "a", "max_tokens": 1, "extra": {"a": ' + make(1_200_000) + b"}}"
-        held_s = http.held_s("/v1/completions", [body] * 16)
-        assert held_s <= LOOP_HELD_S, f"{name}: {held_s:.2f} s"
+        check_held(name, http, "/v1/completions", [body] * 16)

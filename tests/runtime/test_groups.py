@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ def test_a_group_that_was_ended_is_not_joined_again() -> None:
         ended.abort()
         with pytest.raises(RuntimeError, match="was ended"):
             ended.all_reduce(torch.ones(1))
+
+
+def test_an_abort_ends_the_wait_for_the_first_rank() -> None:
+    waits = Event()
+    with store() as path, ThreadPoolExecutor(1) as pool:
+        second = TorchGroup(1, 2, CPU, "test", path, 30.0, before_join=waits.set)
+        joining = pool.submit(second.join)
+        assert waits.wait(LIMIT_S)
+        second.abort()
+        with pytest.raises(RuntimeError, match="was ended"):
+            joining.result(LIMIT_S)
 
 
 def test_a_group_remembers_that_a_sum_failed() -> None:

@@ -142,13 +142,13 @@ async def test_a_body_that_comes_steadily_has_the_time_that_its_size_takes(
 ) -> None:
     monkeypatch.setattr(admission, "SLOWEST_BYTES_S", 1.0)
     async with (
-        serving(fake(), ServerSettings(body_timeout_s=0.1)) as url,
+        serving(fake(), ServerSettings(body_timeout_s=0.5)) as url,
         httpx.AsyncClient(base_url=url) as http,
     ):
 
         async def slowly() -> AsyncIterator[bytes]:
             yield body_of(100)[:-1]
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.7)
             yield b"}"
 
         assert (

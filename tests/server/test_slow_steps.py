@@ -75,7 +75,7 @@ def test_a_limit_of_ranks_begins_anew_while_the_first_one_gets_on() -> None:
     ranks.start()
     try:
         begun = time.monotonic()
-        ranks.limit(0.3, lambda: "too slow")
+        ranks.limit(0.5, lambda: "too slow")
         while time.monotonic() - begun < 1.0:
             PULSE.beat()
             assert not ended.wait(0.01)

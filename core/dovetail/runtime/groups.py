@@ -122,11 +122,11 @@ class TorchGroup:
         return self._shares
 
     def join(self) -> None:
-        """Connect to the other ranks, unless done already. Raises `DovetailError` if they don't join in time, `RuntimeError` after `abort`."""
+        """Connect to the other ranks, unless done already. Raises `DovetailError` if they don't join in time, `RuntimeError` after `abort`, also one
+        that comes while this rank waits for rank 0."""
         if self._group is not None:
             return
-        if self._ended:
-            raise RuntimeError("the group of ranks was ended")
+        self._check_not_ended()
         self._before_join()
         store = self._open_store()
         store.set_timeout(timedelta(seconds=JOIN_S))
@@ -136,6 +136,7 @@ class TorchGroup:
         while not store.check(
             [_presence(0)]
         ):  # rank 0 may load and compile for longer than the timeout
+            self._check_not_ended()
             time.sleep(POLL_S)
         before = _sockets() if self._over_hosts else set()
         try:
@@ -328,6 +329,10 @@ class TorchGroup:
             wait_for_workers=False,
             master_listen_fd=listening,
         )
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise RuntimeError("the group of ranks was ended")
 
     def _wait_for_others(self, store: Store) -> None:
         """Wait until every other rank has registered in the store, so that this rank doesn't block in an uninterruptible call if one dies."""

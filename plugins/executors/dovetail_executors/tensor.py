@@ -181,6 +181,8 @@ class TensorExecutor(Executor):
         ranks.on_failure = rank.group.abort
         try:
             capacity = self._load(rank, ranks)
+        except UnsupportedError:  # of the model: every rank finds it, some perhaps sooner
+            raise
         except Exception as error:
             if (others_failure := self._others_failure()) is not None:
                 raise others_failure from error
