@@ -9,6 +9,8 @@ from typing import Any
 from dovetail.checks import plain_integer, plain_text, shown
 from dovetail.errors import RequestError
 
+MAX_PATH_CHARS = 4096  # Linux opens no longer path, and resolving one takes quadratic time
+
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
@@ -26,6 +28,10 @@ class LoRARequest:
             if not (text := plain_text(str(value) if isinstance(value, Path) else value)):
                 raise RequestError(f"{name} must be a non-empty string, got {shown(value)}")
             object.__setattr__(self, name, text)
+        if (length := len(self.lora_path)) > MAX_PATH_CHARS:
+            raise RequestError(
+                f"lora_path must have at most {MAX_PATH_CHARS} characters, got {length}"
+            )
         if (number := plain_integer(self.lora_int_id)) is None or number < 1:
             raise RequestError(
                 f"lora_int_id must be an integer above 0, got {shown(self.lora_int_id)}"

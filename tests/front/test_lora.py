@@ -426,3 +426,8 @@ def test_no_copy_outlives_an_engine_that_is_killed(tmp_path: Path) -> None:
     while copy.parent.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_path_that_no_system_opens_is_refused_before_it_is_resolved() -> None:
+    with pytest.raises(RequestError, match="lora_path must have at most 4096 characters, got 4098"):
+        LoRARequest("a", 1, "a/" * 2049)

@@ -126,6 +126,11 @@ def test_adapters_are_loaded_used_and_unloaded(
             {"lora_name": "x" * 513, "lora_path": "one"},
             "lora_name: its characters must be at most 512",
         ),
+        pytest.param(
+            {"lora_name": "x", "lora_path": "a/" * 2049},
+            "lora_path: expected `str` of length <= 4096",
+            id="a path that no system opens",
+        ),
         ({"lora_path": "one"}, "lora_name"),
         ({"lora_name": "x", "lora_path": "one", "dtype": "float16"}, "dtype"),
     ],

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from dovetail.lora import MAX_PATH_CHARS
 
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /v1/load_lora_adapter."""
 
     lora_name: str
-    lora_path: str  # below the folder of adapters, or relative to it
+    # below the folder of adapters, or relative to it
+    lora_path: Annotated[str, msgspec.Meta(max_length=MAX_PATH_CHARS)]
     load_inplace: bool = False  # replace one that is served under this name
 
 
