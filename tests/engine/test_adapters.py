@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from dovetail.api.executor import Batch, Result
 from dovetail.api.scheduler import Refusal, Step
 from dovetail.engine.adapters import AdapterSlots
+from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.suites.holding import reachable
@@ -210,11 +212,11 @@ def test_samples_of_one_prompt_share_adapter_and_prompt() -> None:
 
 
 def test_another_executor_has_an_empty_bank() -> None:
-    slots, adapter = AdapterSlots(1, 1.0), FakeAdapter("x")
+    slots, request = AdapterSlots(1, 1.0), _request("x")
     for _ in range(2):
-        slots.take(adapter)
+        slots.admitted(request)
         assert [load.digest for load in slots.take_loads()] == ["x"]
-        slots.release(adapter)
+        slots.left(request)
         slots.forget()
 
 
@@ -313,7 +315,8 @@ def test_a_thousand_adapters_starve_nobody(policy: Named) -> None:
             world.step()
     world.drain(200_000)
     assert {finish.reason for finish in world.finished.values()} == {"length"}
-    assert world.core.adapters.used == 0
+    assert world.slots is not None
+    assert world.slots.used == 0
     waits = [
         request.first_token_time - request.arrival_time
         for request in world.requests.values()
@@ -327,15 +330,12 @@ def test_thousands_of_loads_leak_nothing() -> None:
     dice, slots, bank = random.Random(5), AdapterSlots(64, 1.0), dict[int, str]()
     running: list[LiveRequest] = []
     waiting = [_request(f"{dice.paretovariate(0.4) % 1_000:.0f}") for _ in range(200)]
-    step = 0
+    step, nothing = 0, Result(0, np.zeros(0, np.int64), 0.0, 0.0)
     while slots.loads < (10_000 if FULL else 1_000):
-        hidden = slots.open_step(step / 100, waiting)
-        for request in [
-            r for r in waiting if r.adapter is not None and r.adapter.digest not in hidden
-        ]:
-            assert request.adapter is not None
-            if len(running) < 96 and slots.can_take(request.adapter.digest):
-                slots.take(request.adapter)
+        slots.open_step(step / 100, waiting)
+        for request in [r for r in waiting if slots.refuses(r) is not Refusal.NOT_NOW]:
+            if len(running) < 96 and slots.refuses(request) is None:
+                slots.admitted(request)
                 waiting.remove(request)
                 running.append(request)
                 waiting.append(_request(f"{dice.paretovariate(0.4) % 1_000:.0f}"))
@@ -343,23 +343,28 @@ def test_thousands_of_loads_leak_nothing() -> None:
         slots.submitted(step)
         for request in running:
             assert request.adapter is not None
-            assert bank[slots.slot_of(request.adapter)] == request.adapter.digest
+            assert bank[slots.slot_of(request)] == request.adapter.digest
         if step:
-            slots.collected(step - 1)
+            slots.collected(_flight(step - 1), nothing, Delivery(), 0.0)
         for request in dice.sample(running, len(running) // 3):
-            assert request.adapter is not None
             running.remove(request)
-            slots.release(request.adapter)
+            slots.left(request)
         step += 1
     for request in running:
-        assert request.adapter is not None
-        slots.release(request.adapter)
+        slots.left(request)
     assert slots.used == 0
     assert len(reachable_digests(slots)) <= 64 + len(waiting)
 
 
 def _request(digest: str) -> LiveRequest:
     return LiveRequest(digest, (1,), SamplingParams(), max_tokens=1, adapter=FakeAdapter(digest))
+
+
+def _flight(step: int) -> InFlightStep:
+    """Return a step in flight without requests."""
+    none = np.zeros(0, np.int32)
+    batch = Batch(step, none, (), none, (), none, none, none.astype(np.bool_))
+    return InFlightStep(step, batch, None, 0.0, [], [], None, {}, {}, 0, 0, 0, 0, 0, 0, 0.0, ())
 
 
 def reachable_digests(slots: AdapterSlots) -> set[str]:

@@ -17,7 +17,9 @@ from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
+from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.features import features_of
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest, Status
@@ -295,7 +297,6 @@ class World:
             shape.overlap,
             policy.__name__,
             shape.pace,
-            shape.slot_wait_s,
             shape.strict,
         )
         self.drafter: Drafter | None = None
@@ -311,8 +312,18 @@ class World:
             if self.drafter is None
             else SpeculationSettings(self.drafter, "tests:drafter", shape.max_drafts, timeout_s)
         )
+        features = features_of(capacity, shape.slot_wait_s)
+        self.slots = next((one for one in features if isinstance(one, AdapterSlots)), None)
         self.core = EngineCore(
-            self.policy, self.kv, self.executor, capacity, self.clock, settings, hub, speculation
+            self.policy,
+            self.kv,
+            self.executor,
+            capacity,
+            self.clock,
+            settings,
+            hub,
+            features,
+            speculation,
         )
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
@@ -524,17 +535,14 @@ class World:
 
     def _check_slots(self) -> None:
         """Each adapter in use has a slot of its own, and no more are used than there are."""
-        running = [
-            r
+        if self.slots is None:
+            return
+        slots = {
+            r.adapter.digest: self.slots.slot_of(r)
             for r in self.requests.values()
             if r.adapter is not None and r.status in (Status.RUNNING, Status.DRAINING)
-        ]
-        slots = {
-            r.adapter.digest: self.core.adapters.slot_of(r.adapter)
-            for r in running
-            if r.adapter is not None
         }
-        assert len({*slots.values()}) == len(slots) == self.core.adapters.used
+        assert len({*slots.values()}) == len(slots) == self.slots.used
         assert all(1 <= slot <= self.shape.adapters for slot in slots.values())
 
     def _check_counts(self) -> None:

@@ -1,20 +1,23 @@
-"""Slots for LoRA adapters: which adapter each slot of the device's bank holds, and which requests may use one now.
+"""LoRA adapters: which one each slot of the device's bank holds, and which requests may use one.
 
-A request takes its adapter's slot with the grant that admits it, and keeps it while it runs. Unused slots keep their adapters; the one unused for the
-longest time is overwritten first. `PlannedStep` takes slots, `Books` releases them, `BatchBuilder` asks what is to be loaded.
+A request takes its adapter's slot with the grant that admits it, and keeps it while it runs.
+Unused slots keep their adapters; the one unused for the longest time is overwritten first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dovetail.api.executor import AdapterLoad
+from dovetail.api.executor import AdapterLoad, Batch, Result
+from dovetail.api.scheduler import Refusal
+from dovetail.engine.feature import EngineFeature
+from dovetail.engine.flight import Delivery, InFlightStep
+from dovetail.engine.live_request import LiveRequest
 
 if TYPE_CHECKING:
     from dovetail.engine.adapter import Adapter
-    from dovetail.engine.live_request import LiveRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -27,11 +30,12 @@ class _Slot:
     read_until: int = -1  # the last step that may read it
 
 
-class AdapterSlots:
+class AdapterSlots(EngineFeature):
     """The slots of one engine. An adapter is named by its digest.
 
-    When an adapter has waited for `wait_s` seconds, no new request joins the adapter that has been used longest, and the next slot that becomes free
-    is kept for the one that waits. It is offered to the policy for as long again.
+    When an adapter has waited for `wait_s` seconds, no new request joins the adapter that has been
+    used longest, and the next slot that becomes free is kept for the one that waits. It is offered
+    to the policy for as long again.
     """
 
     def __init__(self, count: int, wait_s: float) -> None:
@@ -41,6 +45,7 @@ class AdapterSlots:
             _Slot(number + 1) for number in range(count)
         )  # the one unused for the longest time first
         self._changed: dict[_Slot, Adapter] = {}  # taken for another adapter since the last batch
+        self._hidden: frozenset[str] = frozenset()  # digests that could get no slot at `open_step`
         self._free = count  # unused ones that no step in flight reads
         self._submitted = self._collected = -1  # the last step of each
         self._now = 0.0
@@ -52,8 +57,11 @@ class AdapterSlots:
         self._closed: _Slot | None = None  # no new request joins its adapter
         self.loads = 0  # in all
 
-    def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> frozenset[str]:
-        """Begin to plan a step. Return the digests of those adapters of the `waiting` requests that can get no slot now."""
+    def arrived(self, request: LiveRequest) -> None:
+        if request.adapter is not None:
+            request.cache_keys = (*request.cache_keys, f"adapter:{request.adapter.digest}")
+
+    def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         if (
             self._free - self._kept() > 0
         ):  # after the last step there was a slot for each: the policy left it
@@ -69,11 +77,12 @@ class AdapterSlots:
             if digest in wanted and not self._is_used(digest)
         }
         self._find_first()
-        hidden = [digest for digest in wanted if not self.can_take(digest)]
+        hidden = [digest for digest in wanted if not self._can_take(digest)]
         for digest in hidden:
             if not self._is_used(digest):
                 self._waiting.setdefault(digest, now)
-        return frozenset(hidden)
+        self._hidden = frozenset(hidden)
+        return bool(hidden)
 
     def _find_first(self) -> None:
         """Find the adapter that has waited for too long, and keep a slot for it, or close the one used longest."""
@@ -103,7 +112,14 @@ class AdapterSlots:
             del self._waiting[first]
             self._first = self._offered = None
 
-    def can_take(self, digest: str) -> bool:
+    def refuses(self, request: LiveRequest) -> Refusal | None:
+        if request.adapter is None:
+            return None
+        if request.adapter.digest in self._hidden:
+            return Refusal.NOT_NOW
+        return None if self._can_take(request.adapter.digest) else Refusal.ADAPTERS
+
+    def _can_take(self, digest: str) -> bool:
         """Return True if a request may be admitted with that adapter now."""
         slot = self._holding.get(digest)
         if slot is not None and slot.users:
@@ -111,8 +127,11 @@ class AdapterSlots:
         takes_free = slot is None or slot.read_until <= self._collected
         return self._free - takes_free >= (0 if digest == self._first else self._kept())
 
-    def take(self, adapter: Adapter) -> None:
-        """Give one more request its adapter's slot: that which has it, or a free one."""
+    def admitted(self, request: LiveRequest) -> None:
+        """Give it its adapter's slot: that which has it, or a free one."""
+        adapter = request.adapter
+        if adapter is None:
+            return
         slot = self._holding.get(adapter.digest)
         if slot is None:
             free = (slot for slot in self._unused if slot.read_until <= self._collected)
@@ -128,28 +147,41 @@ class AdapterSlots:
             slot.used_since = self._now
         slot.users += 1
 
-    def release(self, adapter: Adapter) -> None:
-        """Take the slot back from a request that doesn't run any more. Steps in flight may still read it."""
-        slot = self._holding[adapter.digest]
+    def left(self, request: LiveRequest) -> None:
+        """Take its slot back. Steps in flight may still read it."""
+        if request.adapter is None:
+            return
+        slot = self._holding[request.adapter.digest]
         slot.users -= 1
         if slot.loaded:
             slot.read_until = self._submitted
         if slot.users:
             return
         if not slot.loaded:  # taken in the step being planned, and given back in it
-            del self._holding[adapter.digest], self._changed[slot]
+            del self._holding[request.adapter.digest], self._changed[slot]
             slot.digest = None
         self._unused[slot] = None
         self._free += slot.read_until <= self._collected
 
-    def slot_of(self, adapter: Adapter) -> int:
-        """Return the number of the slot that a running request uses."""
-        return self._holding[adapter.digest].number
+    def fill(
+        self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
+    ) -> Batch:
+        slots = [self.slot_of(request) for request in added]
+        if not any(slots) and not self._changed:
+            return batch
+        rows = zip(batch.added, slots, strict=True)
+        return replace(
+            batch,
+            added=tuple(replace(row, adapter=slot) for row, slot in rows),
+            adapters=self.take_loads(),
+        )
+
+    def slot_of(self, request: LiveRequest) -> int:
+        """Return the number of the slot that a running request uses; 0: none."""
+        return 0 if request.adapter is None else self._holding[request.adapter.digest].number
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """Return what the next batch has to load, once."""
-        if not self._changed:
-            return ()
         changed, self._changed = self._changed, {}
         for slot in changed:
             slot.loaded = True
@@ -162,11 +194,16 @@ class AdapterSlots:
     def submitted(self, step: int) -> None:
         self._submitted = step
 
-    def collected(self, step: int) -> None:
-        self._collected = step
+    def collected(
+        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
+    ) -> None:
+        self._collected = flight.index
+
+    def observed(self, flight: InFlightStep) -> Mapping[str, int]:
+        return {"adapter_loads": len(flight.batch.adapters)}
 
     def forget(self) -> None:
-        """Note that all slots are empty, as another executor has a bank of its own. No slot may be in use."""
+        """Note that all slots are empty: another executor has a bank of its own."""
         self._holding.clear()
         for slot in self._unused:
             slot.digest, slot.loaded, slot.read_until = None, False, -1

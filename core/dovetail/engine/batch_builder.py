@@ -9,8 +9,8 @@ import numpy as np
 
 from dovetail.api.executor import Batch, Drafts, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import Checkpoint, KVCacheManager, KVLayout, Pages
-from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.books import RowAllocator
+from dovetail.engine.feature import EngineFeature
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.step import PlannedStep
@@ -27,12 +27,12 @@ class BatchBuilder:
         self,
         kv: KVCacheManager,
         rows: RowAllocator,
-        adapters: AdapterSlots,
+        features: Sequence[EngineFeature],
         layout: KVLayout,
         may_share: bool,
     ) -> None:
         """`may_share`: the executor can use the number of leading blocks that all requests of a step share."""
-        self._kv, self._rows, self._adapters = kv, rows, adapters
+        self._kv, self._rows, self._features = kv, rows, features
         self._may_share = (
             may_share
             and bool(layout.groups)
@@ -48,8 +48,8 @@ class BatchBuilder:
 
     def build(
         self, step: PlannedStep, drafts: dict[LiveRequest, Sequence[int]], *, constrained: bool
-    ) -> tuple[Batch, InFlightStep]:
-        """Return the batch of a step, and its record until the result is in. Requests without a row get one. `drafts`: those of its decodes that have
+    ) -> InFlightStep:
+        """Return the record of a step until the result is in, with its batch. Requests without a row get one. `drafts`: those of its decodes that have
         any. `constrained`: some unfinished requests have a grammar."""
         requests, tokens = list(step.granted), list(step.granted.values())
         if drafts:
@@ -67,14 +67,6 @@ class BatchBuilder:
         for request in newcomers:
             self._rows.assign(request)
         removed = self._rows.take_removed()
-        yields_token, pooled = None, list[int]()
-        if step.prefill_tokens:
-            yields_token = [r.yields_token and r.pooling is None for r in requests]
-            pooled = [
-                index
-                for index, r in enumerate(requests)
-                if r.pooling is not None and r.yields_token
-            ]
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
@@ -88,9 +80,9 @@ class BatchBuilder:
             else (),
             rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
-            yields_token=np.ones(len(requests), np.bool_)
-            if yields_token is None
-            else np.array(yields_token, np.bool_),
+            yields_token=np.array([r.yields_token for r in requests])
+            if step.prefill_tokens
+            else np.ones(len(requests), np.bool_),
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
             late=constrained
             and any(
@@ -100,17 +92,17 @@ class BatchBuilder:
                 for r in requests
             ),
             drafts=_drafts(requests, drafts) if drafts else None,
-            pooled=np.array(pooled, np.int32) if pooled else None,
-            adapters=self._adapters.take_loads(),
         )
-        flight = InFlightStep(
+        for feature in self._features:
+            batch = feature.fill(batch, requests, newcomers)
+        return InFlightStep(
             index=step.index,
             batch=batch,
             handle=None,
             planned=step.now,
             requests=requests,
             tokens=tokens,
-            yields_token=yields_token,
+            yields_token=batch.yields_token.tolist() if step.prefill_tokens else None,
             prefilled=step.prefilled,
             recomputed=step.recomputed,
             prefill_tokens=step.prefill_tokens,
@@ -123,9 +115,7 @@ class BatchBuilder:
             decisions=tuple(step.decisions or ()),
             unsampled=batch.late,
             drafts=drafts,
-            pooled=pooled,
         )
-        return batch, flight
 
     def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
         """Return how many leading blocks all requests of a step share; 0 unless the executor can use it. Cached until a table is `new` or
@@ -158,8 +148,6 @@ class BatchBuilder:
             computed=request.num_computed - granted,
             pages=tuple(np.array(pages, np.int32) for pages in self._kv.tables(request)),
             sampling=request.sampling,
-            pooling=request.pooling,
-            adapter=0 if request.adapter is None else self._adapters.slot_of(request.adapter),
         )
 
 

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from dovetail.api.kv_cache import KVCacheManager, KVLayout
-from dovetail.engine.adapters import AdapterSlots
+from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Gate
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import has_fresh, is_awaited
@@ -24,10 +24,10 @@ class Books:
         num_pages: int,
         max_seqs: int,
         policy_name: str,
-        adapters: AdapterSlots | None = None,
+        features: Sequence[EngineFeature] = (),
     ) -> None:
         self.kv = kv
-        self.adapters = adapters or AdapterSlots(0, 0.0)
+        self.features = features
         self.layout = layout
         self.num_pages = num_pages
         self.block_size = layout.block_size  # tokens of the smallest block
@@ -51,6 +51,8 @@ class Books:
     def arrive(self, request: LiveRequest) -> None:
         """Add an arrived request to the waiting ones, or hold it back while a gate is closed."""
         self.known.add(request)
+        for feature in self.features:
+            feature.arrived(request)
         if any(gate.closed() for gate in request.gates):
             request.status = Status.GATED
             self.gated[request] = None
@@ -136,7 +138,7 @@ class Books:
     def requeue(self, request: LiveRequest) -> None:
         """Put a preempted request back into the waiting queue, without blocks; its tokens will be prefilled again."""
         self.running.remove(request)
-        self._release_adapter(request)
+        self._tell_left(request)
         request.lost = max(request.lost, request.num_computed)
         self.drop_blocks(request)
         request.status = Status.WAITING
@@ -149,7 +151,7 @@ class Books:
         them."""
         siblings = request.siblings
         if request.status in (Status.RUNNING, Status.DRAINING):
-            self._release_adapter(request)
+            self._tell_left(request)
         if request.status is Status.GATED:
             del self.gated[request]
         elif request.status is Status.WAITING:
@@ -166,9 +168,9 @@ class Books:
         if siblings and not has_fresh(siblings):
             self.drop_lingering([r for r in self.lingering if r.siblings is siblings])
 
-    def _release_adapter(self, request: LiveRequest) -> None:
-        if request.adapter is not None:
-            self.adapters.release(request.adapter)
+    def _tell_left(self, request: LiveRequest) -> None:
+        for feature in self.features:
+            feature.left(request)
 
     def drop_lingering(self, requests: list[LiveRequest]) -> None:
         """Release the blocks of finished `requests`, which no sibling will fork."""

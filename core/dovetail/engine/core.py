@@ -34,10 +34,10 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Scheduler, StepDone
-from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.arrivals import Arrivals
 from dovetail.engine.batch_builder import NONE, BatchBuilder
 from dovetail.engine.books import Books
+from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
@@ -72,7 +72,6 @@ class CoreSettings:
     pace: float | None = (
         None  # times as long as its decodes alone; None: prompts may fill the budget of a step
     )
-    slot_wait_s: float = 1.0  # an adapter that waits longer than this for a slot is preferred
     strict: bool = False  # raise `SchedulerStalled` rather than plan in the policy's place
 
 
@@ -88,20 +87,19 @@ class EngineCore:
         clock: Clock,
         settings: CoreSettings,
         observers: ObserverHub | None = None,
+        features: Sequence[EngineFeature] = (),
         speculation: SpeculationSettings | None = None,
     ) -> None:
         self.kv, self.executor, self.clock, self.settings = kv, executor, clock, settings
         self.observers = observers or ObserverHub([])
-        self.adapters = AdapterSlots(
-            0 if capacity.adapters is None else capacity.adapters.slots, settings.slot_wait_s
-        )
+        self.features = features
         self.books = Books(
             kv,
             capacity.layout,
             capacity.num_pages,
             settings.max_num_seqs,
             settings.scheduler_name,
-            self.adapters,
+            features,
         )
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
         self.plan_timing = PlanTiming(clock)
@@ -119,7 +117,7 @@ class EngineCore:
         self._finished: dict[LiveRequest, Finish] = {}  # not by a step's results: rejected, failed
         self._take_scheduler(scheduler)
         self._batches = BatchBuilder(
-            kv, self.books.rows, self.adapters, capacity.layout, capacity.shared_prefix
+            kv, self.books.rows, features, capacity.layout, capacity.shared_prefix
         )
         self._vocab_size = capacity.vocab_size
         self._storm = StormWatch(settings.scheduler_name)
@@ -181,7 +179,8 @@ class EngineCore:
             self._take_scheduler(scheduler)
         if executor is not None:
             self.executor = executor
-            self.adapters.forget()
+            for feature in self.features:
+                feature.forget()
 
     def _take_scheduler(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -370,13 +369,14 @@ class EngineCore:
                 if self._speculation is None or self._flights
                 else self._draft(self._speculation, step)
             )
-            batch, flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
+            flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
             self._drain(flight.requests)
             self.books.submitted(step.granted)
             flight.core_s = time.perf_counter() - begun
-            flight.handle = self.executor.submit(batch)
+            flight.handle = self.executor.submit(flight.batch)
             self._flights.append(flight)
-            self.adapters.submitted(flight.index)
+            for feature in self.features:
+                feature.submitted(flight.index)
             if self._speculation is not None:
                 self._note_host_time(self._speculation)
             self._sample_late()
@@ -432,8 +432,6 @@ class EngineCore:
                 request.status = Status.PREPARING
                 self._finish(request, Finish("rejected", why), deliver=True)
                 return
-        if request.adapter is not None:
-            request.cache_keys = (*request.cache_keys, f"adapter:{request.adapter.digest}")
         self.books.arrive(request)
         self._ask("on_arrival", request)
 
@@ -477,7 +475,6 @@ class EngineCore:
     def _collect(self, delivery: Delivery) -> None:
         flight = self._flights.pop(0)
         result = self.executor.collect(flight.handle)
-        self.adapters.collected(flight.index)
         begun, self._free_from = time.perf_counter(), self.clock.now()
         flight.check(result)
         self.plan_timing.collected(result)
@@ -505,40 +502,10 @@ class EngineCore:
     def _deliver(self, flight: InFlightStep, result: Result, delivery: Delivery) -> None:
         """Give each unfinished request its tokens, and check whether it stops. Rows of finished requests are dropped, as are tokens after an end."""
         now = self.clock.now()
-        finished_status, next_logprob = Status.FINISHED, 0
         requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
-        failed, prompt_logprobs, logprobs = (
-            result.failed,
-            result.prompt_logprobs,
-            result.logprobs,
-        )  # nearly always empty
-        with_drafts = bool(flight.drafts)
-        for index, (request, token) in flight.tokens_of(result):
-            sampled = flight.yields_token is None or flight.yields_token[index]
-            if sampled and (result.counts is None or result.counts[index]):
-                next_logprob += 1
-            if request.status is finished_status:
-                flight.forget(index)
-                continue
-            if with_drafts and (request in finished or flight.ends_before_token(request, finished)):
-                continue
-            if failed and index in failed:
-                finished[request] = Finish("error", failed[index])
-                continue
-            if prompt_logprobs and index in prompt_logprobs:
-                fresh = flight.fresh_prompt_logprobs(request, prompt_logprobs[index])
-                if fresh is not None:
-                    delivery.prompt_logprobs.append((request, fresh))
-            if not sampled:
-                if index in flight.pooled:
-                    request.in_flight -= 1
-                    request.first_token_time = request.last_token_time = now
-                    delivery.pooled.append((request, result.pooled[index]))
-                    finished[request] = Finish("stop")
-                continue
-            if (
-                request.in_flight
-            ):  # as `LiveRequest.receive`: a call for each token would be 3 % of a step's time here
+        for line, (request, token) in flight.tokens_of(result, finished):
+            # As `LiveRequest.receive`: a call for each token would be 3 % of a step's time here.
+            if request.in_flight:
                 request.in_flight -= 1
             else:  # the token before was an accepted draft, and is computed
                 request.num_computed += 1
@@ -547,20 +514,21 @@ class EngineCore:
             requests.append(request)
             token_ids.append(token)
             request.last_token_time = now
-            if logprobs is not None and request.params.logprobs is not None:
-                delivery.logprobs.append((request, logprobs, next_logprob - 1))
+            if result.logprobs is not None and request.params.logprobs is not None:
+                delivery.logprobs.append((request, result.logprobs, line))
             if request.first_token_time is None:
                 request.first_token_time = now
             if token in request.stop_ids and len(output) > request.params.min_tokens:
-                finished[request] = Finish(
-                    "stop", token if token in (request.params.stop_token_ids or ()) else None
-                )
+                told = token if token in (request.params.stop_token_ids or ()) else None
+                finished[request] = Finish("stop", told)
             elif request.watchers and (finish := _watched(request, token)) is not None:
                 finished[request] = finish
             elif len(output) >= request.max_tokens:
                 finished[request] = Finish("length")
             elif request.num_computed >= request.next_commit:
                 self.books.commit(request)
+        for feature in self.features:
+            feature.collected(flight, result, delivery, now)
 
     def _settle(
         self, flight: InFlightStep, result: Result, delivery: Delivery, begun: float
@@ -594,6 +562,9 @@ class EngineCore:
             self._tell_of(flight, result, len(delivery.requests), core_s)
 
     def _tell_of(self, flight: InFlightStep, result: Result, generated: int, core_s: float) -> None:
+        fields: dict[str, int] = {}
+        for feature in self.features:
+            fields |= feature.observed(flight)
         event = StepFinished(
             index=flight.index,
             planned=flight.planned,
@@ -616,7 +587,7 @@ class EngineCore:
             graphs=result.graphs,
             page_copies=len(flight.batch.copies),
             checkpoints=len(flight.batch.checkpoints),
-            adapter_loads=len(flight.batch.adapters),
+            **fields,
         )
         self.observers.tell("on_step", event)
 

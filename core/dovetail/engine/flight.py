@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import Batch, HostLogprobs, Result
@@ -69,7 +70,6 @@ class InFlightStep:
     accepted: dict[LiveRequest, int] = field(
         default_factory=dict
     )  # of `drafts`, once the results are in
-    pooled: Sequence[int] = ()  # indices of rows that pool, and whose results are due
 
     @property
     def yields(self) -> bool:
@@ -102,29 +102,52 @@ class InFlightStep:
                     f"step {self.index}: the executor returned {counts.tolist()} tokens a row, where {most} are the most"
                 )
             rows = int(counts.sum())
-        if missing := set(self.pooled) - {*result.pooled, *result.failed}:
-            raise DovetailError(
-                f"step {self.index}: the executor returned no pooled result of rows {sorted(missing)}"
-            )
+            for request, count in zip(self.requests, counts.tolist(), strict=True):
+                if request in self.drafts:
+                    self.accepted[request] = max(0, count - 1)
         if len(result.token_ids) != rows:
             raise DovetailError(
                 f"the executor returned {len(result.token_ids)} tokens for the {rows} rows of step {self.index}"
             )
 
-    def tokens_of(self, result: Result) -> Iterable[tuple[int, tuple[LiveRequest, int]]]:
-        """Return the tokens of a result in order, each with its request and the row's index; -1 for a row that yields none."""
-        if result.counts is None:
-            return enumerate(zip(self.requests, result.token_ids.tolist(), strict=True))
-        tokens, each = iter(result.token_ids.tolist()), []
-        for index, (request, count) in enumerate(
-            zip(self.requests, result.counts.tolist(), strict=True)
+    def tokens_of(
+        self, result: Result, finished: dict[LiveRequest, Finish]
+    ) -> Iterable[tuple[int, tuple[LiveRequest, int]]]:
+        """Return the tokens to deliver in order, each with its request and its number in the step.
+
+        Rows of requests that ended before are dropped, as are tokens of those in `finished`: the
+        caller adds to it between tokens. Rows that fail are added here.
+        """
+        ended = Status.FINISHED
+        if (
+            self.yields_token is None
+            and result.counts is None
+            and not result.failed
+            and not [True for request in self.requests if request.status is ended]
         ):
-            each += [(index, (request, next(tokens))) for _ in range(count)] or [
-                (index, (request, -1))
-            ]
-            if request in self.drafts:
-                self.accepted[request] = max(0, count - 1)
-        return each
+            return enumerate(zip(self.requests, result.token_ids.tolist(), strict=True))
+        return self._sound_tokens(result, finished)
+
+    def _sound_tokens(
+        self, result: Result, finished: dict[LiveRequest, Finish]
+    ) -> Iterator[tuple[int, tuple[LiveRequest, int]]]:
+        """Do as `tokens_of` for any step."""
+        token_ids, yields = result.token_ids, self.batch.yields_token
+        if result.counts is None:  # each row has a place
+            token_ids = token_ids[yields]
+        counts: list[int] = (yields if result.counts is None else result.counts).tolist()
+        numbered = enumerate(token_ids.tolist())
+        for index, (request, count) in enumerate(zip(self.requests, counts, strict=True)):
+            tokens = list(islice(numbered, count))
+            if request.status is Status.FINISHED:
+                self.forget(index)
+                continue
+            if index in result.failed:
+                finished[request] = Finish("error", result.failed[index])
+            for number, token in tokens:
+                if request in finished or self.ends_before_token(request, finished):
+                    break
+                yield number, (request, token)
 
     def ends_before_token(self, request: LiveRequest, finished: dict[LiveRequest, Finish]) -> bool:
         """Count a token of `request`; finish it if its grammar can't have it."""
@@ -154,22 +177,6 @@ class InFlightStep:
             self.recomputed_tokens -= self.recomputed.get(request, 0)
         else:
             self.decode_tokens -= tokens
-
-    def fresh_prompt_logprobs(
-        self, request: LiveRequest, logprobs: HostLogprobs
-    ) -> HostLogprobs | None:
-        """Return the rows of `logprobs` that belong to prompt tokens and weren't given out before a preemption."""
-        if request not in self.prefilled:
-            return None
-        begin, end = (
-            self.recomputed.get(request, 0),
-            request.prompt_tokens - 1 - self.prefilled[request],
-        )
-        if begin >= min(end, len(logprobs.ranks)):
-            return None
-        return HostLogprobs(
-            logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end]
-        )
 
     def ran(self, delivered: Iterable[LiveRequest]) -> tuple[Ran, ...]:
         """Return the policy's account of the step, now that its results are in, without requests that had ended before."""

@@ -52,11 +52,8 @@ class PlannedStep:
         self._books = books
         self._kv = books.kv
         self._known = books.known
-        self._hidden = (
-            books.adapters.open_step(now, books.waiting)
-            if books.adapters.count
-            else frozenset[str]()
-        )
+        hiding = [feature.open_step(now, books.waiting) for feature in books.features]
+        self._hides = any(hiding)  # some of the waiting requests
         self._split: tuple[tuple[LiveRequest, ...], ...] | None = (
             None  # the waiting requests, and the shown and the hidden ones among them
         )
@@ -109,7 +106,7 @@ class PlannedStep:
     def waiting(self) -> tuple[LiveRequest, ...]:
         self._check_open()
         waiting = self._books.waiting.as_tuple()
-        return self._shown_and_hidden(waiting)[1] if self._hidden else waiting
+        return self._shown_and_hidden(waiting)[1] if self._hides else waiting
 
     @property
     def running(self) -> tuple[LiveRequest, ...]:
@@ -126,7 +123,7 @@ class PlannedStep:
     def held_back(self) -> tuple[LiveRequest, ...]:
         self._check_open()
         gated = tuple(self._books.gated)
-        if not self._hidden:
+        if not self._hides:
             return gated
         hidden = self._shown_and_hidden(self._books.waiting.as_tuple())[2]
         return tuple(sorted((*gated, *hidden), key=lambda r: (r.arrival_time, r.order)))
@@ -134,14 +131,22 @@ class PlannedStep:
     def _shown_and_hidden(
         self, waiting: tuple[LiveRequest, ...]
     ) -> tuple[tuple[LiveRequest, ...], ...]:
-        """Return `waiting`, and the parts of it whose adapters can and can't get a slot, cached until it changes."""
+        """Return `waiting`, and the shown and the hidden ones of it, cached until it changes."""
         if self._split is None or self._split[0] is not waiting:
-            hidden = tuple([r for r in waiting if self._lacks_slot(r)])
-            self._split = waiting, tuple([r for r in waiting if not self._lacks_slot(r)]), hidden
+            hidden = [self._refusal(request) is Refusal.NOT_NOW for request in waiting]
+            self._split = (
+                waiting,
+                tuple([r for r, hides in zip(waiting, hidden, strict=True) if not hides]),
+                tuple([r for r, hides in zip(waiting, hidden, strict=True) if hides]),
+            )
         return self._split
 
-    def _lacks_slot(self, request: LiveRequest) -> bool:
-        return request.adapter is not None and request.adapter.digest in self._hidden
+    def _refusal(self, request: LiveRequest) -> Refusal | None:
+        """Return why a feature doesn't admit the waiting `request` now."""
+        for feature in self._books.features:
+            if (refusal := feature.refuses(request)) is not None:
+                return refusal
+        return None
 
     @property
     def in_flight_until(self) -> float:
@@ -333,52 +338,65 @@ class PlannedStep:
         evict: Iterable[Request],
     ) -> Refusal | None:
         """Grant, or change nothing and return the reason."""
-        if self._not_now(request):
+        refusal = self._refusal(request) if request.status is Status.WAITING else None
+        if refusal is Refusal.NOT_NOW or self._not_now(request):
             return Refusal.NOT_NOW
         source = self._fork_source(request) if request.status is Status.WAITING else None
         start, end = self._span(request, source)
         if request.indivisible:
             max_tokens, min_tokens = None, end - start
-        tokens, least = min(end - start, self._tokens_left), max(1, min(min_tokens, end - start))
-        if max_tokens is not None:
-            tokens = min(tokens, max_tokens)
+        least = max(1, min(min_tokens, end - start))
+        tokens = min(end - start, self._tokens_left, end if max_tokens is None else max_tokens)
         if tokens < least:
             return Refusal.BUDGET
-        if self._seqs_left < 1:
-            return Refusal.SEATS
-        if self._seqs_left <= self._books.rows.kept_from(request):
-            return Refusal.NOT_NOW
-        room_for = start + tokens  # the pace slows computing, and spares no memory
-        layout = self._books.layout
-        if reserve and (
-            not layout.has_windows or layout.pages(end) <= self._books.num_pages
-        ):  # windows may release what doesn't fit at once
-            room_for = end
-        if start < request.prefill_end:
-            tokens = int(
-                min(
-                    tokens, max(self._prompt_tokens_left(), least if not self.prefill_tokens else 0)
-                )
-            )
-            if tokens < least:
-                return Refusal.PACE
-        if (
-            request.adapter is not None
-            and request.status is Status.WAITING
-            and not self._books.adapters.can_take(request.adapter.digest)
-        ):
-            return Refusal.ADAPTERS
-        if not self._take_blocks(request, source, room_for):
-            if not self._make_room(request, source, room_for, evict):
-                return Refusal.MEMORY
-            if not self._take_blocks(request, source, room_for):
-                raise DovetailError(
-                    f"the KV-cache manager refused {room_for} tokens of {request.id!r} that it had said would fit"
-                )
+        if (no_seat := self._no_seat(request)) is not None:
+            return no_seat
+        room_for = end if reserve and self._may_reserve(end) else start + tokens
+        if start < request.prefill_end:  # the pace slows computing, and spares no memory
+            paced = max(self._prompt_tokens_left(), 0 if self.prefill_tokens else least)
+            tokens = int(min(tokens, paced))
+        if tokens < least:
+            return Refusal.PACE
+        if refusal is not None:
+            return refusal
+        if not self._take_or_evict(request, source, room_for, evict):
+            return Refusal.MEMORY
         if request.status is Status.WAITING:
             self._admit(request)
         self._book(request, min(tokens, end - request.num_computed))
         return None
+
+    def _no_seat(self, request: LiveRequest) -> Refusal | None:
+        """Return why the step has no seat for `request`: others took all, or keep their rows."""
+        if self._seqs_left < 1:
+            return Refusal.SEATS
+        if self._seqs_left <= self._books.rows.kept_from(request):
+            return Refusal.NOT_NOW
+        return None
+
+    def _may_reserve(self, num_tokens: int) -> bool:
+        """Return True if `num_tokens` tokens fit the pool at once, or no window releases any."""
+        layout = self._books.layout
+        return not layout.has_windows or layout.pages(num_tokens) <= self._books.num_pages
+
+    def _take_or_evict(
+        self,
+        request: LiveRequest,
+        source: LiveRequest | None,
+        num_tokens: int,
+        evict: Iterable[Request],
+    ) -> bool:
+        """Give it blocks, preempting from `evict` if need be, or change nothing; return False."""
+        if self._take_blocks(request, source, num_tokens):
+            return True
+        if not self._make_room(request, source, num_tokens, evict):
+            return False
+        if not self._take_blocks(request, source, num_tokens):
+            raise DovetailError(
+                f"the KV-cache manager refused {num_tokens} tokens of {request.id!r} that it had "
+                "said would fit"
+            )
+        return True
 
     def _prompt_tokens_left(self) -> float:
         """Return how many more prompt tokens the pace and the device's speed allow in this step. The bound is set once, at the first prompt."""
@@ -392,10 +410,8 @@ class PlannedStep:
         return self._most_prompt_tokens - self.prefill_tokens
 
     def _not_now(self, request: LiveRequest) -> bool:
-        """Return True if its token in flight, its adapter, or an earlier decision on it in this step forbids a grant."""
+        """Return True if its token in flight or an earlier decision on it forbids a grant."""
         if request.decided_in == self.index or request.status in (Status.DRAINING, Status.GATED):
-            return True
-        if request.status is Status.WAITING and self._lacks_slot(request):
             return True
         return request.in_flight > 0 and request.row < 0
 
@@ -541,8 +557,8 @@ class PlannedStep:
 
     def _admit(self, request: LiveRequest) -> None:
         self._books.waiting.remove(request)
-        if request.adapter is not None:
-            self._books.adapters.take(request.adapter)
+        for feature in self._books.features:
+            feature.admitted(request)
         request.status = Status.RUNNING
         request.prefill_end = request.num_tokens
         request.next_commit = (

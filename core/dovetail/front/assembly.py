@@ -29,6 +29,7 @@ from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.features import features_of
 from dovetail.engine.speculation import SpeculationSettings
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import (
@@ -550,10 +551,14 @@ def _make_core(
         config.overlap,
         parts.scheduler.qualified_name,
         config.pace,
-        0.0 if config.adapters is None else config.adapters.slot_wait_s,
+    )
+    features = features_of(
+        capacity, 0.0 if config.adapters is None else config.adapters.slot_wait_s
     )
     speculation = _make_speculation(capacity, config, parts, model_drafter)
-    return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers, speculation)
+    return EngineCore(
+        scheduler, kv, executor, capacity, clock, settings, observers, features, speculation
+    )
 
 
 def _make_adapters(config: EngineConfig, capacity: Capacity, parts: Parts) -> AdapterStore | None:

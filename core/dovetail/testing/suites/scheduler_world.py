@@ -26,6 +26,7 @@ from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContex
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.features import features_of
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import make_siblings
@@ -305,10 +306,18 @@ class World:
             shape.overlap,
             name,
             shape.pace,
-            SLOT_WAIT_S,
             strict=True,
         )
-        self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
+        self.core = EngineCore(
+            self.watch,
+            self.kv,
+            executor,
+            capacity,
+            self.clock,
+            settings,
+            hub,
+            features_of(capacity, SLOT_WAIT_S),
+        )
         self.requests: list[LiveRequest] = []
         self.given: dict[Guarded, dict[str, Any]] = {}  # attributes that no policy may change
         self.told: list[str] = []  # as recorded by an observer

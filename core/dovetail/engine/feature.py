@@ -1,0 +1,68 @@
+"""`EngineFeature`: what some requests need beyond tokens, in one place: adapters, pooling.
+
+`dovetail.engine.features` lists those of an engine. Their calls come from where requests change
+their state (`Books`, `PlannedStep`), from `BatchBuilder`, and from `EngineCore`; none of these
+names a feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from dovetail.api.executor import Batch, Result
+from dovetail.api.scheduler import Refusal
+from dovetail.engine.flight import Delivery, InFlightStep
+from dovetail.engine.live_request import LiveRequest
+
+
+class EngineFeature:
+    """The host's side of a feature. Each method does nothing by default."""
+
+    def arrived(self, request: LiveRequest) -> None:
+        """`request` is prepared, and the policy is about to see it."""
+
+    def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
+        """A step is about to be planned. Return True if it hides some of the `waiting` requests."""
+        return False
+
+    def refuses(self, request: LiveRequest) -> Refusal | None:
+        """Return why the waiting `request` can't be admitted now; None if it can.
+
+        `Refusal.NOT_NOW` also hides it from the policy. So that this doesn't change within a step,
+        `open_step` decides it.
+        """
+        return None
+
+    def admitted(self, request: LiveRequest) -> None:
+        """`request` runs from now on; its step is being planned."""
+
+    def left(self, request: LiveRequest) -> None:
+        """`request`, which was admitted, runs no more: taken back, preempted or finished."""
+
+    def fill(
+        self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
+    ) -> Batch:
+        """Return `batch` with what it carries for this feature.
+
+        `requests`: those of `batch.rows`. `added`: those of `batch.added`.
+        """
+        return batch
+
+    def submitted(self, step: int) -> None:
+        """The step of this index was submitted."""
+
+    def collected(
+        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
+    ) -> None:
+        """The tokens of a step were delivered; deliver what this feature reads of its result.
+
+        Requests whose status is `FINISHED` ended before, and those in `delivery.finished` end with
+        this step. Raises `DovetailError` if the result lacks something.
+        """
+
+    def observed(self, flight: InFlightStep) -> Mapping[str, int]:
+        """Return the fields of `StepFinished` that are this feature's."""
+        return {}
+
+    def forget(self) -> None:
+        """Another executor computes from now on; no request is unfinished."""

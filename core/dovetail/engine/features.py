@@ -1,0 +1,22 @@
+"""The features of an engine: a new one is named here, and nowhere else in the loop."""
+
+from __future__ import annotations
+
+from dovetail.api.executor import Capacity
+from dovetail.engine.adapters import AdapterSlots
+from dovetail.engine.feature import EngineFeature
+from dovetail.engine.pooling import Pooling
+from dovetail.engine.prompt_logprobs import PromptLogprobs
+
+
+def features_of(capacity: Capacity, slot_wait_s: float = 0.0) -> list[EngineFeature]:
+    """Return the features that an executor of this capacity serves, in the order of their calls.
+
+    `slot_wait_s`: an adapter that waits longer than this for a slot is preferred.
+    """
+    features: list[EngineFeature] = [PromptLogprobs()]
+    if capacity.pooling is not None:
+        features.append(Pooling())
+    if capacity.adapters is not None:
+        features.append(AdapterSlots(capacity.adapters.slots, slot_wait_s))
+    return features

@@ -1,0 +1,62 @@
+"""`Pooling`: requests that end with their prompts, and yield an array instead of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dovetail.api.executor import Batch, Result
+from dovetail.engine.feature import EngineFeature
+from dovetail.engine.finish import Finish
+from dovetail.engine.flight import Delivery, InFlightStep
+from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.errors import DovetailError
+
+
+class Pooling(EngineFeature):
+    """Marks the rows whose results are due, and delivers these."""
+
+    def __init__(self) -> None:
+        self._running = 0  # admitted requests that pool
+
+    def admitted(self, request: LiveRequest) -> None:
+        self._running += request.pooling is not None
+
+    def left(self, request: LiveRequest) -> None:
+        self._running -= request.pooling is not None
+
+    def fill(
+        self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
+    ) -> Batch:
+        if not self._running:
+            return batch
+        due = [i for i, r in enumerate(requests) if r.pooling is not None and r.yields_token]
+        yields_token = batch.yields_token.copy()
+        yields_token[due] = False
+        rows = zip(batch.added, added, strict=True)
+        return replace(
+            batch,
+            added=tuple(replace(row, pooling=request.pooling) for row, request in rows),
+            yields_token=yields_token,
+            pooled=np.array(due, np.int32) if due else None,
+        )
+
+    def collected(
+        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
+    ) -> None:
+        due = [] if flight.batch.pooled is None else flight.batch.pooled.tolist()
+        if missing := {*due} - {*result.pooled, *result.failed}:
+            raise DovetailError(
+                f"step {flight.index}: the executor returned no pooled result of rows "
+                f"{sorted(missing)}"
+            )
+        for index in due:
+            request = flight.requests[index]
+            if request.status is Status.FINISHED or request in delivery.finished:
+                continue
+            request.in_flight -= 1
+            request.first_token_time = request.last_token_time = now
+            delivery.pooled.append((request, result.pooled[index]))
+            delivery.finished[request] = Finish("stop")

@@ -1,0 +1,38 @@
+"""`PromptLogprobs`: delivers the log-probabilities of prompt tokens, each once."""
+
+from __future__ import annotations
+
+from dovetail.api.executor import HostLogprobs, Result
+from dovetail.engine.feature import EngineFeature
+from dovetail.engine.flight import Delivery, InFlightStep
+from dovetail.engine.live_request import LiveRequest, Status
+
+
+class PromptLogprobs(EngineFeature):
+    """The executor computes them for each row whose sampling parameters ask for them."""
+
+    def collected(
+        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
+    ) -> None:
+        for index, logprobs in result.prompt_logprobs.items():
+            request = flight.requests[index]
+            if request.status is Status.FINISHED or index in result.failed:
+                continue
+            fresh = _fresh(flight, request, logprobs)
+            if fresh is not None:
+                delivery.prompt_logprobs.append((request, fresh))
+
+
+def _fresh(
+    flight: InFlightStep, request: LiveRequest, logprobs: HostLogprobs
+) -> HostLogprobs | None:
+    """Return the rows of prompt tokens that weren't delivered before a preemption; None: none."""
+    if request not in flight.prefilled:
+        return None
+    begin = flight.recomputed.get(request, 0)
+    end = request.prompt_tokens - 1 - flight.prefilled[request]
+    if begin >= min(end, len(logprobs.ranks)):
+        return None
+    return HostLogprobs(
+        logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end]
+    )
