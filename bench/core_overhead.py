@@ -26,6 +26,7 @@ from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.api.scheduler import SchedulerContext
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.features import features_of
 from dovetail.front.assembly import Assembly
 from dovetail.front.async_engine import AsyncLLMEngine
 from dovetail.front.generation_config import GenerationDefaults
@@ -83,6 +84,7 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
         capacity,
         WallClock(),
         CoreSettings(num_seqs, 65_536, True, "fcfs", config.pace),
+        features=features_of(capacity),
     )
     model_dir = resolve_model("demo", registry)
     return LLMEngine(Assembly(config, core, capacity, model_dir, model_dir, GenerationDefaults()))

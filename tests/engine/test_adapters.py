@@ -330,7 +330,7 @@ def test_thousands_of_loads_leak_nothing() -> None:
     dice, slots, bank = random.Random(5), AdapterSlots(64, 1.0), dict[int, str]()
     running: list[LiveRequest] = []
     waiting = [_request(f"{dice.paretovariate(0.4) % 1_000:.0f}") for _ in range(200)]
-    step, nothing = 0, Result(0, np.zeros(0, np.int64), 0.0, 0.0)
+    step = 0
     while slots.loads < (10_000 if FULL else 1_000):
         slots.open_step(step / 100, waiting)
         for request in [r for r in waiting if slots.refuses(r) is not Refusal.NOT_NOW]:
@@ -345,7 +345,7 @@ def test_thousands_of_loads_leak_nothing() -> None:
             assert request.adapter is not None
             assert bank[slots.slot_of(request)] == request.adapter.digest
         if step:
-            slots.collected(_flight(step - 1), nothing, Delivery(), 0.0)
+            slots.collected(_flight(step - 1), Delivery())
         for request in dice.sample(running, len(running) // 3):
             running.remove(request)
             slots.left(request)
@@ -364,7 +364,9 @@ def _flight(step: int) -> InFlightStep:
     """Return a step in flight without requests."""
     none = np.zeros(0, np.int32)
     batch = Batch(step, none, (), none, (), none, none, none.astype(np.bool_))
-    return InFlightStep(step, batch, None, 0.0, [], [], None, {}, {}, 0, 0, 0, 0, 0, 0, 0.0, ())
+    return InFlightStep(
+        step, batch, 0.0, [], [], None, {}, {}, 0, 0, 0, 0, 0, 0, (), {}, unsampled=False
+    )
 
 
 def reachable_digests(slots: AdapterSlots) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from pydantic import BaseModel
@@ -19,13 +20,16 @@ from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.drafting import Drafting, NoDrafts
+from dovetail.engine.feature import EngineFeature
 from dovetail.engine.features import features_of
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import make_siblings
-from dovetail.engine.speculation import SpeculationSettings
+from dovetail.engine.speculation import Speculation, SpeculationSettings
 from dovetail.engine.stats import ObserverHub
+from dovetail.engine.step_times import StepTimeFit
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
@@ -242,7 +246,9 @@ class World:
         executor: type[RecordingExecutor] = RecordingExecutor,
         drafter: Callable[[DrafterContext], Drafter] | None = None,
         timeout_s: float = 60.0,
+        features: Sequence[EngineFeature] = (),
     ) -> None:
+        """`features`: besides those of every engine."""
         self.shape = shape = shape or Shape()
         self.clock = VirtualClock()
         fake = FakeExecutorOptions(
@@ -307,12 +313,13 @@ class World:
             )
             if isinstance(self.drafter, Oracle):
                 self.drafter.answers = lambda id: self.expected(id)[0]
-        speculation = (
-            None
-            if self.drafter is None
-            else SpeculationSettings(self.drafter, "tests:drafter", shape.max_drafts, timeout_s)
-        )
-        features = features_of(capacity, shape.slot_wait_s)
+        drafting: Callable[[StepTimeFit, int], Drafting] = NoDrafts
+        if self.drafter is not None:
+            speculation = SpeculationSettings(
+                self.drafter, "tests:drafter", shape.max_drafts, timeout_s
+            )
+            drafting = partial(Speculation, speculation, capacity, self.clock)
+        features = [*features_of(capacity, shape.slot_wait_s), *features]
         self.slots = next((one for one in features if isinstance(one, AdapterSlots)), None)
         self.core = EngineCore(
             self.policy,
@@ -323,7 +330,7 @@ class World:
             settings,
             hub,
             features,
-            speculation,
+            drafting,
         )
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
@@ -415,8 +422,7 @@ class World:
             )
         if self.core.dead is not None:
             raise self.core.dead
-        if self.core._speculation is not None:
-            self.core._speculation.stop()  # its thread; the next call starts another
+        self.core.drafting.stop()  # its thread; the next call starts another
         self.check_end()
 
     # What should be true

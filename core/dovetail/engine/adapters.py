@@ -6,11 +6,12 @@ Unused slots keep their adapters; the one unused for the longest time is overwri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dovetail.api.executor import AdapterLoad, Batch, Result
+from dovetail.api.executor import AdapterLoad, Batch
+from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Refusal
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.flight import Delivery, InFlightStep
@@ -194,13 +195,11 @@ class AdapterSlots(EngineFeature):
     def submitted(self, step: int) -> None:
         self._submitted = step
 
-    def collected(
-        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
-    ) -> None:
+    def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
         self._collected = flight.index
 
-    def observed(self, flight: InFlightStep) -> Mapping[str, int]:
-        return {"adapter_loads": len(flight.batch.adapters)}
+    def observed(self, flight: InFlightStep, event: StepFinished) -> StepFinished:
+        return replace(event, adapter_loads=len(flight.batch.adapters))
 
     def forget(self) -> None:
         """Note that all slots are empty: another executor has a bank of its own."""

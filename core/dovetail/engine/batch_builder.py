@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -47,7 +47,7 @@ class BatchBuilder:
         )  # the requests of the last step, and the number of blocks that all begin with
 
     def build(
-        self, step: PlannedStep, drafts: dict[LiveRequest, Sequence[int]], *, constrained: bool
+        self, step: PlannedStep, drafts: Mapping[LiveRequest, Sequence[int]], *, constrained: bool
     ) -> InFlightStep:
         """Return the record of a step until the result is in, with its batch. Requests without a row get one. `drafts`: those of its decodes that have
         any. `constrained`: some unfinished requests have a grammar."""
@@ -98,10 +98,9 @@ class BatchBuilder:
         return InFlightStep(
             index=step.index,
             batch=batch,
-            handle=None,
             planned=step.now,
             requests=requests,
-            tokens=tokens,
+            num_tokens=tokens,
             yields_token=batch.yields_token.tolist() if step.prefill_tokens else None,
             prefilled=step.prefilled,
             recomputed=step.recomputed,
@@ -111,7 +110,6 @@ class BatchBuilder:
             cached_tokens=sum(step.admitted.values()),
             preempted=len(step.preempted),
             recomputed_tokens=step.recomputed_tokens,
-            core_s=0.0,
             decisions=tuple(step.decisions or ()),
             unsampled=batch.late,
             drafts=drafts,
@@ -171,7 +169,7 @@ def _common_pages(tables: list[Pages]) -> int:
     return len(common)
 
 
-def _drafts(requests: list[LiveRequest], drafts: dict[LiveRequest, Sequence[int]]) -> Drafts:
+def _drafts(requests: list[LiveRequest], drafts: Mapping[LiveRequest, Sequence[int]]) -> Drafts:
     each = [drafts.get(request, ()) for request in requests]
     return Drafts(
         np.array([len(ids) for ids in each], np.int32),

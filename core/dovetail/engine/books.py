@@ -77,8 +77,10 @@ class Books:
         self.waiting.add(request)
 
     def submitted(self, granted: Iterable[LiveRequest]) -> None:
-        """Count the tokens of `granted` requests as computed, now that their step is submitted: blocks that have left a window are released, and
-        gates may open."""
+        """Count the tokens of `granted` requests as computed, now that their step is submitted.
+
+        Blocks that have left a window are released, and gates may open.
+        """
         for request in granted:
             request.granted = 0
         if self._has_windows:
@@ -86,6 +88,12 @@ class Books:
                 if request.num_computed >= request.next_trim:
                     self._trim(request)
         self.open_gates()
+
+    def drain(self, granted: Iterable[LiveRequest]) -> None:
+        """Hide requests whose last allowed token is in flight from the policy."""
+        for request in [r for r in granted if r.num_computed >= r.last_computed]:
+            request.status = Status.DRAINING
+            self.running.remove(request)
 
     def extend(self, request: LiveRequest, num_tokens: int) -> None:
         """Note that the manager has given `request` the blocks for `num_tokens` tokens."""
@@ -112,18 +120,35 @@ class Books:
                 request.trimmed = True
         self.kv.trim(request, computed)
 
-    def release_prompt(self, request: LiveRequest) -> bool:
-        """Release the blocks that `request` keeps only for samples of its prompt, which will compute it again. Returns True if there were any."""
-        if (
-            not self._has_windows
-            or not request.siblings
-            or request.trimmed
-            or request.num_computed < request.prompt_tokens
-        ):
+    def short(self) -> list[LiveRequest]:
+        """Return the running requests whose known tokens need more pages than are available."""
+        return [request for request in self.running if self._is_short(request)]
+
+    def _is_short(self, request: LiveRequest, without: Sequence[LiveRequest] = ()) -> bool:
+        """Return True if pages are missing, even if the requests `without` held none."""
+        if request.num_tokens <= request.capacity:
             return False
-        request.trimmed = True
+        needed = self.kv.pages_needed(request, request.num_tokens, without)
+        return needed > self.kv.available_pages
+
+    def is_too_large(self, request: LiveRequest) -> bool:
+        """Return True for a decode that would lack pages if no other request held any."""
+        others = [other for other in self.running if other is not request]
+        return not request.prefill_left and self._is_short(request, without=others)
+
+    def release_prompts(self) -> bool:
+        """Release the blocks that running requests keep only for samples of their prompts.
+
+        Those samples will compute them again. Returns True if there were any.
+        """
+        if not self._has_windows:
+            return False
         before = self.kv.available_pages
-        self._trim(request)
+        for request in self.running:
+            kept = request.siblings and not request.trimmed
+            if kept and request.num_computed >= request.prompt_tokens:
+                request.trimmed = True
+                self._trim(request)
         return self.kv.available_pages > before
 
     def drop_blocks(self, request: LiveRequest) -> None:
@@ -173,10 +198,11 @@ class Books:
             feature.left(request)
 
     def drop_lingering(self, requests: list[LiveRequest]) -> None:
-        """Release the blocks of finished `requests`, which no sibling will fork."""
+        """Release the blocks of those of finished `requests` that still have any."""
         for request in requests:
-            self.lingering.remove(request)
-            self.drop_blocks(request)
+            if request in self.lingering:
+                self.lingering.remove(request)
+                self.drop_blocks(request)
 
 
 class RequestQueue:

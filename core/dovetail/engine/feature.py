@@ -7,9 +7,10 @@ names a feature.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from dovetail.api.executor import Batch, Result
+from dovetail.api.executor import Batch
+from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Refusal
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest
@@ -51,18 +52,16 @@ class EngineFeature:
     def submitted(self, step: int) -> None:
         """The step of this index was submitted."""
 
-    def collected(
-        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
-    ) -> None:
-        """The tokens of a step were delivered; deliver what this feature reads of its result.
+    def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
+        """The tokens of a step were delivered; deliver what this feature reads of `flight.result`.
 
         Requests whose status is `FINISHED` ended before, and those in `delivery.finished` end with
         this step. Raises `DovetailError` if the result lacks something.
         """
 
-    def observed(self, flight: InFlightStep) -> Mapping[str, int]:
-        """Return the fields of `StepFinished` that are this feature's."""
-        return {}
+    def observed(self, flight: InFlightStep, event: StepFinished) -> StepFinished:
+        """Return `event`, what observers are told of a step, with what is this feature's."""
+        return event
 
     def forget(self) -> None:
         """Another executor computes from now on; no request is unfinished."""

@@ -1,15 +1,15 @@
-"""A step in flight: the core's notes on it until its results are in (`InFlightStep`), and the results for the front end (`Delivery`)."""
+"""A step in flight: the core's notes on it (`InFlightStep`), and what the front end gets of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import Batch, HostLogprobs, Result
-from dovetail.api.observer import Decision
+from dovetail.api.observer import Decision, StepFinished
 from dovetail.api.scheduler import Ran
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
@@ -19,106 +19,111 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+Tokens = Iterable[tuple[int, tuple[LiveRequest, int]]]  # numbers in a step, requests and ids
+
 
 @dataclass(slots=True)
 class Delivery:
-    """The results of a call of `step`, for the front end: `token_ids[i]` is new for `requests[i]`. A request with several new tokens is listed
-    that often, in a row; requests may finish without a token."""
+    """The results of a call of `step`, for the front end: `token_ids[i]` is new for `requests[i]`.
+
+    A request with several new tokens is listed that often, in a row; requests may finish without a
+    token.
+    """
 
     requests: list[LiveRequest] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: dict[LiveRequest, Finish] = field(default_factory=dict)
-    logprobs: list[tuple[LiveRequest, HostLogprobs, int]] = field(
-        default_factory=list
-    )  # of each token of requests that want them, with its index
+    # of each token of requests that want them, with its index
+    logprobs: list[tuple[LiveRequest, HostLogprobs, int]] = field(default_factory=list)
     prompt_logprobs: list[tuple[LiveRequest, HostLogprobs]] = field(default_factory=list)
-    pooled: list[tuple[LiveRequest, NDArray[np.float32]]] = field(
-        default_factory=list
-    )  # results of requests that pool, which end with them
+    # results of requests that pool, which end with them
+    pooled: list[tuple[LiveRequest, NDArray[np.float32]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was submitted and whose results aren't in yet."""
+    """A step from when it is submitted until its results are delivered."""
 
     index: int
     batch: Batch
-    handle: Any
     planned: float
     requests: list[LiveRequest]
-    tokens: list[int]
+    num_tokens: list[int]  # of each
     yields_token: list[bool] | None  # None: all
-    prefilled: dict[
-        LiveRequest, int
-    ]  # request that prefills in it -> tokens that it had computed before
-    recomputed: dict[
-        LiveRequest, int
-    ]  # the same request -> how many of this step's tokens it had computed once already
+    prefilled: dict[LiveRequest, int]  # of those that prefill in it: tokens computed before
+    recomputed: dict[LiveRequest, int]  # of these: tokens of this step computed once already
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
     cached_tokens: int
     preempted: int
     recomputed_tokens: int
-    core_s: float
     decisions: tuple[Decision, ...]
-    unsampled: bool = False  # it waits for `Executor.sample`
-    drafts: dict[LiveRequest, Sequence[int]] = field(default_factory=dict)
-    cuts: dict[LiveRequest, tuple[int, str]] = field(
-        default_factory=dict
-    )  # of constrained ones: the tokens that it may yield, and why no more
-    accepted: dict[LiveRequest, int] = field(
-        default_factory=dict
-    )  # of `drafts`, once the results are in
+    drafts: Mapping[LiveRequest, Sequence[int]]
+    unsampled: bool  # it waits for `Executor.sample`
+    # of constrained ones: the tokens that it may yield, and why no more
+    cuts: dict[LiveRequest, tuple[int, str]] = field(default_factory=dict)
+    core_s: float = 0.0
+    handle: Any = None  # the executor's
+    result: Result = field(init=False)
+    results_at: float = field(init=False)  # when the host had them
+    accepted: Mapping[LiveRequest, int] = field(default_factory=dict)  # of `drafts`, by the results
 
     @property
     def yields(self) -> bool:
         """True if some row yields a token."""
         return self.yields_token is None or any(self.yields_token)
 
-    def check(self, result: Result) -> None:
-        """Raise `DovetailError` unless `result` is this step's, and has as many tokens as the step may yield."""
+    @property
+    def seconds(self) -> float:
+        """Seconds on the device."""
+        return self.result.ended - self.result.started
+
+    def take(self, result: Result, now: float) -> None:
+        """Keep the results, which the host has since `now`.
+
+        Raises `DovetailError` unless they are this step's, with as many tokens as it may yield.
+        """
+        self.result, self.results_at = result, now
         if result.step != self.index:
             raise DovetailError(
-                f"the executor returned step {result.step} where {self.index} was due: results must come in order"
+                f"the executor returned step {result.step} where {self.index} was due: results "
+                "must come in order"
             )
-        rows, counts = len(self.requests), result.counts
+        counts, num_tokens = result.counts, len(self.requests)
         if (counts is None) == bool(self.drafts):
             raise DovetailError(
-                f"step {self.index} has {len(self.drafts)} rows with drafts, and the executor returned counts {counts}"
+                f"step {self.index} has {len(self.drafts)} rows with drafts, and the executor "
+                f"returned counts {counts}"
             )
         if counts is not None:
-            yields = self.yields_token or [True] * rows
-            most = [
-                y * (1 + len(self.drafts.get(request, ())))
-                for y, request in zip(yields, self.requests, strict=True)
-            ]
-            least = [y and index not in result.failed for index, y in enumerate(yields)]
-            if len(counts) != rows or not all(
-                low <= count <= high
-                for low, count, high in zip(least, counts.tolist(), most, strict=True)
-            ):
+            most = self.batch.num_lines
+            least = self.batch.yields_token.copy()
+            least[list(result.failed)] = False
+            if len(counts) != len(most) or ((counts < least) | (counts > most)).any():
                 raise DovetailError(
-                    f"step {self.index}: the executor returned {counts.tolist()} tokens a row, where {most} are the most"
+                    f"step {self.index}: the executor returned {counts.tolist()} tokens a row, "
+                    f"where {most.tolist()} are the most"
                 )
-            rows = int(counts.sum())
-            for request, count in zip(self.requests, counts.tolist(), strict=True):
-                if request in self.drafts:
-                    self.accepted[request] = max(0, count - 1)
-        if len(result.token_ids) != rows:
+            num_tokens = int(counts.sum())
+            self.accepted = {
+                request: max(0, count - 1)
+                for request, count in zip(self.requests, counts.tolist(), strict=True)
+                if request in self.drafts
+            }
+        if len(result.token_ids) != num_tokens:
             raise DovetailError(
-                f"the executor returned {len(result.token_ids)} tokens for the {rows} rows of step {self.index}"
+                f"the executor returned {len(result.token_ids)} tokens for the {num_tokens} rows "
+                f"of step {self.index}"
             )
 
-    def tokens_of(
-        self, result: Result, finished: dict[LiveRequest, Finish]
-    ) -> Iterable[tuple[int, tuple[LiveRequest, int]]]:
+    def tokens(self, finished: dict[LiveRequest, Finish]) -> Tokens:
         """Return the tokens to deliver in order, each with its request and its number in the step.
 
         Rows of requests that ended before are dropped, as are tokens of those in `finished`: the
         caller adds to it between tokens. Rows that fail are added here.
         """
-        ended = Status.FINISHED
+        result, ended = self.result, Status.FINISHED
         if (
             self.yields_token is None
             and result.counts is None
@@ -126,25 +131,27 @@ class InFlightStep:
             and not [True for request in self.requests if request.status is ended]
         ):
             return enumerate(zip(self.requests, result.token_ids.tolist(), strict=True))
-        return self._sound_tokens(result, finished)
+        return self._sound_tokens(finished)
 
-    def _sound_tokens(
-        self, result: Result, finished: dict[LiveRequest, Finish]
-    ) -> Iterator[tuple[int, tuple[LiveRequest, int]]]:
-        """Do as `tokens_of` for any step."""
-        token_ids, yields = result.token_ids, self.batch.yields_token
-        if result.counts is None:  # each row has a place
+    def _sound_tokens(self, finished: dict[LiveRequest, Finish]) -> Tokens:
+        """Do as `tokens` for any step."""
+        yields, token_ids, counts = (
+            self.batch.yields_token,
+            self.result.token_ids,
+            self.result.counts,
+        )
+        if counts is None:  # each row has a place
             token_ids = token_ids[yields]
-        counts: list[int] = (yields if result.counts is None else result.counts).tolist()
+        each: list[int] = (yields if counts is None else counts).tolist()
         numbered = enumerate(token_ids.tolist())
-        for index, (request, count) in enumerate(zip(self.requests, counts, strict=True)):
-            tokens = list(islice(numbered, count))
+        for index, (request, count) in enumerate(zip(self.requests, each, strict=True)):
+            row = list(islice(numbered, count))
             if request.status is Status.FINISHED:
                 self.forget(index)
                 continue
-            if index in result.failed:
-                finished[request] = Finish("error", result.failed[index])
-            for number, token in tokens:
+            if index in self.result.failed:
+                finished[request] = Finish("error", self.result.failed[index])
+            for number, token in row:
                 if request in finished or self.ends_before_token(request, finished):
                     break
                 yield number, (request, token)
@@ -161,17 +168,19 @@ class InFlightStep:
         return not left
 
     def drop_rejected(self, delivered: Iterable[LiveRequest]) -> None:
-        """Count only the tokens that were delivered as computed by rows with drafts, and one for a row that failed."""
+        """Of rows with drafts, count the tokens delivered as computed; one for a row that failed."""
+        if not self.drafts:
+            return
         kept = Counter(delivered)
         for index, request in enumerate(self.requests):
             if request in self.drafts and request.status is not Status.FINISHED:
-                self.decode_tokens -= self.tokens[index] - max(1, kept[request])
-                self.tokens[index] = max(1, kept[request])
+                self.decode_tokens -= self.num_tokens[index] - max(1, kept[request])
+                self.num_tokens[index] = max(1, kept[request])
 
     def forget(self, index: int) -> None:
-        """Drop the row of a request that ended before its results came: it counts nowhere. No-op if it was dropped."""
-        request, tokens = self.requests[index], self.tokens[index]
-        self.tokens[index] = 0
+        """Drop the row of a request that ended before its results came: it counts nowhere."""
+        request, tokens = self.requests[index], self.num_tokens[index]
+        self.num_tokens[index] = 0
         if request in self.prefilled:
             self.prefill_tokens -= tokens
             self.recomputed_tokens -= self.recomputed.get(request, 0)
@@ -179,10 +188,33 @@ class InFlightStep:
             self.decode_tokens -= tokens
 
     def ran(self, delivered: Iterable[LiveRequest]) -> tuple[Ran, ...]:
-        """Return the policy's account of the step, now that its results are in, without requests that had ended before."""
+        """Return the policy's account of the step, without requests that had ended before it."""
         given = Counter(delivered)
         return tuple(
             Ran(request, tokens, given[request])
-            for request, tokens in zip(self.requests, self.tokens, strict=True)
+            for request, tokens in zip(self.requests, self.num_tokens, strict=True)
             if request.status is not Status.FINISHED
+        )
+
+    def event(self, **counts: Any) -> StepFinished:
+        """Return what observers are told of the step, with `counts` of the engine after it."""
+        return StepFinished(
+            index=self.index,
+            planned=self.planned,
+            started=self.result.started,
+            ended=self.result.ended,
+            prefill_tokens=self.prefill_tokens,
+            decode_tokens=self.decode_tokens,
+            cached_tokens=self.cached_tokens,
+            preempted=self.preempted,
+            recomputed_tokens=self.recomputed_tokens,
+            core_s=self.core_s,
+            decisions=self.decisions,
+            draft_rows=len(self.drafts),
+            draft_tokens=sum(map(len, self.drafts.values())),
+            accepted_drafts=tuple(self.accepted.values()),
+            graphs=self.result.graphs,
+            page_copies=len(self.batch.copies),
+            checkpoints=len(self.batch.checkpoints),
+            **counts,
         )

@@ -53,16 +53,11 @@ def fill_masks(
         else _fill_first(backend, matchers, [owners[place] for place in first], words, first)
     )
     for place, matcher in zip(first, matchers, strict=True):
-        if (drafts := flight.drafts.get(owners[place])) is not None and owners[place] not in failed:
-            try:
-                cut = _fill_ahead(
-                    matcher, drafts, words[place + 1 : place + 1 + len(drafts)], vocab_size
-                )
-            except Exception as error:  # it couldn't roll back
-                failed[owners[place]] = failure(error)
-                continue
-            if cut is not None:
-                flight.cuts[owners[place]] = cut
+        owner = owners[place]
+        drafts = flight.drafts.get(owner, ())
+        if drafts and owner not in failed:
+            ahead = words[place + 1 : place + 1 + len(drafts)]
+            _fill_drafts(flight, owner, matcher, ahead, vocab_size, failed)
     if failed:
         good = [place for place, owner in enumerate(owners) if owner not in failed]
         at, words = [at[place] for place in good], words[good]
@@ -98,6 +93,24 @@ def _fill_first(
     if lines is not words:
         words[places] = lines
     return failed
+
+
+def _fill_drafts(
+    flight: InFlightStep,
+    owner: LiveRequest,
+    matcher: Matcher,
+    words: NDArray[np.uint32],
+    vocab_size: int,
+    failed: dict[LiveRequest, str],
+) -> None:
+    """Fill the masks of the lines after the drafts of `owner`, and note where it can't go on."""
+    try:
+        cut = _fill_ahead(matcher, flight.drafts[owner], words, vocab_size)
+    except Exception as error:  # it couldn't roll back
+        failed[owner] = failure(error)
+        return
+    if cut is not None:
+        flight.cuts[owner] = cut
 
 
 def _fill_ahead(

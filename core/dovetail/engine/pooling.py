@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dovetail.api.executor import Batch, Result
+from dovetail.api.executor import Batch
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
@@ -43,9 +43,8 @@ class Pooling(EngineFeature):
             pooled=np.array(due, np.int32) if due else None,
         )
 
-    def collected(
-        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
-    ) -> None:
+    def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
+        result = flight.result
         due = [] if flight.batch.pooled is None else flight.batch.pooled.tolist()
         if missing := {*due} - {*result.pooled, *result.failed}:
             raise DovetailError(
@@ -57,6 +56,6 @@ class Pooling(EngineFeature):
             if request.status is Status.FINISHED or request in delivery.finished:
                 continue
             request.in_flight -= 1
-            request.first_token_time = request.last_token_time = now
+            request.first_token_time = request.last_token_time = flight.results_at
             delivery.pooled.append((request, result.pooled[index]))
             delivery.finished[request] = Finish("stop")

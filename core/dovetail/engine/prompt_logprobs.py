@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.executor import HostLogprobs, Result
+from dovetail.api.executor import HostLogprobs
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
@@ -11,12 +11,10 @@ from dovetail.engine.live_request import LiveRequest, Status
 class PromptLogprobs(EngineFeature):
     """The executor computes them for each row whose sampling parameters ask for them."""
 
-    def collected(
-        self, flight: InFlightStep, result: Result, delivery: Delivery, now: float
-    ) -> None:
-        for index, logprobs in result.prompt_logprobs.items():
+    def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
+        for index, logprobs in flight.result.prompt_logprobs.items():
             request = flight.requests[index]
-            if request.status is Status.FINISHED or index in result.failed:
+            if request.status is Status.FINISHED or index in flight.result.failed:
                 continue
             fresh = _fresh(flight, request, logprobs)
             if fresh is not None:

@@ -1,17 +1,20 @@
 """Speculation: which requests check drafts in a step, and how many. See `dovetail.api.drafter`.
 
-A step with drafts isn't overlapped: it is planned when nothing is in flight, so that the tokens before the drafts are known, and its results are
-collected before another is planned. So drafts must gain more tokens than lost overlap, drafting and further lines cost:
+A step with drafts isn't overlapped: it is planned when nothing is in flight, so that the tokens
+before the drafts are known, and its results are collected before another is planned. So drafts must
+gain more tokens than lost overlap, drafting and further lines cost. In tokens per second:
 
       overlapping   rows / max(device(rows), host)
-      speculating   (rows + accepted drafts) / (device(rows + drafts) + host + drafting)                both in tokens per second
+      speculating   (rows + accepted drafts) / (device(rows + drafts) + host + drafting)
 
-Accepted drafts are expected from how those before them did, of the same request as far as there were some. While steps overlap, a drafter's
-proposals for some requests are compared with the tokens sampled later; a bad drafter costs the device nothing.
+Accepted drafts are expected from how those before them did, of the same request as far as there
+were some. While steps overlap, a drafter's proposals for some requests are compared with the tokens
+sampled later; a bad drafter costs the device nothing.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,16 +25,17 @@ from dovetail.api.clock import Clock
 from dovetail.api.drafter import Drafter, ModelDrafter
 from dovetail.api.executor import Capacity
 from dovetail.engine.drafter_thread import DrafterThread
+from dovetail.engine.drafting import Drafting
+from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.engine.stats import EngineStats
 from dovetail.engine.step import PlannedStep
 from dovetail.engine.step_times import StepTimeFit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FIRST_ODDS = (
-    0.6  # probability that a draft is accepted, before any was checked; counts as one check
-)
+FIRST_ODDS = 0.6  # probability that a draft is accepted before any was checked; one check
 PRIOR_CHECKS = 4.0  # the weight of the odds of all requests in those of one
 FORGETTING = 0.9  # for each proposal, the weight of a request's earlier ones
 FORGETTING_ALL = 0.99  # the same for those of all requests
@@ -39,14 +43,12 @@ FORGETTING_UNTESTED = 0.99  # for each step in which a request could have checke
 FORCED_ODDS = 0.999  # of tokens that a grammar forces
 MARGIN = 0.03  # overlapping ends if speculating is expected to be faster by this share
 SHADOWED = 32  # requests whose tokens are compared with proposals while steps overlap
-FIRST_WAIT, LONGEST_WAIT = (
-    4,
-    32,
-)  # steps from one comparison to the next; doubles while speculating doesn't pay
-PROBE_WAIT, PROBED = (
-    256,
-    8,
-)  # without host proposals: steps without drafts until a trial, and the rows that check a draft in it
+# Steps from one comparison to the next: the first wait doubles while speculating doesn't pay.
+FIRST_WAIT = 4
+LONGEST_WAIT = 32
+# Without proposals of the host: steps without drafts until a trial, and the rows that check one.
+PROBE_WAIT = 256
+PROBED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,185 +61,172 @@ class SpeculationSettings:
     timeout_s: float  # limit of `Drafter.propose`
 
 
+@dataclass(slots=True)
 class _Record:
     """How the drafts of a request did: sums over its proposals, of which old ones weigh less."""
 
-    __slots__ = ("accepted", "checked", "length")
+    length: float  # drafts of a proposal, a running mean
+    accepted: float = 0.0
+    checked: float = 0.0
 
-    def __init__(self, length: float) -> None:
-        self.accepted = self.checked = 0.0
-        self.length = length  # drafts of a proposal, a running mean
+    def learn(self, weight: float, accepted: float, checked: float) -> None:
+        self.accepted = weight * self.accepted + accepted
+        self.checked = weight * self.checked + checked
 
 
-class Speculation:
-    """Decides between overlap and drafts, asks the drafter, and keeps account of its success."""
+class Speculation(Drafting):
+    """Asks the drafter, and keeps account of its success. The executor can check drafts."""
 
     def __init__(
         self,
         settings: SpeculationSettings,
         capacity: Capacity,
-        fit: StepTimeFit,
         clock: Clock,
-        *,
-        overlaps: bool,
+        fit: StepTimeFit,
+        max_in_flight: int,
     ) -> None:
-        """`overlaps`: whether steps without drafts overlap. The executor must be able to check drafts."""
-        # While active, a step waits for the results of the previous one, and checks drafts. Without measured costs, steps without drafts come first,
-        # to show how long they take.
-        self.is_active = self._is_measured = bool(capacity.line_costs)
-        self.drafting_s = 0.0  # spent in the drafter since the engine started
+        super().__init__(fit, max_in_flight)
+        # While active, a step awaits the results of the one before, and checks drafts. Without
+        # measured costs, steps without drafts come first, to show how long they take.
+        self._is_active = self._is_measured = bool(capacity.line_costs)
         self._most = settings.max_drafts
-        self._fit, self._clock = fit, clock
-        self._overlaps, self._max_lines = overlaps, capacity.max_lines
-        self._costs = np.array(
-            capacity.line_costs or [(0, 0.0)], np.float64
-        ).T  # [2, n] lines and seconds
-        self._draft_costs = np.array(
-            capacity.draft_costs or [(0, 0.0)], np.float64
-        ).T  # [2, n] rows, and seconds of a draft of each
-        is_model = isinstance(settings.drafter, ModelDrafter)
-        self._thread = (
-            None
-            if is_model
-            else DrafterThread(
+        self._max_lines = capacity.max_lines
+        self._clock = clock
+        # [2, n] numbers and seconds: of lines; of rows, for a draft of each
+        self._costs = np.array(capacity.line_costs or [(0, 0.0)], np.float64).T
+        self._draft_costs = np.array(capacity.draft_costs or [(0, 0.0)], np.float64).T
+        self._thread: DrafterThread | None = None
+        if not isinstance(settings.drafter, ModelDrafter):
+            self._thread = DrafterThread(
                 settings.drafter, settings.name, capacity.vocab_size, settings.timeout_s
             )
-        )
-        self._records: dict[LiveRequest, _Record] = {}
-        self._accepted = self._checked = 0.0  # of all requests
-        self._pending: dict[
-            LiveRequest, tuple[int, Sequence[int]]
-        ] = {}  # proposals that aren't compared yet, and where they begin in the output
-        self._host_s = 0.0  # from the results of a step until the next is submitted, a running mean
-        self._context_s = 0.0  # device time for a token of context, beyond the measured cost of lines; a running mean
-        self._draft_s = 0.0  # of drafting for a request, a running mean
-        self._wait, self._next_wait = (
-            FIRST_WAIT,
-            FIRST_WAIT,
-        )  # calls of `consider` that do nothing: now, and after the next failure
-        self._probe_wait, self._is_probing = PROBE_WAIT if self._is_measured else FIRST_WAIT, False
+        self._records = defaultdict[LiveRequest, _Record](lambda: _Record(self._most))
+        self._all = _Record(self._most)  # of all requests
+        # proposals that aren't compared yet, and where they begin in the output
+        self._pending: dict[LiveRequest, tuple[int, Sequence[int]]] = {}
+        self._drafting_s = 0.0  # spent in the drafter since the engine started
+        self._drafted_s = 0.0  # the same since the last step was submitted
+        # running means
+        self._host_s = 0.0  # from the results of a step until the next is submitted
+        self._context_s = 0.0  # on the device for a token of context, beyond the cost of lines
+        self._draft_s = 0.0  # of drafting for a request
+        # submitted steps without another look: now, and after the next failure
+        self._wait = self._next_wait = FIRST_WAIT
+        self._probe_wait = PROBE_WAIT if self._is_measured else FIRST_WAIT
+        self._is_probing = False
 
-    # For the core to call
+    # The strategy
 
-    def consider(self, running: Sequence[LiveRequest]) -> None:
-        """While not active, become active if drafts are expected to pay. Called after each step is submitted, as the device is busy."""
-        self._wait -= 1
-        self._probe_wait -= 1
-        requests = (
-            [r for r in running if r.num_computed >= r.prefill_end and self._most_of(r)]
-            if self._wait <= 0
-            else []
-        )
-        if not requests:
-            return
-        self._propose(
-            [r for r in sorted(requests, key=self._checks_of)[:SHADOWED] if r not in self._pending]
-        )
-        odds = [self._odds_of(request) for request in requests]
-        lengths = [
-            min(self._most_of(request), round(self._length_of(request))) for request in requests
-        ]
-        self.is_active = (
-            self._best(requests, odds, lengths, self._max_lines - len(requests), len(requests))
-            is not None
-        )
-        if self._thread is None and not self.is_active and self._probe_wait <= 0:
-            self.is_active = self._is_probing = True
-        self._wait_for_next()
+    def may_overlap(self, flights: Sequence[InFlightStep]) -> bool:
+        """Return False if the step in flight has drafts, or the next one is to have some."""
+        awaits = self._is_active and any(flight.yields for flight in flights)
+        return not (awaits or flights[-1].drafts)
 
-    def draft(self, step: PlannedStep, num_lines: int) -> dict[LiveRequest, Sequence[int]]:
-        """Return the drafts that requests of a planned step check in it, with blocks for all of them; -1: the executor proposes it. Stop being active
-        if they don't pay. `num_lines`: the step's without drafts. Nothing is in flight."""
+    def drafts(self, step: PlannedStep) -> Mapping[LiveRequest, Sequence[int]]:
+        """Return the drafts that pay; overlap again if none do."""
+        if not self._is_active:
+            return {}
         requests = [r for r in step.granted if r not in step.prefilled]
+        num_lines = len(step.granted) - sum([not r.yields_token for r in step.prefilled])
         room = min(self._max_lines - num_lines, step.spare_tokens)
-        if not requests or (
-            room > 0
-            and not any(map(self._most_of, requests))
-            and any(map(self._limit_of, requests))
-        ):
-            return {}  # others may have drafts in the next step
-        if self._thread is None and step.prefill_tokens and room < 1:
-            return {}  # prompts took the budget: the next trial of a model's drafts may be far away
-        drafts, odds = self._proposals(requests)
-        counts = self._best(requests, odds, [len(ids) for ids in drafts], room, num_lines)
+        if not requests or not self._may_draft(step, requests, room):
+            return {}
+        proposed, odds = self._proposals(requests)
+        counts = self._best(requests, odds, [len(ids) for ids in proposed], room, num_lines)
         if self._is_probing:
             self._is_probing = False
-            counts = [
-                int(bool(ids) and index < min(PROBED, room)) for index, ids in enumerate(drafts)
-            ]
+            tried = min(PROBED, room)
+            counts = [int(bool(ids) and row < tried) for row, ids in enumerate(proposed)]
         chosen: dict[LiveRequest, Sequence[int]] = {}
         for request, ids, wanted in zip(
-            requests, drafts, counts or [0] * len(requests), strict=True
+            requests, proposed, counts or [0] * len(requests), strict=True
         ):
             if wanted and (count := step.give_blocks(request, wanted)):
                 chosen[request] = ids[:count]
-            elif (record := self._records.get(request)) is not None:
-                record.accepted *= FORGETTING_UNTESTED
-                record.checked *= FORGETTING_UNTESTED
-        self.is_active = bool(chosen)
-        self._wait_for_next()
+            else:
+                self._records[request].learn(FORGETTING_UNTESTED, 0, 0)
+        self._decide(bool(chosen))
         return chosen
 
-    def collected(
-        self, drafts: Mapping[LiveRequest, Sequence[int]], accepted: Mapping[LiveRequest, int]
-    ) -> None:
-        """Learn from a step's results, which are part of the requests' outputs now. `drafts` are those that it checked, with how many of each request
-        were `accepted`."""
-        for request, ids in drafts.items():
+    def _may_draft(self, step: PlannedStep, requests: Sequence[LiveRequest], room: int) -> bool:
+        """Return False if only a later step can tell whether drafts pay."""
+        if self._thread is None and step.prefill_tokens and room < 1:
+            return False  # prompts took the budget: a model's next trial may be far away
+        # If these have no room for drafts before their end, others may in the next step.
+        limits = any(map(self._limit_of, requests))
+        return room < 1 or not limits or any(map(self._most_of, requests))
+
+    def submitted(self, running: Sequence[LiveRequest], host_s: float | None) -> None:
+        """While steps overlap, look from time to time whether drafts would pay."""
+        if host_s is not None:
+            self._host_s = _moved(self._host_s, host_s - self._drafted_s, 1e-3)
+        if not self._is_active:
+            self._wait -= 1
+            self._probe_wait -= 1
+            if self._wait <= 0:
+                self._consider(running)
+        self._drafted_s = 0.0
+
+    def _consider(self, running: Sequence[LiveRequest]) -> None:
+        """Become active if drafts of `running` requests are expected to pay; the device is busy."""
+        requests = [r for r in running if r.num_computed >= r.prefill_end and self._most_of(r)]
+        if not requests:
+            return
+        least_known = sorted(requests, key=lambda r: self._records[r].checked)[:SHADOWED]
+        self._propose([r for r in least_known if r not in self._pending])
+        odds = [self._odds_of(request) for request in requests]
+        lengths = [min(self._most_of(r), round(self._records[r].length)) for r in requests]
+        room = self._max_lines - len(requests)
+        pays = self._best(requests, odds, lengths, room, len(requests)) is not None
+        self._is_probing = self._thread is None and not pays and self._probe_wait <= 0
+        self._decide(pays or self._is_probing)
+
+    def _decide(self, is_active: bool) -> None:
+        """Become active or not; look again ever later while drafts don't pay."""
+        self._is_active = is_active
+        if is_active:
+            self._next_wait, self._probe_wait = FIRST_WAIT, PROBE_WAIT
+        else:
+            self._wait, self._next_wait = self._next_wait, min(2 * self._next_wait, LONGEST_WAIT)
+
+    def collected(self, flight: InFlightStep) -> None:
+        """Learn what a token of context costs from a step without prompts."""
+        if not self._is_measured or flight.prefill_tokens or not flight.context_tokens:
+            return
+        beyond_s = flight.seconds
+        if counts := [len(ids) for ids in flight.drafts.values() if ids[0] < 0]:
+            beyond_s -= max(counts) * float(_cost(self._draft_costs, len(counts)))
+        beyond_s = max(0.0, beyond_s - float(_cost(self._costs, flight.decode_tokens)))
+        self._context_s = _moved(self._context_s, beyond_s / flight.context_tokens, 1e-6)
+
+    def settled(self, flight: InFlightStep, stats: EngineStats) -> None:
+        """Compare proposals with the tokens that have come."""
+        stats.count_drafts(flight.drafts, flight.accepted)
+        stats.drafting_s = self._drafting_s
+        for request, ids in flight.drafts.items():
             if request.status is not Status.FINISHED and ids[0] < 0:
-                self._learn(request, accepted[request], accepted[request] < len(ids))
+                accepted = flight.accepted[request]
+                self._learn(request, accepted, accepted < len(ids))
         for request, (start, ids) in [*self._pending.items()]:
             come = request.output_token_ids[start : start + len(ids)]
-            same = (
-                len(come) if come == ids[: len(come)] else _common(come, ids)
-            )  # the first is ten times as fast
+            # the first comparison is ten times as fast
+            same = len(come) if come == ids[: len(come)] else _common(come, ids)
             if same < len(come) or len(come) == len(ids):
                 del self._pending[request]
                 self._learn(request, same, same < len(come))
-                if not self.is_active and same == len(ids):
+                if not self._is_active and same == len(ids):
                     self._wait = 0
 
-    def host_took(self, seconds: float) -> None:
-        """Note the host's time from the results of a step to the next one, without drafting and sleep."""
-        self._host_s += 0.1 * (min(seconds, 4 * self._host_s + 1e-3) - self._host_s)
-
-    def device_took(
-        self,
-        seconds: float,
-        num_lines: int,
-        context_tokens: int,
-        drafts: Mapping[LiveRequest, Sequence[int]],
-    ) -> None:
-        """Note the device's time of a step without prompts, which checked `drafts`."""
-        if self._is_measured and context_tokens:
-            if counts := [
-                len(ids) for ids in drafts.values() if ids[0] < 0
-            ]:  # drafted within the step
-                seconds -= max(counts) * float(_cost(self._draft_costs, len(counts)))
-            beyond_s = seconds - float(_cost(self._costs, num_lines))
-            self._context_s += 0.1 * (
-                min(max(0.0, beyond_s) / context_tokens, 4 * self._context_s + 1e-6)
-                - self._context_s
-            )
-
     def ended(self, request: LiveRequest) -> None:
-        """Forget a request that has arrived and ended."""
         self._records.pop(request, None)
         self._pending.pop(request, None)
         if self._thread is not None:
             self._thread.finished(request)
 
     def stop(self) -> None:
-        """End the drafter's thread."""
+        """End the drafter's thread; the next call starts another."""
         if self._thread is not None:
             self._thread.stop()
-
-    def _wait_for_next(self) -> None:
-        """Set when inactive steps consider speculating again: ever later while it doesn't pay."""
-        if self.is_active:
-            self._next_wait, self._probe_wait = FIRST_WAIT, PROBE_WAIT
-        else:
-            self._wait, self._next_wait = self._next_wait, min(2 * self._next_wait, LONGEST_WAIT)
 
     # Proposals
 
@@ -283,49 +272,31 @@ class Speculation:
         began = self._clock.now()
         proposed = self._thread.propose(requests, [self._most_of(request) for request in requests])
         took_s = self._clock.now() - began
-        self.drafting_s += took_s
+        self._drafting_s += took_s
+        self._drafted_s += took_s
         self._draft_s += 0.1 * (took_s / len(requests) - self._draft_s)
         for request, ids in zip(requests, proposed, strict=True):
-            record = self._record_of(request)
+            record, known = self._records[request], len(request.output_token_ids)
             record.length += 0.2 * (len(ids) - record.length)
-            if (earlier := self._pending.pop(request, None)) is not None and (
-                so_far := len(request.output_token_ids) - earlier[0]
-            ):
-                self._learn(request, so_far, False)
+            start, _ = self._pending.pop(request, (known, ()))
+            if known > start:
+                self._learn(request, known - start, False)
             if ids:
-                self._pending[request] = len(request.output_token_ids), ids
+                self._pending[request] = known, ids
         return [*proposed]
 
     # Odds
 
     def _odds_of(self, request: LiveRequest) -> float:
         """Return the probability that a draft is accepted if those before it are."""
-        prior = (self._accepted + FIRST_ODDS) / (self._checked + 1.0)
-        record = self._records.get(request)
-        return (
-            prior
-            if record is None
-            else (record.accepted + PRIOR_CHECKS * prior) / (record.checked + PRIOR_CHECKS)
-        )
-
-    def _record_of(self, request: LiveRequest) -> _Record:
-        if (record := self._records.get(request)) is None:
-            record = self._records[request] = _Record(self._most)
-        return record
-
-    def _checks_of(self, request: LiveRequest) -> float:
-        return 0.0 if (record := self._records.get(request)) is None else record.checked
-
-    def _length_of(self, request: LiveRequest) -> float:
-        return self._most if (record := self._records.get(request)) is None else record.length
+        prior = (self._all.accepted + FIRST_ODDS) / (self._all.checked + 1.0)
+        record = self._records[request]
+        return (record.accepted + PRIOR_CHECKS * prior) / (record.checked + PRIOR_CHECKS)
 
     def _learn(self, request: LiveRequest, accepted: int, rejected: bool) -> None:
-        """Note that the first `accepted` of the drafts of a proposal were right, and whether the next was wrong."""
-        record = self._record_of(request)
-        record.accepted = FORGETTING * record.accepted + accepted
-        record.checked = FORGETTING * record.checked + accepted + rejected
-        self._accepted = FORGETTING_ALL * self._accepted + accepted
-        self._checked = FORGETTING_ALL * self._checked + accepted + rejected
+        """Learn from a proposal: its first `accepted` drafts were right; whether the next wasn't."""
+        self._records[request].learn(FORGETTING, accepted, accepted + rejected)
+        self._all.learn(FORGETTING_ALL, accepted, accepted + rejected)
 
     # Costs
 
@@ -343,7 +314,7 @@ class Speculation:
         if self._is_measured:  # the running fit may not have seen plain steps for long
             plain_s = float(_cost(self._costs, num_lines)) + self._context_s * context
         else:
-            plain_s = self._fit.estimate_s(0, len(requests), context)
+            plain_s = self.fit.estimate_s(0, len(requests), context)
         if room < 1 or plain_s <= 0.0:
             return None
         ahead = np.arange(1, max(lengths) + 1)
@@ -356,7 +327,7 @@ class Speculation:
             more_s = costs[1:] - costs[0]
         else:
             more_s = np.arange(1, room + 1) * (
-                self._fit.estimate_s(0, len(requests) + 1, context) - plain_s
+                self.fit.estimate_s(0, len(requests) + 1, context) - plain_s
             )
         nth = order % len(ahead)  # of its request
         more_s = more_s + (1 + np.maximum.accumulate(nth)) * _cost(
@@ -367,14 +338,19 @@ class Speculation:
         )
         best = int(rates.argmax())
         plain = num_lines / (
-            max(plain_s, self._host_s) if self._overlaps else plain_s + self._host_s
+            max(plain_s, self._host_s) if self.max_in_flight > 1 else plain_s + self._host_s
         )
-        if rates[best] <= plain * (1.0 if self.is_active else 1.0 + MARGIN):
+        if rates[best] <= plain * (1.0 if self._is_active else 1.0 + MARGIN):
             return None
         counts: list[int] = np.bincount(
             order[: best + 1] // len(ahead), minlength=len(requests)
         ).tolist()
         return counts
+
+
+def _moved(mean: float, value: float, least: float) -> float:
+    """Return a running mean after `value`, of which an outlier counts 4 times the mean."""
+    return mean + 0.1 * (min(value, 4 * mean + least) - mean)
 
 
 def _cost(measured: NDArray[np.float64], counts: NDArray[np.int64] | int) -> NDArray[np.float64]:

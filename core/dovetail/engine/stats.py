@@ -10,6 +10,7 @@ from typing import Any
 
 from dovetail.api.kv_cache import PageCounts
 from dovetail.api.observer import EngineStarted, EngineStopped, Observer
+from dovetail.engine.flight import InFlightStep
 from dovetail.errors import ConfigError
 
 logger = logging.getLogger("dovetail")
@@ -43,6 +44,15 @@ class EngineStats:
     )  # accepted ones by position: the first of a row, the second, …
     drafting_s: float = 0.0  # time that steps waited for the drafter
     stalls: int = 0  # steps that the engine planned itself, as the policy would have waited forever
+
+    def count(self, flight: InFlightStep, generated_tokens: int) -> None:
+        """Count a step whose results were delivered, but for the core's time."""
+        self.steps += 1
+        self.prefill_tokens += flight.prefill_tokens
+        self.decode_tokens += flight.decode_tokens
+        self.generated_tokens += generated_tokens
+        self.recomputed_tokens += flight.recomputed_tokens
+        self.device_s += flight.seconds
 
     def count_drafts(
         self, drafts: Mapping[Any, Sequence[int]], accepted: Mapping[Any, int]

@@ -375,7 +375,7 @@ class PlannedStep:
         return None
 
     def _may_reserve(self, num_tokens: int) -> bool:
-        """Return True if `num_tokens` tokens fit the pool at once, or no window releases any."""
+        """Return True if `num_tokens` tokens fit at once, or no window will release any."""
         layout = self._books.layout
         return not layout.has_windows or layout.pages(num_tokens) <= self._books.num_pages
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from dovetail.api.clock import Clock, VirtualClock
-from dovetail.api.executor import Result
 from dovetail.engine.flight import InFlightStep
 from dovetail.request import Request
 from dovetail.sampling_params import OutputKind
@@ -207,7 +206,8 @@ class PlanTiming:
     """Decides when the next step is planned while one runs: as late as the device allows while requests may arrive, so that an arrival during a step
     isn't a whole step late. Also the core's way of waiting, which front ends and simulations may replace."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, fit: StepTimeFit, prompt_rate: float | None) -> None:
+        """`prompt_rate`: as of `PromptLimit`."""
         self.wait_until: Callable[[float], None] = (
             clock.wait_until
         )  # how the core sleeps; a front end may replace it by one that calls interrupt
@@ -218,44 +218,73 @@ class PlanTiming:
             True  # False: plan as soon as another step fits in flight, as other engines do
         )
         self.virtual_plan_s = 0.0  # seconds that planning takes on a virtual clock
+        self.prompt_limit = PromptLimit(prompt_rate)
         self._clock = clock
+        self._fit = fit
         self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
         self.last_ended = -math.inf  # when the device ended the newest collected step
         self._last_durations = (0.0, 0.0)  # seconds on the device of the last two steps
+        # when the host had the newest results, later by its sleep since; None: it was idle
+        self._busy_since: float | None = None
 
     def planned(self, seconds: float) -> None:
         """Record the duration of planning and submitting a step."""
         self._plan_s += 0.1 * (seconds - self._plan_s)
 
-    def collected(self, result: Result) -> None:
-        """Record the device time of a step."""
-        self.last_ended = result.ended
-        self._last_durations = (self._last_durations[1], result.ended - result.started)
+    def submitted(self) -> float | None:
+        """Return the host's time since the newest results, without sleep; None if it was idle.
 
-    def flights_end(self, flights: Sequence[InFlightStep], fit: StepTimeFit) -> float:
-        """Return when `flights`, the steps on the device in order, will have ended by the estimate of `fit`."""
+        Of several steps submitted since, only the first has such a time.
+        """
+        since, self._busy_since = self._busy_since, None
+        return None if since is None else self._clock.now() - since
+
+    def collected(self, flight: InFlightStep) -> None:
+        """Learn from a finished step, whose results the host has now."""
+        seconds = flight.seconds
+        self._busy_since = flight.results_at
+        self.last_ended = flight.result.ended
+        self._last_durations = (self._last_durations[1], seconds)
+        self._fit.update(
+            seconds, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
+        )
+        if flight.prefill_tokens:
+            self.prompt_limit.update(seconds, flight.prefill_tokens + flight.decode_tokens)
+
+    def idle_until(self, instant: float) -> None:
+        """Wait for `instant`, with nothing in flight; not at all if it is infinite."""
+        self._busy_since = None
+        if instant < math.inf:
+            self.wait_until(instant)
+
+    def flights_end(self, flights: Sequence[InFlightStep]) -> float:
+        """Return when `flights`, the steps on the device in order, are expected to end."""
         end = self.last_ended
         for flight in flights:
-            end = max(end, flight.planned) + fit.estimate_s(
-                flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
-            )
+            end = max(end, flight.planned) + self._estimate_s(flight)
         return end
 
-    def wait_until_due(self, flight: InFlightStep, arrival: float, fit: StepTimeFit) -> None:
-        """Wait until the next step should be planned. `flight` is the newest step on the device, `arrival` the time of the next known arrival, or
-        infinity."""
+    def wait_until_due(self, flight: InFlightStep, arrival: float) -> None:
+        """Wait until the next step should be planned.
+
+        `flight` is the newest step on the device, `arrival` the time of the next known arrival, or
+        infinity.
+        """
         if not self.plans_late or (arrival == math.inf and not self.expects_arrivals):
             return
-        estimate_s = fit.estimate_s(
-            flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
-        )
-        duration = min(
-            estimate_s, *self._last_durations
-        )  # an estimate that one slow step has spoilt must not keep the device idle
+        # An estimate that one slow step has spoilt must not keep the device idle.
+        duration = min(self._estimate_s(flight), *self._last_durations)
         started = max(self.last_ended, flight.planned)
         plan_s = self.virtual_plan_s if isinstance(self._clock, VirtualClock) else self._plan_s
         due = started + min(LATE_SHARE * duration, duration - 3 * plan_s)
-        if arrival > due and not self.expects_arrivals:
+        now = self._clock.now()
+        if due <= now or (arrival > due and not self.expects_arrivals):
             return
-        if due > self._clock.now():
-            self.wait_until(due)
+        self.wait_until(due)
+        if self._busy_since is not None:
+            self._busy_since += self._clock.now() - now
+
+    def _estimate_s(self, flight: InFlightStep) -> float:
+        return self._fit.estimate_s(
+            flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
+        )

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.drafting import NoDrafts
 from dovetail.engine.features import features_of
-from dovetail.engine.speculation import SpeculationSettings
+from dovetail.engine.speculation import Speculation, SpeculationSettings
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import (
     ConfigError,
@@ -556,8 +557,11 @@ def _make_core(
         capacity, 0.0 if config.adapters is None else config.adapters.slot_wait_s
     )
     speculation = _make_speculation(capacity, config, parts, model_drafter)
+    drafting = (
+        NoDrafts if speculation is None else partial(Speculation, speculation, capacity, clock)
+    )
     return EngineCore(
-        scheduler, kv, executor, capacity, clock, settings, observers, features, speculation
+        scheduler, kv, executor, capacity, clock, settings, observers, features, drafting
     )
 
 

@@ -1,0 +1,112 @@
+"""A feature lives in one place: the loop names none, and calls each in the same way."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+
+import pytest
+
+from dovetail.api.executor import Batch
+from dovetail.api.scheduler import Refusal, Step
+from dovetail.engine import batch_builder, books, core, step
+from dovetail.engine.feature import EngineFeature
+from dovetail.engine.flight import Delivery, InFlightStep
+from dovetail.engine.live_request import LiveRequest
+from tests.engine.policies import always, fcfs
+from tests.engine.world import Shape, Spec, World
+
+NAMES = re.compile(r"\w*(?:adapter|lora|pool|specul|draft)\w*", re.IGNORECASE)
+CONTRACT = {"Drafting", "NoDrafts", "drafting", "drafts"}
+GEOMETRY = {"Drafts", "_drafts"}  # of a batch: rows with several lines
+PROMPT = (1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("module", [core, books, step, batch_builder], ids=lambda m: m.__name__)
+def test_the_loop_names_no_feature(module: ModuleType) -> None:
+    named = {*NAMES.findall(inspect.getsource(module))} - CONTRACT
+    assert named <= (GEOMETRY if module is batch_builder else set())
+
+
+class Noting(EngineFeature):
+    """Notes its calls, and hides requests of the client "hidden" before a time."""
+
+    def __init__(self, hidden_until: float = 0.0) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.running: list[str] = []
+        self._hidden_until = hidden_until
+        self._now = 0.0
+
+    def arrived(self, request: LiveRequest) -> None:
+        self.calls.append(("arrived", request.id))
+
+    def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
+        self._now = now
+        return any(self.refuses(request) for request in waiting)
+
+    def refuses(self, request: LiveRequest) -> Refusal | None:
+        hides = request.client == "hidden" and self._now < self._hidden_until
+        return Refusal.NOT_NOW if hides else None
+
+    def admitted(self, request: LiveRequest) -> None:
+        self.running.append(request.id)
+
+    def left(self, request: LiveRequest) -> None:
+        self.running.remove(request.id)
+        self.calls.append(("left", request.id))
+
+    def fill(
+        self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
+    ) -> Batch:
+        assert [request.row for request in requests] == batch.rows.tolist()
+        assert [request.row for request in added] == [row.row for row in batch.added]
+        assert {request.id for request in requests} <= {*self.running}
+        return batch
+
+    def submitted(self, step: int) -> None:
+        self.calls.append(("submitted", step))
+
+    def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
+        assert flight.result.step == flight.index
+        self.calls.append(("collected", flight.index))
+
+    def of(self, name: str) -> list[object]:
+        return [value for call, value in self.calls if call == name]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_feature_hears_of_each_request_and_step_in_order(overlap: bool) -> None:
+    noting = Noting()
+    world = World(shape=Shape(overlap=overlap, num_blocks=8), features=[noting])
+    for index in range(6):
+        world.add(Spec(f"{index}", (index, *PROMPT)))
+    world.add(Spec("aborted", PROMPT, max_tokens=90))
+    world.step()
+    world.abort("aborted")
+    world.drain(check=True)
+    assert noting.of("arrived") == [*world.heard.arrived]
+    assert noting.running == []
+    assert sum(request.preemptions for request in world.requests.values()) > 0
+    steps = [batch.step for batch in world.executor.sent]
+    assert noting.of("submitted") == steps
+    assert noting.of("collected") == steps[: len(noting.of("collected"))]
+
+
+def test_a_request_that_a_feature_hides_is_held_back_and_others_are_not() -> None:
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def look(step: Step) -> None:
+        waiting, held_back = ([r.id for r in some] for some in (step.waiting, step.held_back))
+        seen.append((waiting, held_back))
+        for request in step.held_back:
+            assert step.grant(request).refused is Refusal.NOT_NOW
+        fcfs(step)
+
+    world = World(always(look), Shape(overlap=False), features=[Noting(hidden_until=0.02)])
+    world.add(Spec("hidden", PROMPT, client="hidden"))
+    world.add(Spec("shown", PROMPT))
+    world.drain(check=True)
+    assert seen[0] == (["shown"], ["hidden"])
+    assert seen[-1] == ([], [])
