@@ -90,7 +90,7 @@ class Limits(BaseModel):
     """The deepest nesting of brackets in a structured-output spec."""
 
     max_grammar_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
-    """The longest time to compile a structured-output spec, in seconds."""
+    """The longest time to compile a structured-output spec on trial, in a process of its own, in seconds."""
 
     max_logprobs: CountOrZero = 20
     """The most alternatives a token (`logprobs`, `prompt_logprobs`)."""

@@ -95,6 +95,57 @@ PATTERNS: dict[str, Generator] = {
     "names": repeated("a.b_c"),
 }
 
+
+def _rule(first: str, unit: Callable[[int], str], chars: int) -> Generator:
+    """Return a generator of a Lark grammar that begins with `first`, and goes on with units of so many characters."""
+    return lambda size: (first + "".join(map(unit, range(size // chars)))).encode()
+
+
+def _ambiguous(size: int) -> bytes:
+    return b'start: start start | "a"' + b" | start? start" * (size // 15)
+
+
+GRAMMARS: dict[str, Generator] = {
+    "ambiguous": _ambiguous,
+    "without an end": _rule("start: start start", lambda n: f' | start "{n:x}"', 14),
+    "empty parts": _rule("start: a a a\na: ", lambda n: f' "{n:x}"? a? |', 13),
+    "intersections": _rule("start: A\nA: /.*/", lambda n: f" & /.*{n:x}.*/", 12),
+    "complements": _rule("start: A\nA: /.*/", lambda n: f" & ~(/.*{n:x}.{{9}}/)", 19),
+    "a chain": _rule("start: r0", lambda n: f"\nr{n}: r{n + 1}", 13),
+    "doubling rules": _rule("start: r0", lambda n: f"\nr{n}: r{n + 1} r{n + 1}", 19),
+    "deep brackets": lambda size: b"start: " + b"(" * (size // 2) + b'"a"' + b")" * (size // 2),
+    "repeats of repeats": lambda size: (
+        b"start: " + b"(" * (size // 8) + b"b" + b"){0,99}" * (size // 8)
+    ),
+}
+
+
+def _schemas(key: str, unit: Callable[[int], object], chars: int) -> Generator:
+    """Return a generator of a schema with a list of others under `key`, each of so many characters."""
+    return lambda size: json.dumps({key: [unit(n) for n in range(size // chars)]}).encode()
+
+
+def _key_patterns(size: int) -> bytes:
+    return json.dumps({"patternProperties": {f"^k{n}$": {} for n in range(size // 14)}}).encode()
+
+
+def _doubling_refs(size: int) -> bytes:
+    refs = [{"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(size // 60)]
+    definitions = {str(n): ref for n, ref in enumerate([*refs, {}])}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": definitions}).encode()
+
+
+SCHEMAS: dict[str, Generator] = {
+    "patterns of keys": _key_patterns,
+    "multiples": _schemas("prefixItems", lambda n: {"multipleOf": 10_000 - n}, 22),
+    "bounds of bounds": _schemas(
+        "allOf", lambda n: {"anyOf": [{"minimum": n}, {"maximum": -n}]}, 46
+    ),
+    "doubling references": _doubling_refs,
+    "alternatives": _schemas("anyOf", lambda n: {"properties": {"a": {"const": n}}}, 40),
+    "values": _schemas("enum", lambda n: f"{n:x}", 8),
+}
+
 TEMPLATES: dict[str, Generator] = {
     "text": repeated("a"),
     "outputs": repeated("{{ 1 }}"),

@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -23,11 +24,14 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from dovetail.api.executor import AdapterCapacity
+from dovetail.api.executor import AdapterCapacity, ComponentRef
+from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
 from dovetail.cli.prompts import parse_json
 from dovetail.errors import DovetailError
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.grammar_trials import GrammarTrials
+from dovetail.front.grammars import GrammarCompiler
 from dovetail.front.intake import Intake, IntakeFacts
 from dovetail.front.lora_files import CONFIG, WEIGHTS, AdapterFiles, read_adapter
 from dovetail.front.pooling import PoolingFacts
@@ -37,6 +41,8 @@ from dovetail.limits import Limits
 from dovetail.pooling import PoolingParams
 from dovetail.structured import Structured
 from dovetail.testing.fake_executor import ADAPTED
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.options import GrammarOptions
 from dovetail_server.app import create_app
 from dovetail_server.batches.lines import request_at, scan
 from dovetail_server.protocol.openapi import OPERATIONS
@@ -48,10 +54,12 @@ from tests.front.pooled import SCORER
 from tests.hostile.generators import (
     ADAPTER_CONFIGS,
     FORMS,
+    GRAMMARS,
     HEADERS,
     JSON,
     LINES,
     PATTERNS,
+    SCHEMAS,
     TEMPLATES,
     TEXTS,
     TOKENIZERS,
@@ -74,6 +82,8 @@ SIZE, MEMORY_SIZE = (
     1 << 12,
 )  # bytes of an input; of one whose memory is traced, which is slow
 LARGEST = 16 << 20
+PATIENCE_S = 60
+BYTES = GrammarContext([*(bytes([byte]) for byte in range(256)), None], frozenset([256]), 257)
 
 HOLE, TEXT_HOLE = "@", "#"  # where the input goes in a body: as JSON, or within a string
 CHAT = '"messages": [{"role": "user", "content": "a"}], "max_tokens": 1'
@@ -259,7 +269,20 @@ def http(folder: Path) -> Iterator[Http]:
 
 
 @pytest.fixture(scope="module")
-def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
+def trials() -> Iterator[GrammarTrials]:
+    options = "dovetail_grammars.options:GrammarOptions"
+    path = "dovetail_grammars.llguidance_backend:LLGuidance"
+    backend = ComponentRef("grammar", "llguidance", path, options_model=options)
+    trials = GrammarTrials(backend, BYTES, 3)
+    trials.check(GrammarSpec("regex", "a"), PATIENCE_S)  # starts a process
+    yield trials
+    trials.close()
+
+
+@pytest.fixture(scope="module")
+def readers(
+    folder: Path, http: Http, trials: GrammarTrials
+) -> dict[str, Callable[[bytes], object]]:
     """Return the reader of each kind of input that isn't a body, by the names of `INPUTS`."""
     adapter = write_adapter(folder / "adapter")
     capacity = AdapterCapacity(2, 16, ADAPTED)
@@ -326,6 +349,13 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
         halves = text[: len(text) // 2], text[len(text) // 2 :]
         return scoring.plan_scores([halves], PoolingParams(truncate_prompt_tokens=64)).prompts.all()
 
+    compiler = GrammarCompiler(
+        LLGuidance(GrammarOptions(), BYTES), Limits(max_grammar_s=0.03), trials=trials
+    )
+
+    def compiled(kind: SpecKind, content: bytes) -> object:
+        return compiler.compile(GrammarSpec(kind, content.decode())).result()
+
     def tokenizer(path: Path) -> object:
         return Tokenizer.load(path.parent)
 
@@ -350,6 +380,9 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
             json_schema={"enum": [json.loads(content)]}
         ).depth(),
         "a regular expression": lambda content: Structured(regex=content.decode()).depth(),
+        "a compiled grammar": partial(compiled, "grammar"),
+        "a compiled schema": partial(compiled, "json_schema"),
+        "a compiled expression": partial(compiled, "regex"),
         "a chat template": lambda content: renderer.render(
             ChatTemplate(content.decode(), given=True), {"a": 1}
         ),
@@ -375,6 +408,9 @@ INPUTS: Mapping[str, Mapping[str, Generator]] = {
     "an adapter's header": {**HEADERS, **JSON},
     "a schema as text": {**JSON, **TEXTS},
     "a regular expression": PATTERNS,
+    "a compiled grammar": GRAMMARS,
+    "a compiled schema": SCHEMAS,
+    "a compiled expression": PATTERNS,
     "a chat template": TEMPLATES,
     "the variables of a chat template": {**TEMPLATES, **TEXTS},
     "a text to be tokenized": TEXTS,
@@ -439,6 +475,7 @@ def test_readers_take_little_time_per_byte(
 
 SLOWLY_TRACED = [name for name in INPUTS if name.startswith("answers")] + [
     "an adapter's patterns",
+    "a compiled expression",
     "tokenizer_config.json",
 ]
 
@@ -500,3 +537,27 @@ def test_many_large_bodies_at_once_never_hold_the_event_loop(http: Http) -> None
     for name, make in JSON.items():
         body = b'{"prompt": "a", "max_tokens": 1, "extra": {"a": ' + make(1_200_000) + b"}}"
         check_held(name, http, "/v1/completions", [body] * 16)
+
+
+@pytest.mark.slow("seconds of four grammars")
+def test_four_grammars_at_once_are_refused_after_another_users_schema_is_compiled(
+    trials: GrammarTrials,
+) -> None:
+    """The order says it, on a machine of any speed: the schema comes last, and is served first."""
+    limits = Limits(max_grammar_s=3.0)
+    compiler = GrammarCompiler(
+        LLGuidance(GrammarOptions(), BYTES), limits, trials=trials, threads=2
+    )
+    hostile = [
+        compiler.compile(GrammarSpec("grammar", f"{_text(GRAMMARS[name])}\n// {index}"))
+        for index, name in enumerate(["ambiguous", "intersections"] * 2)
+    ]
+    compiler.compile(GrammarSpec("json_schema", '{"type": "integer"}')).result(PATIENCE_S)
+    assert not any(future.done() for future in hostile)
+    for future in hostile:
+        assert "longer than 3 s (limits.max_grammar_s)" in str(future.exception(PATIENCE_S))
+    compiler.close()
+
+
+def _text(make: Generator) -> str:
+    return make(SIZE).decode()

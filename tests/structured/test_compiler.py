@@ -1,22 +1,22 @@
-"""The compiler of rules: each spec is compiled once, failures affect only their own request, and slow compilations are abandoned without delaying
+"""The compiler of rules: each spec is compiled once, failures affect only their own request, and slow compilations delay no
 others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from dovetail.api.grammar import Grammar, GrammarSpec
 from dovetail.errors import RequestError
-from dovetail.front.grammars import MAX_ABANDONED, GrammarCompiler
+from dovetail.front.grammar_trials import GrammarTrials, TrialTimeoutError
+from dovetail.front.grammars import MAX_SLOW, GrammarCompiler
 from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
-from tests.structured.toy import Toy
+from tests.structured.toy import Toy, ToyPart, ToyTrials
 
 PATIENCE_S = 30
-QUICK = Limits(max_grammar_s=0.05)
 
 
 @pytest.fixture
@@ -24,6 +24,14 @@ def toy() -> Iterator[Toy]:
     toy = Toy()
     yield toy
     toy.release.set()
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[GrammarTrials]:
+    trials = GrammarTrials(ToyPart().ref(), Toy().context, 1)
+    trials.check(choice("a"), PATIENCE_S)  # starts the process
+    yield trials
+    trials.close()
 
 
 def choice(*words: str) -> GrammarSpec:
@@ -79,56 +87,64 @@ def test_a_kind_that_the_backend_lacks_is_refused_at_once(toy: Toy) -> None:
         GrammarCompiler(toy, Limits()).constraints(SamplingParams(structured={"regex": "a"}))
 
 
-def test_what_takes_too_long_is_given_up_by_the_name_of_its_limit(toy: Toy) -> None:
-    compiler = GrammarCompiler(toy, QUICK, threads=1)
-    assert "longer than 0.05 s (limits.max_grammar_s) to compile" in error_of(
-        compiler.compile(choice("hangs"))
+def test_what_takes_too_long_is_refused_by_the_name_of_its_limit(toy: Toy) -> None:
+    for max_grammar_s in (0.05, 3.0):
+        trials = ToyTrials()
+        compiler = GrammarCompiler(toy, Limits(max_grammar_s=max_grammar_s), trials=trials)
+        refusal = f"longer than {max_grammar_s:g} s (limits.max_grammar_s) to compile"
+        assert refusal in error_of(compiler.compile(choice("endless")))
+        tried = len(trials.tried)
+        assert refusal in error_of(compiler.compile(choice("endless")))
+        assert len(trials.tried) == 2 * tried, "it is tried again: this machine may have been busy"
+    assert not toy.compiled
+
+
+def test_what_fails_its_trial_is_refused_and_not_compiled(toy: Toy, trials: GrammarTrials) -> None:
+    compiler = GrammarCompiler(toy, Limits(), trials=trials)
+    assert error_of(compiler.compile(choice("wrong"))) == (
+        "structured.choice: the word isn't liked here"
     )
+    assert "the grammar backend failed: Panic" in error_of(compiler.compile(choice("panics")))
+    assert "more than 1024 MiB to compile" in error_of(compiler.compile(choice("gorges")))
+    assert "ended the process that did" in error_of(compiler.compile(choice("crashes")))
+    assert not toy.compiled
     compiler.compile(choice("a")).result(PATIENCE_S)
-    assert "longer than 0.05 s" in error_of(compiler.compile(choice("hangs"))), (
-        "nor is it tried again while it is under way"
-    )
-    assert toy.compiled == ['["hangs"]', '["a"]']
 
 
-def test_whoever_waits_behind_it_gets_another_thread(toy: Toy) -> None:
-    compiler = GrammarCompiler(toy, QUICK, threads=1)
-    hanging, waiting = compiler.compile(choice("hangs")), compiler.compile(choice("a"))
-    waiting.result(PATIENCE_S)
-    assert error_of(hanging)
+def test_a_trial_ends_when_its_time_is_up(toy: Toy, trials: GrammarTrials) -> None:
+    with pytest.raises(TrialTimeoutError):
+        trials.check(choice("hangs"), 0.05)
+    trials.check(choice("a"), PATIENCE_S)
 
 
-def test_two_that_come_at_once_do_not_wait_for_the_one_idle_thread(toy: Toy) -> None:
-    compiler = GrammarCompiler(toy, Limits(max_grammar_s=1000), threads=2)
+def test_closing_ends_a_trial_that_is_under_way(trials: GrammarTrials) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        hanging = thread.submit(trials.check, choice("hangs"), 1000)
+        while not hanging.done():
+            trials.close()
+    assert "ended the process" in str(hanging.exception())
+
+
+def test_what_is_slow_delays_no_other(toy: Toy) -> None:
+    trials = ToyTrials()
+    compiler = GrammarCompiler(toy, Limits(), threads=1, trials=trials)
+    slow = [compiler.compile(choice(f"slow {index}")) for index in range(4)]
     compiler.compile(choice("a")).result(PATIENCE_S)
-    hangs = compiler.compile(choice("hangs"))
-    compiler.compile(choice("b")).result(PATIENCE_S)
-    assert not hangs.done()
+    assert not any(future.done() for future in slow)
+    trials.release.set()
+    for future in slow:
+        future.result(PATIENCE_S)
 
 
-def test_what_was_given_up_and_is_compiled_in_the_end_is_there_for_the_next(toy: Toy) -> None:
-    compiler = GrammarCompiler(toy, QUICK, threads=1)
-    spec = choice("hangs")
-    assert error_of(compiler.compile(spec))
-    toy.release.set()
-    while (again := compiler.compile(spec)).done() and again.exception() is not None:
-        pass  # it is replaced as soon as the thread comes back
-    again.result(PATIENCE_S)
-    assert len(toy.compiled) == 1
-
-
-def test_threads_that_hang_are_few(toy: Toy) -> None:
-    compiler = GrammarCompiler(toy, QUICK, threads=2)
-    hanging = [compiler.compile(choice(f"hangs {index}")) for index in range(MAX_ABANDONED)]
-    for future in hanging:
-        assert "longer than" in error_of(future)
-    assert f"nothing can be compiled now: {MAX_ABANDONED} grammars" in error_of(
-        compiler.compile(choice("a"))
-    )
-    toy.release.set()
-    while compiler.compile(choice("b")).exception(PATIENCE_S) is not None:
-        pass  # they come back one by one
-    compiler.compile(choice("a")).result(PATIENCE_S)
+def test_slow_ones_that_wait_are_few(toy: Toy) -> None:
+    trials = ToyTrials()
+    compiler = GrammarCompiler(toy, Limits(), threads=1, trials=trials)
+    slow = [compiler.compile(choice(f"slow {index}")) for index in range(MAX_SLOW)]
+    more = compiler.compile(choice("slow and more"))
+    assert f"{MAX_SLOW} rules that do are waiting already" in error_of(more)
+    trials.release.set()
+    for future in slow:
+        future.result(PATIENCE_S)
 
 
 def test_who_waits_when_the_engine_is_closed_is_told(toy: Toy) -> None:
@@ -138,3 +154,4 @@ def test_who_waits_when_the_engine_is_closed_is_told(toy: Toy) -> None:
     waiting = compiler.compile(choice("a"))
     compiler.close()
     assert "closed" in error_of(waiting)
+    assert "closed" in error_of(compiler.compile(choice("b")))

@@ -12,7 +12,7 @@ import pytest
 from dovetail import LLM, AsyncLLMEngine, LLMEngine, SamplingParams, Structured
 from dovetail.errors import RequestError, UnsupportedError
 from dovetail.front.assembly import Assembly, assemble
-from tests.structured.toy import Toy, ToyPart
+from tests.structured.toy import Toy, ToyPart, ToyTrials
 
 PERSON = {
     "type": "object",
@@ -28,7 +28,15 @@ PERSON = {
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM("demo", limits={"max_grammar_chars": 5000}) as llm:
+        first = SamplingParams(max_tokens=1, structured=Structured(choice=["a"]))
+        llm.generate("ROMEO:", first, use_tqdm=False)  # starts the process that tries rules
         yield llm
+
+
+@pytest.fixture(autouse=True)
+def no_processes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines that are made from now on, unlike `llm`, try no rules in processes."""
+    monkeypatch.setattr("dovetail.front.grammars.GrammarTrials", ToyTrials)
 
 
 def toy_engine(**config: Any) -> tuple[LLMEngine, Assembly]:
@@ -171,14 +179,13 @@ def test_a_panic_of_the_library_ends_its_request_alone() -> None:
 
 
 def test_a_time_limit_is_reported_by_its_name() -> None:
-    engine, assembly = toy_engine(limits={"max_grammar_s": 0.05})
+    engine, _ = toy_engine(limits={"max_grammar_s": 0.05})
     with engine:
-        engine.add_request("slow", "ROMEO:", SamplingParams(structured={"choice": ["hangs"]}))
+        engine.add_request("slow", "ROMEO:", SamplingParams(structured={"choice": ["endless"]}))
         outputs = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
         assert "limits.max_grammar_s" in str(outputs[-1].outputs[0].stop_reason)
-        toy_of(assembly).release.set()
 
 
 def test_without_a_backend_a_request_that_needs_one_is_refused_and_no_other() -> None:

@@ -1,13 +1,16 @@
-"""A simple grammar backend for tests: it supports only choices, and certain words make it fail or wait."""
+"""A simple grammar backend for tests: it supports only choices, and certain words make it fail, wait, crash or fill the memory."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dovetail.api.component import NoOptions
+from dovetail.api.executor import ComponentRef
 from dovetail.api.grammar import (
     Grammar,
     GrammarBackend,
@@ -17,6 +20,8 @@ from dovetail.api.grammar import (
     Matcher,
 )
 from dovetail.errors import RequestError
+from dovetail.front.grammar_trials import TrialTimeoutError
+from dovetail.front.grammars import QUICK_S
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +87,8 @@ class ToyGrammar(Grammar):
 
 
 class Toy(GrammarBackend):
-    """`hangs` compiles until `release` is set, `panics` raises what no library should, `wrong` is refused."""
+    """`hangs` compiles until `release` is set, `panics` raises what no library should, `wrong` is refused. `crashes` ends its process, and `gorges`
+    takes a lot of memory: both only on trial."""
 
     capabilities = GrammarCapabilities(kinds=("choice",), rollback=True, forced=False)
 
@@ -99,11 +105,36 @@ class Toy(GrammarBackend):
         if "hangs" in spec.text:
             self.begun.release()
             self.release.wait(60)
+        if "crashes" in spec.text:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if "gorges" in spec.text:
+            bytearray(1 << 34)
         if "panics" in spec.text:
             raise Panic("the native library is beside itself")
         if "wrong" in spec.text:
             raise RequestError("the word isn't liked here")
         return ToyGrammar([choice.encode() for choice in json.loads(spec.text)], self.context)
+
+
+class ToyTrials:
+    """Trials of which some take long: those of `slow` specs longer than `QUICK_S`, until `release` is set, and those of `endless` ones any time."""
+
+    def __init__(self, *_: object) -> None:
+        self.tried: list[str] = []
+        self.release = threading.Event()
+
+    def check(self, spec: GrammarSpec, seconds: float) -> None:
+        self.tried.append(spec.text)
+        if "endless" in spec.text or ("slow" in spec.text and seconds <= QUICK_S):
+            raise TrialTimeoutError
+        if "slow" in spec.text:
+            self.release.wait(60)
+
+    def prepare(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.release.set()
 
 
 class Panic(BaseException):
@@ -117,6 +148,9 @@ class ToyPart:
 
     def load(self) -> type[Toy]:
         return Toy
+
+    def ref(self) -> ComponentRef:
+        return ComponentRef("grammar", self.qualified_name, "tests.structured.toy:Toy")
 
     def make(self, context: GrammarContext) -> Toy:
         return Toy(None, context)

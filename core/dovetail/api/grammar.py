@@ -118,7 +118,7 @@ class GrammarBackend(ABC):
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile `spec`. Several threads call this at once, and it may take long: the engine stops waiting after its time limit.
+        """Compile `spec`. Several threads call this at once. The engine first calls it in another process, which it ends after a time limit.
 
         Raises `RequestError` that names the error in the spec, or the feature that this backend doesn't support: features are never ignored. Any
         exception that a library raises because of a spec becomes a `RequestError` too.

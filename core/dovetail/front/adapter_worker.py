@@ -20,22 +20,7 @@ if __name__ == "__main__":
 from dovetail.api.executor import AdapterCapacity
 from dovetail.errors import RequestError
 from dovetail.front.lora_files import AdapterFiles, read_adapter
-from dovetail.front.worker_processes import OUT_OF_MEMORY
-
-
-def _bound(cpu_s: float, memory_bytes: int) -> None:
-    """Limit this process from now on: exceeding the processor time kills it, and allocations beyond the memory raise `MemoryError`. Where the system
-    has no such limits (Windows, and macOS, which doesn't enforce that of memory), only the engine's timeout applies."""
-    try:
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        most_s = int(usage.ru_utime + usage.ru_stime + cpu_s) + 1
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
-    except (ImportError, OSError, ValueError):
-        pass
+from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> bool:
@@ -56,7 +41,7 @@ def _answer(line: bytes) -> dict[str, Any] | list[Any]:
     request = json.loads(line)
     if request is None:
         return []
-    _bound(request["cpu_s"], request["memory_bytes"])
+    bound_process(request["memory_bytes"], request["cpu_s"])
     files = AdapterFiles(Path(request["config"]), Path(request["weights"]), ())
     modules = {
         name: (size_in, size_out) for name, (size_in, size_out) in request["modules"].items()

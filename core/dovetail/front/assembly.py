@@ -224,7 +224,7 @@ class Assembly:
         def prepare() -> None:
             try:
                 _ = self._spelled
-                self.grammars()
+                self.grammars().prepare()
             except DovetailError as error:
                 logger.warning(
                     "no answer can be held to a rule, and no tool call demanded: %s", error

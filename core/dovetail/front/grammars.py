@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +18,7 @@ from dovetail.checks import shown
 from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError, UnsupportedError, describe
 from dovetail.front.detokenizer import byte_pieces
+from dovetail.front.grammar_trials import GrammarTrials, Trials, TrialTimeoutError
 from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dovetail")
 
-MAX_ABANDONED = 4  # threads with compilations that took too long and can't be ended; with as many under way nothing new is compiled
+QUICK_S = 0.5  # of a trial; what takes longer is left to the thread for such specs
+MAX_SLOW = 16  # specs in that thread, waiting ones included
+_CAN_FORK = hasattr(os, "fork")  # not on Windows, where nothing is tried
 CACHE_BYTES = 256 * 2**20
 _BASE_BYTES, _BYTES_A_CHAR = 65_536, 256  # of a compiled grammar: a guess, as backends don't tell
 
@@ -69,21 +72,9 @@ def _constraints(
     ]
 
 
-class _Compilation:
-    """A grammar being compiled, or waiting for it."""
-
-    __slots__ = ("abandoned", "compiled", "future", "spec")
-
-    def __init__(self, spec: GrammarSpec) -> None:
-        self.spec = spec
-        self.future: Future[Grammar] = Future()
-        self.compiled = False  # or it has failed
-        self.abandoned = False
-
-
 class GrammarCompiler:
-    """Compiles each spec once, in a few threads. A compilation that exceeds the time limit is abandoned: its thread can't be stopped, so another
-    replaces it. Thread safe."""
+    """Compiles each spec once, in a few threads. Each is first compiled on trial, in a process that can be ended: for at most `QUICK_S`, and if that
+    doesn't suffice, once more in a thread for such specs. So what takes long delays only its like. Thread safe."""
 
     def __init__(
         self,
@@ -93,12 +84,13 @@ class GrammarCompiler:
         spelled: Sequence[bytes] | None = None,
         encode: Callable[[str], list[int]] = lambda text: [],
         *,
+        trials: Trials | None = None,
         threads: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens included; None: those of the backend's context.
-        `encode`: returns the token ids of a text; without it, `Structured.after_tokens` is refused. `threads`: None means half of the cores, from
-        one to four."""
+        `encode`: returns the token ids of a text; without it, `Structured.after_tokens` is refused. `trials`: None means that the backend is trusted
+        with any spec. `threads`: None means half of the cores, from two to four; there is one more for what takes long."""
         self.backend = backend
         self._name = name or type(backend).__name__
         self._spelled = (
@@ -108,13 +100,12 @@ class GrammarCompiler:
         )
         self._encode = encode
         self._limits = limits
-        self._threads = threads or min(4, max(1, (os.cpu_count() or 1) // 2))
+        self._trials = trials
         self._cache = _Cache(cache_bytes)
-        self._lock = threading.Condition()
-        self._queue: deque[_Compilation] = deque()
-        self._working = 0  # threads, without the abandoned
-        self._idle = 0  # of them, those that wait for a job
-        self._abandoned = 0
+        self._lock = threading.Lock()
+        self._quick = ThreadPoolExecutor(threads or _threads(), "dovetail-grammars")
+        self._slow = ThreadPoolExecutor(1, "dovetail-slow-grammars")
+        self._num_slow = 0  # specs in `_slow`, waiting ones included
         self._closed = False
 
     @classmethod
@@ -135,13 +126,15 @@ class GrammarCompiler:
         for token_id in stop_ids:
             if token_id < vocab_size:
                 plain[token_id] = None
-        backend: GrammarBackend = part.make(GrammarContext(plain, frozenset(stop_ids), vocab_size))
+        context = GrammarContext(plain, frozenset(stop_ids), vocab_size)
+        backend: GrammarBackend = part.make(context)
         return cls(
             backend,
             limits,
             part.qualified_name,
             spelled,
             partial(tokenizer.encode, special_tokens=False),
+            trials=GrammarTrials(part.ref(), context, _threads() + 1) if _CAN_FORK else None,
         )
 
     def constraints(self, params: SamplingParams) -> list[Constraint]:
@@ -167,107 +160,119 @@ class GrammarCompiler:
             known = self._cache.get(spec)
             if known is not None:
                 return known
-            job = _Compilation(spec)
-            if self._abandoned >= MAX_ABANDONED:
-                job.future.set_exception(
-                    RequestError(
-                        f"structured.{spec.kind}: nothing can be compiled now: {self._abandoned} grammars that took longer than "
-                        f"{self._limits.max_grammar_s:g} s (limits.max_grammar_s) are still being compiled"
-                    )
-                )
-                return job.future
-            self._cache.put(spec, job.future)
-            self._queue.append(job)
-            self._lock.notify()
-            if (
-                len(self._queue) > self._idle and self._working < self._threads
-            ):  # who is idle may have been woken for another job
-                self._start_worker()
-            return job.future
+            future: Future[Grammar] = Future()
+            if self._closed:
+                future.set_exception(_closed())
+                return future
+            self._cache.put(spec, future)
+            self._submit(self._quick, self._compile_quickly, spec, future)
+            return future
+
+    def prepare(self) -> None:
+        """Start what the first spec would wait for. Raises `DovetailError` if that fails."""
+        if self._trials is not None:
+            self._trials.prepare()
 
     def close(self) -> None:
-        """End the threads after their present compilations."""
+        """End the threads after their present compilations, and the processes. What waits fails."""
         with self._lock:
             self._closed = True
-            for job in self._queue:
-                job.future.set_exception(RequestError("structured: the engine was closed"))
-            self._queue.clear()
-            self._lock.notify_all()
+        self._quick.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+        if self._trials is not None:
+            self._trials.close()
 
-    def _start_worker(self) -> None:
-        self._working += 1
-        threading.Thread(target=self._work, name="dovetail-grammars", daemon=True).start()
+    def _submit(
+        self,
+        threads: ThreadPoolExecutor,
+        work: Callable[[GrammarSpec, Future[Grammar]], None],
+        spec: GrammarSpec,
+        future: Future[Grammar],
+    ) -> None:
+        def fail_if_cancelled(done: Future[None]) -> None:
+            if done.cancelled():
+                future.set_exception(_closed())
 
-    def _work(self) -> None:
-        while (job := self._next()) is not None:
-            timer = threading.Timer(self._limits.max_grammar_s, self._give_up, [job])
-            timer.daemon = True
-            timer.start()
-            result, error = self._compiled(job.spec)
-            timer.cancel()
-            with self._lock:
-                job.compiled = True
-                if job.abandoned:  # whoever asks again has it
-                    self._abandoned -= 1
-                    job.future = self._cache.replace(job.spec)
-            if error is not None:
-                job.future.set_exception(error)
-            else:
-                job.future.set_result(cast(Grammar, result))
-            if job.abandoned:
-                return
+        threads.submit(work, spec, future).add_done_callback(fail_if_cancelled)
 
-    def _next(self) -> _Compilation | None:
-        """Wait for a job; None: the compiler is closed."""
-        with self._lock:
-            self._idle += 1
-            while not self._queue and not self._closed:
-                self._lock.wait()
-            self._idle -= 1
-            if self._closed:
-                self._working -= 1
-                return None
-            return self._queue.popleft()
+    # In a thread
 
-    def _compiled(self, spec: GrammarSpec) -> tuple[Grammar | None, RequestError | None]:
+    def _compile_quickly(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
+        most_s = self._limits.max_grammar_s
         try:
-            return self.backend.compile(spec), None
+            self._compile(spec, future, min(most_s, QUICK_S))
+        except TrialTimeoutError:
+            if most_s <= QUICK_S:
+                self._fail(spec, future, self._too_slow())
+            elif not self._compile_later(spec, future):
+                self._fail(
+                    spec,
+                    future,
+                    f"it takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW} rules that do are waiting already; try again later",
+                )
+
+    def _compile_later(self, spec: GrammarSpec, future: Future[Grammar]) -> bool:
+        """Leave a spec to the thread for those that take long. Returns False if too many wait."""
+        with self._lock:
+            if self._closed:
+                future.set_exception(_closed())
+                return True
+            if self._num_slow >= MAX_SLOW:
+                return False
+            self._num_slow += 1
+            self._submit(self._slow, self._compile_slowly, spec, future)
+            return True
+
+    def _compile_slowly(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
+        try:
+            self._compile(spec, future, self._limits.max_grammar_s)
+        except TrialTimeoutError:
+            self._fail(spec, future, self._too_slow())
+        finally:
+            with self._lock:
+                self._num_slow -= 1
+
+    def _compile(self, spec: GrammarSpec, future: Future[Grammar], seconds: float) -> None:
+        """Set the result or the exception of `future`. Raises `TrialTimeoutError` if a trial takes longer than `seconds`."""
+        try:
+            if self._trials is not None and spec.text:
+                self._trials.check(spec, seconds)
+            grammar = self.backend.compile(spec)
+        except TrialTimeoutError:
+            raise
         except RequestError as error:
-            text = str(error)
-            return None, RequestError(
-                f"structured.{text}"
-                if text.startswith(f"{spec.kind}:")
-                else f"structured.{spec.kind}: {text}"
-            )
+            future.set_exception(_named(spec, str(error)))
         except (
             BaseException
         ) as error:  # a panic of a native library, too: it is this request's alone
             logger.exception("a grammar backend failed")
-            return None, RequestError(
-                f"structured.{spec.kind}: the grammar backend failed: {describe(error)}"
-            )
+            self._fail(spec, future, f"the grammar backend failed: {describe(error)}")
+        else:
+            future.set_result(grammar)
 
-    def _give_up(self, job: _Compilation) -> None:
-        """Abandon a compilation that exceeds the time limit."""
+    def _too_slow(self) -> str:
+        return f"it takes longer than {self._limits.max_grammar_s:g} s (limits.max_grammar_s) to compile"
+
+    def _fail(self, spec: GrammarSpec, future: Future[Grammar], why: str) -> None:
+        """Refuse a spec, but not the next time: it may be due to the state of this machine."""
+        logger.warning("a rule of kind %s with %d characters: %s", spec.kind, len(spec.text), why)
         with self._lock:
-            if job.compiled:
-                return
-            job.abandoned = True
-            self._abandoned += 1
-            self._working -= 1
-            if self._queue:
-                self._start_worker()
-            future = job.future
-        limit = f"{self._limits.max_grammar_s:g} s (limits.max_grammar_s)"
-        logger.warning(
-            "a rule of kind %s with %d characters takes longer than %s to compile",
-            job.spec.kind,
-            len(job.spec.text),
-            limit,
-        )
-        future.set_exception(
-            RequestError(f"structured.{job.spec.kind}: it takes longer than {limit} to compile")
-        )
+            self._cache.remove(spec)
+        future.set_exception(_named(spec, why))
+
+
+def _threads() -> int:
+    return min(4, max(2, (os.cpu_count() or 1) // 2))
+
+
+def _named(spec: GrammarSpec, why: str) -> RequestError:
+    return RequestError(
+        f"structured.{why}" if why.startswith(f"{spec.kind}:") else f"structured.{spec.kind}: {why}"
+    )
+
+
+def _closed() -> RequestError:
+    return RequestError("structured: the engine was closed")
 
 
 class _Cache:
@@ -283,12 +288,9 @@ class _Cache:
             self._futures.move_to_end(spec)
         return future
 
-    def replace(self, spec: GrammarSpec) -> Future[Grammar]:
-        """Return a new future, which takes the place of that of `spec`, if it is still there."""
-        future: Future[Grammar] = Future()
-        if spec in self._futures:
-            self._futures[spec] = future
-        return future
+    def remove(self, spec: GrammarSpec) -> None:
+        if self._futures.pop(spec, None) is not None:
+            self._bytes -= _size(spec)
 
     def put(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
         """Add a new one; the least used go, until there is room. One that is larger than all room stays until the next comes."""

@@ -1,7 +1,7 @@
 """`WorkerProcesses`: pool of processes that do untrusted work, a line of JSON each, with bounds on its time and memory.
 
-For `chat_rendering` and `adapters`. A worker reads requests from its standard input and answers on its standard output. It bounds its own memory, and
-is killed when its time is up.
+For `chat_rendering`, `adapters` and `grammar_trials`. A worker reads requests from its standard input and answers on its
+standard output. It bounds its own memory, and is killed when its time is up.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class WorkerEndedError(Exception):
 class WorkerProcess:
     """A running worker. `end()` kills it, if it is still there."""
 
-    def __init__(self, does: str, script: Path, *arguments: str) -> None:
+    def __init__(self, does: str, script: Path, *arguments: str, plugins: bool = False) -> None:
         """Start `script` as a file of its own. Its first argument is the path of this process, by which it imports. `does`: what it does, for
-        errors. Raises `DovetailError` if it doesn't start."""
+        errors. `plugins`: it imports plugins, which may be installed by hooks of `site`. Raises `DovetailError` if it doesn't start."""
         paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
-        command = [sys.executable, "-I", "-S", str(script), json.dumps(paths), *arguments]
+        options = ["-I"] if plugins else ["-I", "-S"]
+        command = [sys.executable, *options, str(script), json.dumps(paths), *arguments]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
@@ -115,6 +116,7 @@ class WorkerProcesses:
         self._owner = os.getpid()
         self._free = threading.Semaphore(self._most)
         self._idle: list[WorkerProcess] = []
+        self._busy: set[WorkerProcess] = set()
 
     @contextlib.contextmanager
     def one(self) -> Iterator[WorkerProcess]:
@@ -123,11 +125,14 @@ class WorkerProcesses:
             self._begin()
         with self._free:
             process = self._taken()
+            self._busy.add(process)
             try:
                 yield process
             except BaseException:
                 process.end()
                 raise
+            finally:
+                self._busy.discard(process)
             if process.alive:
                 self._idle.append(process)
 
@@ -140,7 +145,9 @@ class WorkerProcesses:
         return self._start()
 
     def close(self) -> None:
-        """End the processes; another call of `one` starts new ones."""
+        """End the processes, those in use too; another call of `one` starts new ones."""
+        for process in [*self._busy]:
+            process.end()
         while self._idle:
             with contextlib.suppress(IndexError):
                 self._idle.pop().end()
@@ -153,3 +160,19 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):  # of what was to be written
             pipe.close()  # type: ignore[union-attr]
+
+
+def bound_process(memory_bytes: int, cpu_s: float | None = None) -> None:
+    """Limit this process from now on: allocations beyond so much address space raise `MemoryError`, and exceeding the processor time kills it. Where
+    the system has no such limits (Windows, and macOS, which doesn't enforce that of memory), only the parent's timeout applies."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
+        if cpu_s is not None:
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            most_s = int(usage.ru_utime + usage.ru_stime + cpu_s) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+    except (ImportError, OSError, ValueError):
+        pass
