@@ -29,9 +29,10 @@ class Parrot(BaseHTTPRequestHandler):
     bodies: list[dict[str, Any]]
     keys: list[str | None]
     hung_up: threading.Event
+    models: Any
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "parrot"}, {"id": "raven"}]})
+        self._send(200, self.models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -52,6 +53,9 @@ class Parrot(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        if said.startswith("garbage"):
+            self.wfile.write(b"data: %s\n\n" % said.removeprefix("garbage").encode())
+            return
         try:
             for word in said.split():
                 self._event(
@@ -85,6 +89,8 @@ class Parrot(BaseHTTPRequestHandler):
 def parrot() -> Iterator[tuple[str, type[Parrot]]]:
     class Mine(Parrot):
         bodies, keys, hung_up = [], [], threading.Event()
+
+    Mine.models = {"data": [{"id": "parrot"}, {"id": "raven"}]}
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Mine) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -160,6 +166,29 @@ def test_an_answer_that_fails_is_reported_and_forgotten(
     assert told in " ".join(result.stderr.split())
     assert result.stderr.count("error:") == 1
     assert [one["content"] for one in server.bodies[-1]["messages"]] == ["again"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["[1]", '{"choices": 1}', '{"choices": [1]}', '{"choices": [{"delta": ""}]}', "[" * 9999],
+)
+def test_an_event_of_another_form_fails_its_answer_alone(
+    parrot: tuple[str, type[Parrot]], event: str
+) -> None:
+    result = chat(parrot[0], said=f"garbage{event}\nagain\n")
+    assert "doesn't have OpenAI's API: it answered" in " ".join(result.stderr.split())
+    assert result.stdout.strip() == "again"
+
+
+@pytest.mark.parametrize("models", [{"data": {"a": 1}}, {"data": "a"}, {"data": [{}]}, [1], None])
+def test_a_list_of_models_of_another_form_is_reported(
+    parrot: tuple[str, type[Parrot]], models: Any
+) -> None:
+    url, server = parrot
+    server.models = models
+    result = chat(url, said="hello\n")
+    assert result.exit_code == 2
+    assert "doesn't have OpenAI's API: it answered" in " ".join(result.stderr.split())
 
 
 def test_what_an_answer_says_commands_no_terminal(parrot: tuple[str, type[Parrot]]) -> None:

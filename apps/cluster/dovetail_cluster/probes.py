@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -82,18 +83,22 @@ class Probes:
 def probe(
     url: str, key: str | None, last: Vitals, clock: Callable[[], float] = time.monotonic
 ) -> Vitals:
-    """Check a replica and return its vitals; where it doesn't answer, those of `last`."""
+    """Check a replica and return its vitals; where it gives no answer, or garbage, those of `last`."""
     healthy = ask(f"{url}/health", timeout_s=5.0)[0] == 200
     ready = ask(f"{url}/ready")[0] == 200
     status, text = ask(f"{url}/metrics", key=key)
-    loads = gauges(text) if status == 200 else {WAITING: last.waiting, RUNNING: last.running}
+    loads = {WAITING: last.waiting, RUNNING: last.running}
+    if status == 200:
+        with suppress(ValueError, OverflowError):  # it isn't in Prometheus's format
+            loads = gauges(text)
     return Vitals(
         ready, clock() if healthy else last.healthy_at, loads.get(WAITING, 0), loads.get(RUNNING, 0)
     )
 
 
 def gauges(text: str) -> dict[str, int]:
-    """Return the two gauges of a server's /metrics. All front ends report those of the one engine: the maximum counts."""
+    """Return the two gauges of a server's /metrics. All front ends report those of the one engine: the maximum counts.
+    Raises `ValueError` or `OverflowError` for anything else."""
     found: dict[str, int] = {}
     for family in text_string_to_metric_families(text):
         if family.name in (WAITING, RUNNING):

@@ -6,8 +6,10 @@ import http.client
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0  # without data from the server
 MAX_LINE = 2**24  # bytes of one line of a response
 MAX_ERROR = 2**16  # bytes of an error response
+
+T = TypeVar("T")
 
 Messages = Sequence[Mapping[str, str]]
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -88,6 +92,32 @@ class LocalModel:
         self._llm.close()
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """The part of a server's list of models that is used."""
+
+    data: list[_Model] = []
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    """The part of a stream's event that is used."""
+
+    choices: list[_Choice] | None = None
+    error: Any = None
+
+
 class ServerModel:
     """A server with OpenAI's API."""
 
@@ -125,24 +155,23 @@ class ServerModel:
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
-            event = self._json(data)
-            if error := event.get("error"):
+            event = self._decoded(data, _Event)
+            if error := event.error:
                 raise ServerError(
                     f"{self._url}: {error.get('message') if isinstance(error, dict) else error}"
                 )
-            for choice in event.get("choices", ())[:1]:
-                yield Piece(
-                    (choice.get("delta") or {}).get("content") or "", choice.get("finish_reason")
-                )
+            for choice in (event.choices or ())[:1]:
+                text = (choice.delta and choice.delta.content) or ""
+                yield Piece(text, choice.finish_reason)
         raise ServerError(f"{self._url} broke off during the answer")
 
     def _first_model(self) -> str:
         with closing(self._connection()) as connection, self._told("doesn't answer"):
-            answer = self._json(self._asked(connection, "GET", "/models").read(MAX_LINE))
-        models = answer.get("data")
+            answer = self._asked(connection, "GET", "/models").read(MAX_LINE)
+        models = self._decoded(answer, _Models).data
         if not models:
             raise ServerError(f"{self._url} serves no model")
-        return str(models[0]["id"])
+        return models[0].id
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -171,18 +200,16 @@ class ServerModel:
         text = response.read(MAX_ERROR).decode("utf-8", "replace")
         try:
             told = json.loads(text)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             told = " ".join(text.split())[:300] or response.reason
         hint = "; pass the server's key with --api-key" if response.status == 401 else ""
         raise ServerError(f"{self._url} answers {response.status}: {told}{hint}")
 
-    def _json(self, data: bytes) -> dict[str, Any]:
+    def _decoded(self, data: bytes, kind: type[T]) -> T:
         try:
-            value = json.loads(data)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise ServerError(
-                f"{self._url} doesn't have OpenAI's API: it answered {shown(data.decode('utf-8', 'replace'))}"
-            )
-        return value
+                f"{self._url} doesn't have OpenAI's API: "
+                f"it answered {shown(data[:MAX_ERROR].decode('utf-8', 'replace'))}"
+            ) from None
