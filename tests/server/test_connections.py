@@ -145,6 +145,39 @@ async def test_a_head_too_large_is_reported(fake: Callable[..., FakeEngine]) -> 
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * (wire.MAX_FIELDS - 1), 200),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * wire.MAX_FIELDS, 431),
+        (b"GET /health?%b HTTP/1.1\r\nHost: x\r\n" % (b"a&" * (wire.MAX_FIELDS - 1)), 200),
+        (b"GET /health?%b HTTP/1.1\r\nHost: x\r\n" % (b"a&" * wire.MAX_FIELDS), 414),
+        (b"GET /health?%b HTTP/1.1\r\nHost: x\r\n" % (b"a" * wire.MAX_URL_BYTES), 414),
+    ],
+)
+async def test_heads_have_few_fields_and_a_short_url(
+    fake: Callable[..., FakeEngine], head: bytes, status: int
+) -> None:
+    async with serving(fake()) as url:
+        reader, writer = await connected(url)
+        writer.write(head + b"\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
+        writer.close()
+
+
+async def test_a_refused_head_does_not_cut_into_the_answer_before_it(
+    fake: Callable[..., FakeEngine],
+) -> None:
+    engine = fake(paced=True)
+    async with serving(engine) as url:
+        reader, writer = await connected(url)
+        writer.write(completion(stream=True))
+        await engine.until_requests(1)
+        writer.write(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * (wire.MAX_FIELDS + 1) + b"\r\n")
+        assert b" 431 " not in await ending(reader)
+        writer.close()
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX: ", ASK + b"G"])
 async def test_who_never_ends_a_head_is_cut(
     fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch

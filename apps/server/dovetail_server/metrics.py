@@ -654,12 +654,18 @@ def family(
     return metric
 
 
+_MAX_ACCEPT_CHARS = 1024  # of the header; a longer one, which is slow to parse, is ignored
+
+
 def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Awaitable[Response]]:
     """Return the handler of `/metrics`."""
     scrapes = Scrapes(metrics.registry)
 
     async def scraped(request: Request) -> Response:
-        text, content_type = await scrapes.scrape(request.headers.get("accept", ""))
+        accept = request.headers.get("accept", "")
+        if len(accept) > _MAX_ACCEPT_CHARS:
+            accept = ""
+        text, content_type = await scrapes.scrape(accept)
         return Response(text, headers={"content-type": content_type})
 
     return scraped
