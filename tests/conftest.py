@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
-from tests.frozen import count_once
+from tests.frozen import count_once, freeze_what_lasts
 from tests.preloaded import Preloaded
 from tests.slow_checks import reason_for
 from tests.support import FULL, PROFILE
@@ -110,12 +110,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """While tests are imported the garbage collector would look through them again and again, and find nothing."""
+    """While tests are imported the garbage collector would look through them again and again, and find little; and afterwards, too."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between classes and files, freeze what tests have imported late."""
+    if nextitem is not None and nextitem.parent is not item.parent:
+        freeze_what_lasts()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -134,6 +142,7 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
         llm.generate(
             "R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False
         )
+    freeze_what_lasts()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -147,14 +156,6 @@ def certificates_are_read_once() -> Iterator[None]:
     """Each new client of httpx or openai reads all certificates for TLS, which takes longer than most tests that make one."""
     with patch.object(ssl, "create_default_context", cache(ssl.create_default_context)):
         yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imported_things_are_not_looked_through() -> None:
-    """Freeze all imported objects, so that the garbage collector, which each engine calls on closing, skips them."""
-    if gc.get_freeze_count() == 0:
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import openai
@@ -25,6 +27,12 @@ def openai_client(server_url: str) -> Iterator[openai.OpenAI]:
         base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=60
     ) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    """Return Anthropic's client, whose import takes a second, more than a test has."""
+    return import_module("anthropic")
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -260,6 +260,7 @@ def message_of(answer: httpx.Response) -> str:
 
 @pytest.mark.anyio
 async def test_claude_codes_requests_are_answered_by_anthropics_client(
+    anthropic: ModuleType,
     fake: Callable[..., FakeEngine],
 ) -> None:
     engine = fake(

@@ -11,16 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import requests
-import schemathesis
 from hypothesis import given
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from dovetail_server.protocol.openapi import OPERATIONS as ENDPOINTS
 from dovetail_server.settings import ServerSettings
@@ -37,6 +29,8 @@ _known: list[Any] = []  # the operations, once a server has told them
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a small real model, which answers with a few tokens, and keeps files."""
+    import schemathesis
+
     config = {"model": "demo", "max_model_len": 128, "max_num_seqs": 4, "adapters": {"slots": 1}}
     adapters = str(tmp_path_factory.mktemp("adapters"))
     settings = ServerSettings(
@@ -100,15 +94,19 @@ def lines(url: str) -> Iterator[Lines]:
 def test_no_request_makes_the_server_fail(
     url: str, session: requests.Session, lines: Lines, data: st.DataObject
 ) -> None:
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
     case = data.draw(data.draw(OPERATIONS).as_strategy(data.draw(st.sampled_from(GenerationMode))))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
     case.validate_response(
         answer,
         checks=[
             not_a_server_error,
-            status_code_conformance,
-            content_type_conformance,
-            response_schema_conformance,
+            checks.status_code_conformance,
+            checks.content_type_conformance,
+            checks.response_schema_conformance,
         ],
     )
     assert not any(word in answer.content for word in SERVER_ERRORS)  # amidst a stream
@@ -120,6 +118,8 @@ def test_no_request_makes_the_server_fail(
 def test_a_malformed_body_is_always_refused(
     url: str, session: requests.Session, lines: Lines, data: st.DataObject
 ) -> None:
+    from schemathesis import GenerationMode
+
     operation = data.draw(OPERATIONS.filter(lambda operation: operation.path in PATHS_WITH_BODIES))
     case = data.draw(operation.as_strategy(GenerationMode.NEGATIVE))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import schemathesis
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -37,6 +36,8 @@ def document(engine: FakeEngine, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.slow("answers many requests")
 def test_the_document_is_valid(engine: FakeEngine) -> None:
+    import schemathesis
+
     for made in (document(engine), document(engine, api_keys=("secret",))):
         schemathesis.openapi.from_dict(made).validate()
 

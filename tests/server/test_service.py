@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -36,6 +36,7 @@ async def test_ping_answers_as_health(fake: Callable[..., FakeEngine]) -> None:
 
 
 async def test_anthropics_clients_get_models_in_their_shape(
+    anthropic: ModuleType,
     fake: Callable[..., FakeEngine],
 ) -> None:
     engine = fake()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Literal
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -466,7 +466,7 @@ def test_responses_call_what_is_demanded(api: openai.OpenAI, choice: Any) -> Non
         {"type": "tool", "name": "weather"},
     ],
 )
-def test_messages_call_what_is_demanded(url: str, choice: Any) -> None:
+def test_messages_call_what_is_demanded(anthropic: ModuleType, url: str, choice: Any) -> None:
     tools: Any = [{"name": "weather", "input_schema": CITY}]
     with anthropic.Anthropic(
         base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S
@@ -483,7 +483,7 @@ def test_messages_call_what_is_demanded(url: str, choice: Any) -> None:
     assert follows(told.content[0].input, CITY)
 
 
-def test_messages_follow_formats(url: str) -> None:
+def test_messages_follow_formats(anthropic: ModuleType, url: str) -> None:
     with anthropic.Anthropic(
         base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:
