@@ -548,16 +548,17 @@ def test_four_grammars_at_once_are_refused_after_another_users_schema_is_compile
     compiler = GrammarCompiler(
         LLGuidance(GrammarOptions(), BYTES), limits, trials=trials, threads=2
     )
+    endless: list[tuple[SpecKind, Generator]] = [
+        ("grammar", GRAMMARS["ambiguous"]),
+        ("json_schema", SCHEMAS["patterns of keys"]),
+    ]
     hostile = [
-        compiler.compile(GrammarSpec("grammar", f"{_text(GRAMMARS[name])}\n// {index}"))
-        for index, name in enumerate(["ambiguous", "intersections"] * 2)
+        compiler.compile(GrammarSpec(kind, make(size).decode()))
+        for kind, make in endless
+        for size in (SIZE, SIZE + 100)
     ]
     compiler.compile(GrammarSpec("json_schema", '{"type": "integer"}')).result(PATIENCE_S)
     assert not any(future.done() for future in hostile)
     for future in hostile:
         assert "longer than 3 s (limits.max_grammar_s)" in str(future.exception(PATIENCE_S))
     compiler.close()
-
-
-def _text(make: Generator) -> str:
-    return make(SIZE).decode()
