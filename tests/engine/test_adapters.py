@@ -364,9 +364,7 @@ def _flight(step: int) -> InFlightStep:
     """Return a step in flight without requests."""
     none = np.zeros(0, np.int32)
     batch = Batch(step, none, (), none, (), none, none, none.astype(np.bool_))
-    return InFlightStep(
-        step, batch, 0.0, [], [], None, {}, {}, 0, 0, 0, 0, 0, 0, (), {}, unsampled=False
-    )
+    return InFlightStep(step, batch, 0.0, [], [], {}, {}, 0, 0, 0, 0, 0, 0, (), {}, unsampled=False)
 
 
 def reachable_digests(slots: AdapterSlots) -> set[str]:

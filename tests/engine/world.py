@@ -27,7 +27,7 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import make_siblings
-from dovetail.engine.speculation import Speculation, SpeculationSettings
+from dovetail.engine.speculation import Speculation
 from dovetail.engine.stats import ObserverHub
 from dovetail.engine.step_times import StepTimeFit
 from dovetail.request import Request
@@ -315,10 +315,10 @@ class World:
                 self.drafter.answers = lambda id: self.expected(id)[0]
         drafting: Callable[[StepTimeFit, int], Drafting] = NoDrafts
         if self.drafter is not None:
-            speculation = SpeculationSettings(
-                self.drafter, "tests:drafter", shape.max_drafts, timeout_s
+            limits = shape.max_drafts, timeout_s
+            drafting = partial(
+                Speculation, self.drafter, "tests:drafter", *limits, capacity, self.clock
             )
-            drafting = partial(Speculation, speculation, capacity, self.clock)
         features = [*features_of(capacity, shape.slot_wait_s), *features]
         self.slots = next((one for one in features if isinstance(one, AdapterSlots)), None)
         self.core = EngineCore(
@@ -488,7 +488,7 @@ class World:
             request
             for flight in self.core._flights
             for index, request in enumerate(flight.requests)
-            if flight.yields_token is None or flight.yields_token[index]
+            if flight.batch.yields_token[index]
         )
         for request in self.requests.values():
             assert request.granted == 0

@@ -3,54 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from operator import eq
 from typing import cast
 
 import numpy as np
 
 from dovetail.api.executor import Batch, Drafts, NewRow, RowCheckpoint
-from dovetail.api.kv_cache import Checkpoint, KVCacheManager, KVLayout, Pages
-from dovetail.engine.books import RowAllocator
-from dovetail.engine.feature import EngineFeature
+from dovetail.api.kv_cache import Checkpoint, Pages
+from dovetail.engine.books import Books
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.step import PlannedStep
-
-NONE = np.zeros(0, np.int32)
-NO_PAGES = np.zeros((0, 3), np.int32)
-NONE.flags.writeable = NO_PAGES.flags.writeable = False
 
 
 class BatchBuilder:
     """Builds the batches of one engine; each holds only the changes since the one before."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        rows: RowAllocator,
-        features: Sequence[EngineFeature],
-        layout: KVLayout,
-        may_share: bool,
-    ) -> None:
-        """`may_share`: the executor can use the number of leading blocks that all requests of a step share."""
-        self._kv, self._rows, self._features = kv, rows, features
+    def __init__(self, books: Books, *, may_share: bool) -> None:
+        """`may_share`: the executor can use the number of leading blocks that all rows share."""
+        self._kv, self._rows, self._features = books.kv, books.rows, books.features
+        self._layout = books.layout
+        first = books.layout.groups[0] if books.layout.groups else None
         self._may_share = (
-            may_share
-            and bool(layout.groups)
-            and layout.groups[0].window is None
-            and not layout.groups[0].recurrent
+            may_share and first is not None and first.window is None and not first.recurrent
         )
-        self._pages_per_block = layout.groups[0].pages_per_block if layout.groups else 1
-        self._has_states = layout.recurrent
-        self._sharing: tuple[list[LiveRequest], int] = (
-            [],
-            0,
-        )  # the requests of the last step, and the number of blocks that all begin with
+        # the requests of the last step, and the number of blocks that all begin with
+        self._sharing: tuple[list[LiveRequest], int] = ([], 0)
 
     def build(
         self, step: PlannedStep, drafts: Mapping[LiveRequest, Sequence[int]], *, constrained: bool
     ) -> InFlightStep:
-        """Return the record of a step until the result is in, with its batch. Requests without a row get one. `drafts`: those of its decodes that have
-        any. `constrained`: some unfinished requests have a grammar."""
+        """Return the record of a step, with its batch. Requests without a row get one.
+
+        `drafts`: of its decodes. `constrained`: some unfinished requests have a grammar.
+        """
         requests, tokens = list(step.granted), list(step.granted.values())
         if drafts:
             tokens = [
@@ -66,17 +53,16 @@ class BatchBuilder:
         newcomers = [r for r in requests if r.row < 0]
         for request in newcomers:
             self._rows.assign(request)
-        removed = self._rows.take_removed()
         batch = Batch(
             step=step.index,
-            removed=np.array(removed, np.int32) if removed else NONE,
+            removed=np.array(self._rows.take_removed(), np.int32),
             added=tuple(self._new_row(r, step.granted[r]) for r in newcomers),
-            new_pages=np.array(appended, np.int32) if appended else NO_PAGES,
+            new_pages=np.array(appended, np.int32).reshape(-1, 3),
             copies=tuple(self._kv.take_copies()),
             checkpoints=tuple(
                 _row_checkpoint(checkpoint) for checkpoint in self._kv.take_checkpoints()
             )
-            if self._has_states
+            if self._layout.recurrent
             else (),
             rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
@@ -101,7 +87,6 @@ class BatchBuilder:
             planned=step.now,
             requests=requests,
             num_tokens=tokens,
-            yields_token=batch.yields_token.tolist() if step.prefill_tokens else None,
             prefilled=step.prefilled,
             recomputed=step.recomputed,
             prefill_tokens=step.prefill_tokens,
@@ -116,32 +101,25 @@ class BatchBuilder:
         )
 
     def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
-        """Return how many leading blocks all requests of a step share; 0 unless the executor can use it. Cached until a table is `new` or
-        other requests run: tables only grow at their end."""
-        if new:
-            self._sharing = (
-                [],
-                0,
-            )  # even if this step can't share: the requests of an earlier one may run together again later
+        """Return how many leading blocks all rows share; 0 unless the executor can use it.
+
+        Cached until a table is `new` or other requests run: tables only grow at their end.
+        """
+        if new:  # even if this step can't share: requests of an earlier one may run together later
+            self._sharing = ([], 0)
         if not self._may_share or len(requests) < 2:
             return 0
         if requests != self._sharing[0]:
-            self._sharing = (
-                requests,
-                _common_pages([self._kv.tables(r)[0] for r in requests]) // self._pages_per_block,
-            )
+            pages = _common_pages([self._kv.tables(r)[0] for r in requests])
+            self._sharing = (requests, pages // self._layout.groups[0].pages_per_block)
         return self._sharing[1]
 
     def _new_row(self, request: LiveRequest, granted: int) -> NewRow:
-        known = (
-            np.concatenate((request.prompt_array, request.output_token_ids))
-            if request.output_token_ids
-            else request.prompt_array
-        )
+        known = request.prompt_array, request.output_token_ids
         return NewRow(
             row=request.row,
             request_id=request.id,
-            token_ids=known.astype(np.int32),
+            token_ids=np.concatenate(known, dtype=np.int32, casting="unsafe"),
             prompt_len=request.prompt_tokens,
             computed=request.num_computed - granted,
             pages=tuple(np.array(pages, np.int32) for pages in self._kv.tables(request)),
@@ -154,18 +132,7 @@ def _common_pages(tables: list[Pages]) -> int:
     common = tables[0]
     for table in tables[1:]:
         if table[: len(common)] != common:
-            common = common[
-                : next(
-                    (
-                        index
-                        for index, (one, other) in enumerate(zip(common, table, strict=False))
-                        if one != other
-                    ),
-                    len(table),
-                )
-            ]
-        if not common:
-            break
+            common = common[: sum(takewhile(bool, map(eq, common, table)))]
     return len(common)
 
 

@@ -20,6 +20,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,9 @@ from dovetail.api.observer import (
     RequestFinished,
     RequestPreempted,
 )
-from dovetail.api.scheduler import Scheduler, StepDone
+from dovetail.api.scheduler import Scheduler
 from dovetail.engine.arrivals import Arrivals
-from dovetail.engine.batch_builder import NONE, BatchBuilder
+from dovetail.engine.batch_builder import BatchBuilder
 from dovetail.engine.books import Books
 from dovetail.engine.drafting import Drafting, NoDrafts
 from dovetail.engine.feature import EngineFeature
@@ -58,7 +60,7 @@ from dovetail.errors import (
 
 logger = logging.getLogger("dovetail")
 
-NO_WORDS = np.zeros((0, 0), np.uint32)
+NO_MASKS = Masks(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
 PREPARING_S = 0.001  # how often an idle engine looks whether a request is ready
 
 
@@ -91,6 +93,7 @@ class EngineCore:
         drafting: Callable[[StepTimeFit, int], Drafting] = NoDrafts,
     ) -> None:
         """`drafting`: makes the strategy of step times and the most steps in flight."""
+        self.scheduler = scheduler
         self.kv = kv
         self.executor = executor
         self.clock = clock
@@ -111,15 +114,12 @@ class EngineCore:
         self._constrained = 0  # unfinished requests that have a constraint
         self._preparing: dict[LiveRequest, None] = {}  # arrived, but not prepared yet; in order
         self._arrived_until = -math.inf  # the latest arrival time that policies have seen
-        self._added = 0
+        self._orders = count()
         self._flights: list[InFlightStep] = []
         self._index = 0
         # not by a step's results: rejected, failed
         self._finished: dict[LiveRequest, Finish] = {}
-        self._take_scheduler(scheduler)
-        self._batches = BatchBuilder(
-            kv, self.books.rows, features, capacity.layout, capacity.shared_prefix
-        )
+        self._batches = BatchBuilder(self.books, may_share=capacity.shared_prefix)
         self._vocab_size = capacity.vocab_size
         self._storm = StormWatch(name)
 
@@ -140,8 +140,7 @@ class EngineCore:
                 f"request {request.id!r} is in the engine already: ids of unfinished requests are "
                 "unique"
             )
-        request.order = self._added
-        self._added += 1
+        request.order = next(self._orders)
         self._requests[request.id] = request
         self._constrained += request.constraint is not None
         self._arrivals.add(request)
@@ -179,17 +178,16 @@ class EngineCore:
                 "no step is in flight"
             )
         if scheduler is not None:
-            self._take_scheduler(scheduler)
+            self.scheduler = scheduler
         if executor is not None:
             self.executor = executor
             for feature in self.features:
                 feature.forget()
 
-    def _take_scheduler(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        # the pace that its steps keep
-        self.pace = self.settings.pace if scheduler.claims.is_paced else None
-        self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
+    @property
+    def pace(self) -> float | None:
+        """The pace that the scheduler's steps keep; None: none."""
+        return self.settings.pace if self.scheduler.claims.is_paced else None
 
     def step(self) -> Delivery:
         """Plan and submit a step, if possible; collect the oldest, if the device has enough work.
@@ -227,7 +225,7 @@ class EngineCore:
             for flight in flights:
                 if self.dead is None:
                     if flight.unsampled:
-                        self.executor.sample(flight.handle, Masks(NONE, NO_WORDS))
+                        self.executor.sample(flight.handle, NO_MASKS)
                     self.executor.collect(flight.handle)
         finally:
             self.executor.stop()
@@ -277,7 +275,9 @@ class EngineCore:
             self.settings.max_num_seqs,
             pace=self.pace,
             longest=self.plan_timing.prompt_limit.most_tokens(len(self.books.running)),
-            flights_end=self._flights_end if self._flights else None,
+            flights_end=partial(self.plan_timing.flights_end, self._flights)
+            if self._flights
+            else None,
             log=self.observers.wants_decisions,
         )
         self._index += 1
@@ -318,13 +318,11 @@ class EngineCore:
         self.plan_timing.collected(flight)
         self.drafting.collected(flight)
         self._deliver(flight, delivery)
-        flight.drop_rejected(delivery.requests)
         self.drafting.settled(flight, self.stats)
         self.stats.count(flight, len(delivery.requests))
-        self._storm.saw(flight.recomputed_tokens, flight.prefill_tokens + flight.decode_tokens)
-        if self._watches_steps:
-            ran = flight.ran(delivery.requests)
-            self._ask("on_step", StepDone(flight.index, result.started, result.ended, ran))
+        self._storm.saw(flight)
+        if type(self.scheduler).on_step is not Scheduler.on_step:
+            self._ask("on_step", flight.done(delivery.requests))
         for request, finish in delivery.finished.items():
             if finish.reason == "error" and request.capacity:
                 self.kv.uncommit(request, 0)
@@ -357,7 +355,7 @@ class EngineCore:
             if token in request.stop_ids and len(output) > request.params.min_tokens:
                 told = token if token in (request.params.stop_token_ids or ()) else None
                 finished[request] = Finish("stop", told)
-            elif request.watchers and (finish := _watched(request, token)) is not None:
+            elif request.watchers and (finish := request.watch(token)) is not None:
                 finished[request] = finish
             elif len(output) >= request.max_tokens:
                 finished[request] = Finish("length")
@@ -416,9 +414,6 @@ class EngineCore:
 
     # Planning
 
-    def _flights_end(self) -> float:
-        return self.plan_timing.flights_end(self._flights)
-
     def _admit_arrivals(self, now: float) -> None:
         while self._arrivals.next_time() <= now:
             request = self._arrivals.pop()
@@ -426,11 +421,11 @@ class EngineCore:
             request.status = Status.PREPARING
             self.stats.arrived += 1
             self._tell("on_arrived", RequestArrived, now, request)
-            if _is_prepared(request):
+            if request.is_prepared:
                 self._show(request)
             else:
                 self._preparing[request] = None
-        for request in [r for r in self._preparing if _is_prepared(r)]:
+        for request in [r for r in self._preparing if r.is_prepared]:
             del self._preparing[request]
             self._show(request)
 
@@ -552,16 +547,3 @@ class EngineCore:
         for feature in self.features:
             event = feature.observed(flight, event)
         self.observers.tell("on_step", event)
-
-
-def _is_prepared(request: LiveRequest) -> bool:
-    return not any(preparation.closed() for preparation in request.preparations)
-
-
-def _watched(request: LiveRequest, token: int) -> Finish | None:
-    """Pass a token to all watchers of a request. Returns the first `Finish`, if any."""
-    finish = None
-    for watcher in request.watchers:
-        seen = watcher.see(token)
-        finish = finish or seen
-    return finish

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import Batch, HostLogprobs, Result
 from dovetail.api.observer import Decision, StepFinished
-from dovetail.api.scheduler import Ran
+from dovetail.api.scheduler import Ran, StepDone
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.errors import DovetailError
@@ -49,7 +49,6 @@ class InFlightStep:
     planned: float
     requests: list[LiveRequest]
     num_tokens: list[int]  # of each
-    yields_token: list[bool] | None  # None: all
     prefilled: dict[LiveRequest, int]  # of those that prefill in it: tokens computed before
     recomputed: dict[LiveRequest, int]  # of these: tokens of this step computed once already
     prefill_tokens: int
@@ -72,7 +71,7 @@ class InFlightStep:
     @property
     def yields(self) -> bool:
         """True if some row yields a token."""
-        return self.yields_token is None or any(self.yields_token)
+        return bool(self.batch.yields_token.any())
 
     @property
     def seconds(self) -> float:
@@ -125,7 +124,7 @@ class InFlightStep:
         """
         result, ended = self.result, Status.FINISHED
         if (
-            self.yields_token is None
+            not self.prefilled
             and result.counts is None
             and not result.failed
             and not [True for request in self.requests if request.status is ended]
@@ -145,56 +144,36 @@ class InFlightStep:
         each: list[int] = (yields if counts is None else counts).tolist()
         numbered = enumerate(token_ids.tolist())
         for index, (request, count) in enumerate(zip(self.requests, each, strict=True)):
-            row = list(islice(numbered, count))
-            if request.status is Status.FINISHED:
-                self.forget(index)
+            row, given = list(islice(numbered, count)), 0
+            if request.status is Status.FINISHED:  # its row counts nowhere
+                if request in self.prefilled:
+                    self.prefill_tokens -= self.num_tokens[index]
+                    self.recomputed_tokens -= self.recomputed.get(request, 0)
+                self.num_tokens[index] = 0
                 continue
             if index in self.result.failed:
                 finished[request] = Finish("error", self.result.failed[index])
+            most, why = self.cuts.get(request, (count, ""))
             for number, token in row:
-                if request in finished or self.ends_before_token(request, finished):
+                if request not in finished and given == most:
+                    finished[request] = Finish("error", why)
+                if request in finished:
                     break
+                given += 1
                 yield number, (request, token)
+            if request in self.drafts:  # only what is delivered counts; one for a failed row
+                self.num_tokens[index] = max(1, given)
+        self.decode_tokens = sum(self.num_tokens) - self.prefill_tokens
 
-    def ends_before_token(self, request: LiveRequest, finished: dict[LiveRequest, Finish]) -> bool:
-        """Count a token of `request`; finish it if its grammar can't have it."""
-        if request not in self.cuts:
-            return False
-        left, why = self.cuts[request]
-        if left:
-            self.cuts[request] = left - 1, why
-        else:
-            finished[request] = Finish("error", why)
-        return not left
-
-    def drop_rejected(self, delivered: Iterable[LiveRequest]) -> None:
-        """Of rows with drafts, count the tokens delivered as computed; one for a row that failed."""
-        if not self.drafts:
-            return
-        kept = Counter(delivered)
-        for index, request in enumerate(self.requests):
-            if request in self.drafts and request.status is not Status.FINISHED:
-                self.decode_tokens -= self.num_tokens[index] - max(1, kept[request])
-                self.num_tokens[index] = max(1, kept[request])
-
-    def forget(self, index: int) -> None:
-        """Drop the row of a request that ended before its results came: it counts nowhere."""
-        request, tokens = self.requests[index], self.num_tokens[index]
-        self.num_tokens[index] = 0
-        if request in self.prefilled:
-            self.prefill_tokens -= tokens
-            self.recomputed_tokens -= self.recomputed.get(request, 0)
-        else:
-            self.decode_tokens -= tokens
-
-    def ran(self, delivered: Iterable[LiveRequest]) -> tuple[Ran, ...]:
+    def done(self, delivered: Iterable[LiveRequest]) -> StepDone:
         """Return the policy's account of the step, without requests that had ended before it."""
         given = Counter(delivered)
-        return tuple(
+        ran = tuple(
             Ran(request, tokens, given[request])
             for request, tokens in zip(self.requests, self.num_tokens, strict=True)
             if request.status is not Status.FINISHED
         )
+        return StepDone(self.index, self.result.started, self.result.ended, ran)
 
     def event(self, **counts: Any) -> StepFinished:
         """Return what observers are told of the step, with `counts` of the engine after it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dovetail.api.executor import RowPooling
     from dovetail.engine.adapter import Adapter
     from dovetail.engine.constraint import Constraint
-    from dovetail.engine.finish import Gate, Preparation, TokenWatcher
+    from dovetail.engine.finish import Finish, Gate, Preparation, TokenWatcher
 
 
 MAX_PAUSES = 100  # of a request, whose times are kept
@@ -145,6 +145,11 @@ class LiveRequest(Request):
         self.last_token_time: float | None = None
 
     @property
+    def is_prepared(self) -> bool:
+        """True once policies may see it, or a preparation has failed."""
+        return not any(preparation.closed() for preparation in self.preparations)
+
+    @property
     def prefill_left(self) -> int:
         return max(0, self.prefill_end - self.num_computed)
 
@@ -156,6 +161,11 @@ class LiveRequest(Request):
         """Append a sampled token, whose step has run."""
         self.in_flight -= 1
         self.output_token_ids.append(token)
+
+    def watch(self, token: int) -> Finish | None:
+        """Pass a token to all watchers. Returns the first `Finish`, if any."""
+        seen = [watcher.see(token) for watcher in self.watchers]
+        return next((finish for finish in seen if finish is not None), None)
 
     def pause(self, now: float) -> None:
         """Note the time of a preemption."""

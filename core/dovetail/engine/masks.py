@@ -31,11 +31,9 @@ def fill_masks(
     matchers: list[Matcher] = []
     forced: dict[int, int] = {}  # line -> the only token that is allowed
     line, backend = 0, None
-    for index, request in enumerate(flight.requests):
-        if flight.yields_token is not None and not flight.yields_token[index]:
-            continue
-        constraint, lines = request.constraint, 1 + len(flight.drafts.get(request, ()))
-        if constraint is None or request.status is Status.FINISHED:
+    for request, lines in zip(flight.requests, flight.batch.num_lines.tolist(), strict=True):
+        constraint = request.constraint
+        if not lines or constraint is None or request.status is Status.FINISHED:
             pass
         elif (token := constraint.forced) is not None:  # it has no drafts
             forced[line] = token

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from operator import eq
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,16 +53,6 @@ PROBE_WAIT = 256
 PROBED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationSettings:
-    """Settings of speculative decoding: the drafter and its limits."""
-
-    drafter: Drafter
-    name: str  # of the drafter, in errors
-    max_drafts: int  # most that a request checks in a step
-    timeout_s: float  # limit of `Drafter.propose`
-
-
 @dataclass(slots=True)
 class _Record:
     """How the drafts of a request did: sums over its proposals, of which old ones weigh less."""
@@ -79,27 +71,34 @@ class Speculation(Drafting):
 
     def __init__(
         self,
-        settings: SpeculationSettings,
+        drafter: Drafter,
+        name: str,
+        max_drafts: int,
+        timeout_s: float,
         capacity: Capacity,
         clock: Clock,
         fit: StepTimeFit,
         max_in_flight: int,
     ) -> None:
+        """`name`: of the drafter, in errors. `max_drafts`: most that a request checks in a step.
+
+        `timeout_s`: limit of `Drafter.propose`.
+        """
         super().__init__(fit, max_in_flight)
         # While active, a step awaits the results of the one before, and checks drafts. Without
         # measured costs, steps without drafts come first, to show how long they take.
         self._is_active = self._is_measured = bool(capacity.line_costs)
-        self._most = settings.max_drafts
+        self._most = max_drafts
         self._max_lines = capacity.max_lines
         self._clock = clock
         # [2, n] numbers and seconds: of lines; of rows, for a draft of each
-        self._costs = np.array(capacity.line_costs or [(0, 0.0)], np.float64).T
-        self._draft_costs = np.array(capacity.draft_costs or [(0, 0.0)], np.float64).T
+        self._costs, self._draft_costs = (
+            np.array(costs or [(0, 0.0)], np.float64).T
+            for costs in (capacity.line_costs, capacity.draft_costs)
+        )
         self._thread: DrafterThread | None = None
-        if not isinstance(settings.drafter, ModelDrafter):
-            self._thread = DrafterThread(
-                settings.drafter, settings.name, capacity.vocab_size, settings.timeout_s
-            )
+        if not isinstance(drafter, ModelDrafter):
+            self._thread = DrafterThread(drafter, name, capacity.vocab_size, timeout_s)
         self._records = defaultdict[LiveRequest, _Record](lambda: _Record(self._most))
         self._all = _Record(self._most)  # of all requests
         # proposals that aren't compared yet, and where they begin in the output
@@ -138,9 +137,7 @@ class Speculation(Drafting):
             tried = min(PROBED, room)
             counts = [int(bool(ids) and row < tried) for row, ids in enumerate(proposed)]
         chosen: dict[LiveRequest, Sequence[int]] = {}
-        for request, ids, wanted in zip(
-            requests, proposed, counts or [0] * len(requests), strict=True
-        ):
+        for request, ids, wanted in zip(requests, proposed, counts, strict=True):
             if wanted and (count := step.give_blocks(request, wanted)):
                 chosen[request] = ids[:count]
             else:
@@ -177,7 +174,7 @@ class Speculation(Drafting):
         odds = [self._odds_of(request) for request in requests]
         lengths = [min(self._most_of(r), round(self._records[r].length)) for r in requests]
         room = self._max_lines - len(requests)
-        pays = self._best(requests, odds, lengths, room, len(requests)) is not None
+        pays = any(self._best(requests, odds, lengths, room, len(requests)))
         self._is_probing = self._thread is None and not pays and self._probe_wait <= 0
         self._decide(pays or self._is_probing)
 
@@ -209,8 +206,9 @@ class Speculation(Drafting):
                 self._learn(request, accepted, accepted < len(ids))
         for request, (start, ids) in [*self._pending.items()]:
             come = request.output_token_ids[start : start + len(ids)]
-            # the first comparison is ten times as fast
-            same = len(come) if come == ids[: len(come)] else _common(come, ids)
+            same = len(come)
+            if come != ids[:same]:
+                same = sum(takewhile(bool, map(eq, come, ids)))
             if same < len(come) or len(come) == len(ids):
                 del self._pending[request]
                 self._learn(request, same, same < len(come))
@@ -246,26 +244,22 @@ class Speculation(Drafting):
         odds = [self._odds_of(request) for request in requests]
         asked: list[int] = []
         for index, request in enumerate(requests):
-            limit = self._most_of(request)
-            if (
-                limit
-                and request.constraint is not None
-                and (forced := request.constraint.forced_drafts(limit))
-            ):
+            limit, constraint = self._most_of(request), request.constraint
+            if not limit:
+                continue
+            if constraint is not None and (forced := constraint.forced_drafts(limit)):
                 drafts[index], odds[index] = forced, FORCED_ODDS
-            elif limit and self._thread is not None:
+            elif self._thread is not None:
                 asked.append(index)
-            elif limit and request.constraint is None:
+            elif constraint is None:
                 drafts[index] = [-1] * limit
-        if asked:
-            for index, ids in zip(
-                asked, self._propose([requests[index] for index in asked]), strict=True
-            ):
-                constraint = requests[index].constraint
-                drafts[index] = ids if constraint is None else ids[: constraint.checkable(ids)]
+        proposed = self._propose([requests[index] for index in asked])
+        for index, ids in zip(asked, proposed, strict=True):
+            constraint = requests[index].constraint
+            drafts[index] = ids if constraint is None else ids[: constraint.checkable(ids)]
         return drafts, odds
 
-    def _propose(self, requests: Sequence[LiveRequest]) -> list[Sequence[int]]:
+    def _propose(self, requests: Sequence[LiveRequest]) -> Sequence[Sequence[int]]:
         """Ask the drafter, and keep its proposals to compare them with the tokens sampled later."""
         if self._thread is None or not requests:
             return []
@@ -283,7 +277,7 @@ class Speculation(Drafting):
                 self._learn(request, known - start, False)
             if ids:
                 self._pending[request] = known, ids
-        return [*proposed]
+        return proposed
 
     # Odds
 
@@ -307,30 +301,30 @@ class Speculation(Drafting):
         lengths: Sequence[int],
         room: int,
         num_lines: int,
-    ) -> list[int] | None:
-        """Return how many drafts each of `requests` checks for the most tokens per second: at most its `lengths`, and `room` in all. None if a step
-        without drafts yields as many. Prompts in the step don't count: they make it longer, and a draft no cheaper."""
-        room, context = min(room, sum(lengths)), sum([request.num_computed for request in requests])
+    ) -> list[int]:
+        """Return how many drafts each of `requests` checks for the most tokens per second.
+
+        At most its `lengths`, and `room` in all; none if a step without drafts yields as many.
+        Prompts in the step don't count: they make it longer, and a draft no cheaper.
+        """
+        context = sum([request.num_computed for request in requests])
+        more = np.arange(1.0 + max(0, min(room, sum(lengths))))
         if self._is_measured:  # the running fit may not have seen plain steps for long
-            plain_s = float(_cost(self._costs, num_lines)) + self._context_s * context
+            costs = _cost(self._costs, num_lines + more)
+            plain_s = float(costs[0]) + self._context_s * context
         else:
             plain_s = self.fit.estimate_s(0, len(requests), context)
-        if room < 1 or plain_s <= 0.0:
-            return None
+            costs = more * (self.fit.estimate_s(0, len(requests) + 1, context) - plain_s)
+        if len(more) == 1 or plain_s <= 0.0:
+            return [0] * len(requests)
         ahead = np.arange(1, max(lengths) + 1)
-        gains = np.where(
-            ahead <= np.array(lengths)[:, None], np.array(odds)[:, None] ** ahead, 0.0
-        ).reshape(-1)
-        order = np.argsort(-gains, kind="stable")[:room]  # of a request, earlier drafts gain more
-        if self._is_measured:
-            costs = _cost(self._costs, np.arange(num_lines, num_lines + room + 1))
-            more_s = costs[1:] - costs[0]
-        else:
-            more_s = np.arange(1, room + 1) * (
-                self.fit.estimate_s(0, len(requests) + 1, context) - plain_s
-            )
+        may_be = ahead <= np.array(lengths)[:, None]  # [requests, drafts]
+        gains = np.where(may_be, np.array(odds)[:, None] ** ahead, 0.0).reshape(-1)
+        # of a request, earlier drafts gain more
+        order = np.argsort(-gains, kind="stable")[: len(more) - 1]
+        more_s = costs[1:] - costs[0]
         nth = order % len(ahead)  # of its request
-        more_s = more_s + (1 + np.maximum.accumulate(nth)) * _cost(
+        more_s += (1 + np.maximum.accumulate(nth)) * _cost(
             self._draft_costs, np.cumsum(nth == 0)
         )  # by a draft model, one after the other
         rates = (num_lines + np.cumsum(gains[order])) / (
@@ -341,7 +335,7 @@ class Speculation(Drafting):
             max(plain_s, self._host_s) if self.max_in_flight > 1 else plain_s + self._host_s
         )
         if rates[best] <= plain * (1.0 if self._is_active else 1.0 + MARGIN):
-            return None
+            best = -1
         counts: list[int] = np.bincount(
             order[: best + 1] // len(ahead), minlength=len(requests)
         ).tolist()
@@ -353,7 +347,7 @@ def _moved(mean: float, value: float, least: float) -> float:
     return mean + 0.1 * (min(value, 4 * mean + least) - mean)
 
 
-def _cost(measured: NDArray[np.float64], counts: NDArray[np.int64] | int) -> NDArray[np.float64]:
+def _cost(measured: NDArray[np.float64], counts: NDArray[Any] | int) -> NDArray[np.float64]:
     """Return the seconds of work on `counts` lines or rows, in the shape of `counts`. They are interpolated between those `measured`, [2, n] numbers
     and seconds, and extrapolated beyond."""
     known, seconds = measured
@@ -363,11 +357,3 @@ def _cost(measured: NDArray[np.float64], counts: NDArray[np.int64] | int) -> NDA
         / max(1.0, known[-1] - known[0])
     )
     return np.asarray(np.interp(counts, known, seconds) + beyond, np.float64)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading tokens both have in common."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )

@@ -74,10 +74,10 @@ class StormWatch:
         self._steps = self._recomputed = self._computed = 0
         self.seen = False
 
-    def saw(self, recomputed: int, computed: int) -> None:
+    def saw(self, flight: InFlightStep) -> None:
         self._steps += 1
-        self._recomputed += recomputed
-        self._computed += computed - recomputed
+        self._recomputed += flight.recomputed_tokens
+        self._computed += flight.prefill_tokens + flight.decode_tokens - flight.recomputed_tokens
         if self._steps < STORM_STEPS:
             return
         if self._recomputed > self._computed and not self.seen:

@@ -29,10 +29,11 @@ from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.drafting import NoDrafts
+from dovetail.engine.drafting import Drafting, NoDrafts
 from dovetail.engine.features import features_of
-from dovetail.engine.speculation import Speculation, SpeculationSettings
+from dovetail.engine.speculation import Speculation
 from dovetail.engine.stats import ObserverHub
+from dovetail.engine.step_times import StepTimeFit
 from dovetail.errors import (
     ConfigError,
     DovetailError,
@@ -556,10 +557,7 @@ def _make_core(
     features = features_of(
         capacity, 0.0 if config.adapters is None else config.adapters.slot_wait_s
     )
-    speculation = _make_speculation(capacity, config, parts, model_drafter)
-    drafting = (
-        NoDrafts if speculation is None else partial(Speculation, speculation, capacity, clock)
-    )
+    drafting = _make_drafting(capacity, config, parts, clock, model_drafter)
     return EngineCore(
         scheduler, kv, executor, capacity, clock, settings, observers, features, drafting
     )
@@ -625,13 +623,20 @@ def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | No
     return drafter
 
 
-def _make_speculation(
-    capacity: Capacity, config: EngineConfig, parts: Parts, model_drafter: ModelDrafter | None
-) -> SpeculationSettings | None:
-    """Make the drafter, if there is to be one, unless it is `model_drafter`. Raises `UnsupportedError` if the engine can't check its drafts."""
+def _make_drafting(
+    capacity: Capacity,
+    config: EngineConfig,
+    parts: Parts,
+    clock: Clock,
+    model_drafter: ModelDrafter | None,
+) -> Callable[[StepTimeFit, int], Drafting]:
+    """Return what makes the engine's strategy. Makes the drafter, unless it is `model_drafter`.
+
+    Raises `UnsupportedError` if the engine can't check its drafts.
+    """
     chosen = config.speculation
     if chosen is None or parts.drafter is None:
-        return None
+        return NoDrafts
     if capacity.max_lines == 0:
         raise UnsupportedError(
             f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave `speculation` out, or use `local`"
@@ -643,9 +648,8 @@ def _make_speculation(
         )
     context = DrafterContext(capacity.vocab_size, chosen.max_drafts, capacity.max_model_len)
     drafter: Drafter = parts.drafter.make(context) if model_drafter is None else model_drafter
-    return SpeculationSettings(
-        drafter, parts.drafter.qualified_name, chosen.max_drafts, chosen.timeout_s
-    )
+    limits = chosen.max_drafts, chosen.timeout_s
+    return partial(Speculation, drafter, parts.drafter.qualified_name, *limits, capacity, clock)
 
 
 def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:
