@@ -755,18 +755,6 @@ MEDIA: dict[str, tuple[str, str, dict[str, Any]]] = {  # path, place, what is se
         "messages[0].content[0]",
         {"messages": [{"role": "user", "content": [IMAGE]}]},
     ),
-    "a result's image": (
-        "/v1/messages",
-        "messages[0].content[0].content[0]",
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}],
-                }
-            ]
-        },
-    ),
     "a document": (
         "/v1/messages",
         "messages[0].content[0]",
@@ -777,11 +765,6 @@ MEDIA: dict[str, tuple[str, str, dict[str, Any]]] = {  # path, place, what is se
         "/v1/responses",
         "input[0].content[0]",
         {"input": [{"role": "user", "content": [LOOK]}]},
-    ),
-    "responses: a result's image": (
-        "/v1/responses",
-        "input[0].output[0]",
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": [LOOK]}]},
     ),
     "chat: an image": (
         "/v1/chat/completions",
@@ -802,6 +785,56 @@ def test_media_are_refused_by_their_place_and_type(ask: Any, name: str) -> None:
     assert message_of(answer).startswith(f"{place} is of type '")
     assert "text" in message_of(answer)
     assert not engine.submitted
+
+
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": ""}}
+FILE = {"type": "input_file", "filename": "a.pdf", "file_data": "data:"}
+FUNCTION_CALL: dict[str, Any] = {
+    "type": "function_call",
+    "call_id": "c",
+    "name": "f",
+    "arguments": "{}",
+}
+
+
+def with_result(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a conversation in which a tool has returned these parts."""
+    if path == "/v1/responses":
+        result = {"type": "function_call_output", "call_id": "c", "output": [*parts]}
+        return {"input": [{"role": "user", "content": "Look."}, FUNCTION_CALL, result]}
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [*parts]}
+    return {
+        "messages": [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "what", "ignored"),
+    [
+        ("/v1/messages", IMAGE, "an image", "messages[].content[].content[].source"),
+        ("/v1/messages", DOCUMENT, "a document", "messages[].content[].content[].source"),
+        ("/v1/responses", LOOK, "an image", "input[].output[].image_url"),
+        ("/v1/responses", FILE, "a file", "input[].output[].file_data"),
+    ],
+)
+def test_a_model_reads_that_a_tools_result_has_media(
+    ask: Any, path: str, part: dict[str, Any], what: str, ignored: str
+) -> None:
+    """The user didn't send it, and every later request of the conversation has it, too."""
+    kind = "input_text" if path == "/v1/responses" else "text"
+    told = {"type": kind, "text": f"[{what} that can't be shown here: this model reads only text]"}
+    text = {"type": kind, "text": "a.png"}
+    answer, engine = ask(path, **with_result(path, text, part))
+    assert answer.status_code == 200, answer.text
+    assert ignored in answer.headers["x-dovetail-ignored"]
+    plain, other = ask(path, **with_result(path, text, told))
+    assert ignored not in plain.headers["x-dovetail-ignored"]
+    assert engine.submitted[0].prompt == other.submitted[0].prompt
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {  # path, what is sent, what is said

@@ -99,6 +99,7 @@ VALUES: dict[str, Any] = {  # of advisory fields that take few
     "tools[].tools[].defer_loading": True,
     "tools[].eager_input_streaming": True,
     "thinking.display": "omitted",
+    "messages[].content[].content[].source": {"type": "base64"},
 }
 TEMPLATE = "{{ tools }}{{ messages[0].content }}"
 USER = [{"role": "user", "content": "Hi"}]
@@ -155,6 +156,15 @@ def with_field(kind: type[Any], path: str, value: Any) -> dict[str, Any]:
             if parent == "system[]"
             else {"messages": [{"role": "user", "content": [block]}]}
         )
+    if parent == "input[].output[]":
+        kind_of = "input_image" if name == "image_url" else "input_file"
+        part = {"type": kind_of, name: value} if value else {"type": "input_text", "text": "a"}
+        result = {"type": "function_call_output", "call_id": "c", "output": [part]}
+        return {"input": [{"role": "user", "content": "Hi"}, result]}
+    if parent == "messages[].content[].content[]":
+        part = {"type": "image", name: value} if value else {"type": "text", "text": "a"}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": [part]}
+        return body | {"messages": [*USER, {"role": "user", "content": [result]}]}
     inner = {"type": "adaptive", name: value} if parent == "thinking" else {name: value}
     return body | ({} if value is None else {parent: inner} if parent else {name: value})
 

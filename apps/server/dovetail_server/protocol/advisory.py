@@ -30,6 +30,8 @@ def _label(path: str, reason: str) -> Advisory:
 _CACHED = "the prefix cache keeps all prompts while there is room"
 _UNSTEERED = "the model has no reasoning, or none that can be limited"
 _NOT_DEFERRED = "the model sees all tools from the beginning"
+_LEFT_OUT = "models here read text: the result says in its place that it can't be shown"
+LEFT_OUT = "[{} that can't be shown here: this model reads only text]"  # of a tool's result
 
 _OPENAI = (
     _label("user", "it identifies the user"),
@@ -69,6 +71,10 @@ RESPONSES = (
     Advisory("reasoning.generate_summary", "reasoning is returned in full", ("auto",)),
     Advisory("tools[].defer_loading", _NOT_DEFERRED, (False,)),
     Advisory("tools[].tools[].defer_loading", _NOT_DEFERRED, (False,)),
+    *(
+        Advisory(f"input[].output[].{name}", _LEFT_OUT)
+        for name in ("image_url", "file_id", "file_data", "file_url")
+    ),
 )
 MESSAGES = (
     _label("metadata", "it describes the request"),
@@ -77,6 +83,7 @@ MESSAGES = (
         _label(f"{place}cache_control", _CACHED)
         for place in ("", "system[].", "messages[].content[].", "tools[].")
     ),
+    Advisory("messages[].content[].content[].source", _LEFT_OUT),
     Advisory("speed", "the server has one speed", ("standard",)),
     Advisory("context_management", "the conversation is used as sent"),
     Advisory("thinking", _UNSTEERED, steers=True),

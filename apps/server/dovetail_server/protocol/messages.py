@@ -11,7 +11,7 @@ from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
-from dovetail_server.protocol.advisory import Advisory
+from dovetail_server.protocol.advisory import LEFT_OUT, Advisory
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import Conversation, GenerationFields, sampling_params
 from dovetail_server.protocol.reasoning import AskedReasoning, Effort
@@ -93,11 +93,37 @@ class ToolReference(_Block, tag="tool_reference"):
         return self.tool_name
 
 
+class ResultImage(_Block, tag="image"):
+    """An image in a tool's result. The model reads that there is one: without that, each later
+    request of the conversation would be refused for what the tool returned."""
+
+    source: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        return LEFT_OUT.format("an image")
+
+
+class ResultDocument(_Block, tag="document"):
+    """A document in a tool's result. The model reads that there is one."""
+
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
+    citations: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        return LEFT_OUT.format("a document")
+
+
 class ToolResultBlock(_Block, tag="tool_result"):
     """The result of a tool call. With `is_error` the model sees it prefixed with `Error: `."""
 
     tool_use_id: str
-    content: str | list[ResultText | ToolReference] = ""
+    content: str | list[ResultText | ToolReference | ResultImage | ResultDocument] = ""
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None

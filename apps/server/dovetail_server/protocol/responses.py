@@ -13,7 +13,7 @@ from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
-from dovetail_server.protocol.advisory import Advisory
+from dovetail_server.protocol.advisory import LEFT_OUT, Advisory
 from dovetail_server.protocol.decoding import Only, converted, refuse_unsupported
 from dovetail_server.protocol.openai_common import (
     Conversation,
@@ -48,6 +48,33 @@ class InputText(_Content, tag="input_text"):
     prompt_cache_breakpoint: dict[str, Any] | None = (
         None  # no-op: the prefix cache always keeps prompts
     )
+
+
+class ResultImage(_Content, tag="input_image"):
+    """An image in a tool's result. The model reads that there is one: without that, each later
+    request of the conversation would be refused for what the tool returned."""
+
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
+
+    @property
+    def text(self) -> str:
+        return LEFT_OUT.format("an image")
+
+
+class ResultFile(_Content, tag="input_file"):
+    """A file in a tool's result. The model reads that there is one."""
+
+    file_data: str | None = None
+    file_id: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    detail: str | None = None
+
+    @property
+    def text(self) -> str:
+        return LEFT_OUT.format("a file")
 
 
 class OutputText(_Content, tag="output_text"):
@@ -101,7 +128,7 @@ class FunctionCallOutputItem(_Item, kw_only=True):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputText | ResultImage | ResultFile]
     name: str | None = None
     namespace: str | None = None
     caller: dict[str, Any] | None = None
@@ -124,7 +151,7 @@ class CustomCallOutputItem(_Item, kw_only=True):
 
     type: Literal["custom_tool_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputText | ResultImage | ResultFile]
     name: str | None = None
     namespace: str | None = None
     caller: dict[str, Any] | None = None
@@ -477,7 +504,7 @@ def _add_text(message: dict[str, Any], text: str) -> None:
     message["content"] = f"{message['content']}\n{text}" if message.get("content") else text
 
 
-def _text(content: str | Sequence[InputText | OutputText]) -> str:
+def _text(content: str | Sequence[InputText | OutputText | ResultImage | ResultFile]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
