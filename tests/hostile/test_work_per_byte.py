@@ -47,6 +47,7 @@ from dovetail_server.app import create_app
 from dovetail_server.batches.lines import request_at, scan
 from dovetail_server.protocol.openapi import OPERATIONS
 from dovetail_server.protocol.reasoning import EFFORT, reads
+from dovetail_server.protocol.responses import ResponsesRequest, chat_messages, read_items
 from dovetail_server.settings import ServerSettings
 from tests.adapters import config_of, write_adapter
 from tests.budget import least_cpu_s, least_s
@@ -537,6 +538,39 @@ def test_many_large_bodies_at_once_never_hold_the_event_loop(http: Http) -> None
     for name, make in JSON.items():
         body = b'{"prompt": "a", "max_tokens": 1, "extra": {"a": ' + make(1_200_000) + b"}}"
         check_held(name, http, "/v1/completions", [body] * 16)
+
+
+ITEMS_CPU_S = 5.0  # joining them one by one took half a minute
+ITEMS = {  # of /v1/responses, of which each body has as many as it may
+    "texts of one answer": {"type": "message", "role": "assistant", "content": "x" * 300},
+    "results of a tool": {
+        "type": "function_call_output",
+        "call_id": "c",
+        "output": [{"type": "input_text", "text": "x" * 300}],
+    },
+}
+
+
+@pytest.mark.slow("bodies of 16 MB")
+@pytest.mark.parametrize("name", ITEMS)
+def test_conversations_of_many_items_take_linear_time_beside_the_event_loop(
+    name: str, http: Http
+) -> None:
+    item = json.dumps(ITEMS[name]).encode()
+    parts = item.count(b":") + item.count(b"{") + item.count(b"[")
+
+    def make(size: int) -> bytes:
+        return b",".join([item] * min(size // len(item), 198_000 // parts))
+
+    content = make(LARGEST)
+
+    def read() -> None:
+        body = msgspec.json.decode(b'{"input":[%b]}' % content, type=ResponsesRequest)
+        chat_messages(None, read_items(body.input))
+
+    took_s = least_cpu_s(read, ITEMS_CPU_S)
+    assert took_s <= ITEMS_CPU_S, f"{name}: {took_s:.2f} s"
+    check_held(name, http, "/v1/responses", [b'{"input":[%b]}' % make(LARGEST - 10_000)])
 
 
 @pytest.mark.slow("seconds of four grammars")

@@ -290,7 +290,7 @@ class Exchange:
             if body.vllm_xargs is None
             else {**body.renamed(), "extra_args": "vllm_xargs"}
         )
-        for one in ignored_fields(body, body.ADVISORY):
+        for one in await self.beside(partial(ignored_fields, body, body.ADVISORY)):
             self.ignore(one)
         model = self.record.model = self.server.model_named(body.model, adapters=True)
         return body, model

@@ -474,8 +474,12 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
                 message = _assistant_message(messages, new=True)
                 message["reasoning_content"] = "\n".join(part.text for part in thoughts)
     for message in messages:
-        if message["role"] == "assistant" and not message.get("tool_calls"):
-            message.setdefault("content", "")  # reasoning only
+        if message["role"] != "assistant":
+            continue
+        if "content" in message:
+            message["content"] = "\n".join(message["content"])
+        elif not message.get("tool_calls"):
+            message["content"] = ""  # reasoning only
     return messages
 
 
@@ -501,7 +505,12 @@ def _assistant_message(messages: list[dict[str, Any]], *, new: bool = False) -> 
 
 
 def _add_text(message: dict[str, Any], text: str) -> None:
-    message["content"] = f"{message['content']}\n{text}" if message.get("content") else text
+    """Add text to an assistant's message, whose content is a list until it has all of them:
+    joining each would take quadratic time."""
+    texts: list[str] = message.setdefault("content", [])
+    if texts == [""]:
+        texts.clear()
+    texts.append(text)
 
 
 def _text(content: str | Sequence[InputText | OutputText | ResultImage | ResultFile]) -> str:
