@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
-from dovetail.runtime.graphs import Kind
+from dovetail.runtime.graphs import MIXED, SHARED
 from dovetail_attention import triton_backend, triton_schedule, triton_trial
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER, DecodeTiling
@@ -385,8 +385,8 @@ def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(
     bench = bench_with_graphs(TritonAttention, [16, 8], monkeypatch)
     assert bench.runner.graphs is not None
     graphs = [
-        bench.runner.graphs.find(kind, size)
-        for kind in (Kind.MIXED, Kind.MIXED_SHARING)
+        bench.runner.graphs.find(key, size)
+        for key in (MIXED, replace(MIXED, axes=SHARED))
         for size in (16, 8)
     ]
     assert all(graph is not None and graph.whole for graph in graphs)

@@ -20,11 +20,17 @@ from dovetail.api.kv_cache import CacheGroup, KVLayout, PageCopy
 from dovetail.api.model import BuildContext, ParallelGroup, Tapped
 from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerContext
 from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.adapters import AdapterPlan
 from dovetail.runtime.draft_head import RunningHead
 from dovetail.runtime.draft_model import DraftModel
+from dovetail.runtime.features import Proposes, StepFeature
 from dovetail.runtime.kv_pool import KVPool, kv_layout
+from dovetail.runtime.logits import LogitsProcessors
+from dovetail.runtime.prompt_logprobs import PromptLogprobs
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.runner import PendingStep, Runner
+from dovetail.runtime.runner import Runner
+from dovetail.runtime.sampling import Sampling
+from dovetail.runtime.step import Step
 from tests.runtime.recordable_attention import RecordableAttention
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
@@ -246,24 +252,50 @@ class Bench:
         num_pages = self.num_blocks * self.layout.pages(self.block_size)
         self.pool.allocate(num_pages)
         self.rows = RowState(
-            self.max_rows, self.max_len, self.layout, device, max_lines=self.max_lines
+            self.max_rows,
+            self.max_len,
+            self.layout,
+            device,
+            max_lines=self.max_lines,
+            columns=AdapterPlan.columns,
         )
         self.backend.prepare(self.rows.max_lines, self.max_tokens, self.max_len)
         self.rows.pool_allocated(num_pages)
         self.sampler: Greedy = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
         self.sampler.prepare(self.max_rows)
-        self.runner = Runner(
-            self.model, self.backend, self.pool, self.sampler, self.rows, WallClock(), VOCAB
-        )
+        self.features: list[StepFeature[Any]] = []
+        self.sampling = Sampling(self.sampler, self.rows, VOCAB)
         if drafter is not None:
-            self.runner.draft = DraftModel(
-                drafter, drafting, self.backend, self.sampler, self.rows, self.max_tokens
+            self.features.append(
+                DraftModel(drafter, drafting, self.backend, self.sampling, self.max_tokens)
             )
         if head is not None:
-            self.runner.draft = RunningHead(
-                head, TinyHeadArch(), torch.float32, self.backend, self.sampler, self.rows
+            self.features.append(
+                RunningHead(head, TinyHeadArch(), torch.float32, self.backend, self.sampling)
             )
+        self.make_runner()
         self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()
+
+    def make_runner(
+        self,
+        *features: StepFeature[Any],
+        sampler: Sampler | None = None,
+        processors: LogitsProcessors | None = None,
+        model: Any = None,
+    ) -> None:
+        """Take a new runner, with more features, or another of these."""
+        if sampler is not None or processors is not None:
+            self.sampler = self.sampler if sampler is None else sampler  # type: ignore[assignment]
+            self.sampling = Sampling(self.sampler, self.rows, VOCAB, processors)
+        self.model = self.model if model is None else model
+        own = [*features, *self.features, PromptLogprobs(self.rows, VOCAB)]
+        self.runner = Runner(self.model, self.backend, self.pool, self.sampling, WallClock(), own)
+
+    @property
+    def proposer(self) -> Any:
+        """The draft model, or the head."""
+        (found,) = (each for each in self.features if isinstance(each, Proposes))
+        return found
 
     def new(
         self,
@@ -362,7 +394,7 @@ class Bench:
         added: Sequence[NewRow] = (),
         removed: Sequence[int] = (),
         copies: Sequence[PageCopy] = (),
-    ) -> PendingStep:
+    ) -> Step:
         return self.runner.submit(self.batch(work, added, removed, copies))
 
     def run(
@@ -393,7 +425,7 @@ class Bench:
         batch = replace(self.batch(work, added, (), ()), late=True)
         pending = self.runner.submit(batch)
         rows = [row for row in work if row in (allowed or {})]
-        words = self.runner.masks.to_fill(len(rows))
+        words = self.sampling.masks.to_fill(len(rows))
         words[:] = 0
         for line, row in enumerate(rows):
             for token in (allowed or {})[row]:

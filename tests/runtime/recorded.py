@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -88,11 +87,11 @@ class WatchedGraphs(Graphs):
     def __init__(self, builders: Sequence[Builder], bench: Bench) -> None:
         super().__init__(builders, bench.runner.parts)
         self.builders = builders
-        self.replayed: list[tuple[Enum, int]] = []
+        self.replayed: list[tuple[str, int]] = []
         self.replayed_rows: list[list[int]] = []  # of decode steps
 
     def replay(self, graph: Graph, batch: AttentionBatch | None = None) -> Any:
-        self.replayed.append((graph.kind, graph.size))
+        self.replayed.append((str(graph.key), graph.size))
         if batch is not None and isinstance(graph.inputs, DecodeInputs):
             self.replayed_rows.append(graph.inputs.lines.rows[: batch.num_rows].tolist())
         return super().replay(graph, batch)

@@ -16,8 +16,8 @@ from dovetail.api.executor import AdapterLoad
 from dovetail.api.model import WeightRule
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
-from dovetail.runtime.adapters import AdapterBank
-from dovetail.runtime.graphs import ADAPTED_KINDS, Kind
+from dovetail.runtime.adapters import AdapterBank, Adapters, NoAdapters
+from dovetail.runtime.graphs import with_axes_of_features
 from tests.models.oracle import context
 from tests.runtime.fakes import HIDDEN, Bench, TinyModel
 from tests.runtime.recorded import WatchedGraphs, give_graphs
@@ -50,7 +50,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr("tests.runtime.fakes.TinyModel", Shifting)
     monkeypatch.setattr("dovetail.nn.adapters.is_readable", lambda tensor: False)  # as on a GPU
     made = Bench(max_rows=4)
-    made.runner.adapters = AdapterBank(made.model, 2, 4, torch.float32, CPU)
+    made.make_runner(Adapters(AdapterBank(made.model, 2, 4, torch.float32, CPU), made.rows))
     return made
 
 
@@ -84,10 +84,10 @@ def test_decodes_with_adapters_have_graphs_of_their_own(bench: Bench, tmp_path: 
     bench.run({3: 2}, [bench.new(3, [7, 5])], removed=[0, 1, 2])
     graphs = with_graphs(bench)
     assert generated(bench, [1, 0, 2], ()) == expected
-    assert graphs.replayed == [(Kind.ADAPTED_DECODE, 4)] * 4
+    assert graphs.replayed == [("decode_adapted", 4)] * 4
     bench.run({3: 1})
     bench.run({1: 1, 3: 1})
-    assert graphs.replayed[4:] == [(Kind.DECODE, 1), (Kind.DECODE, 2)], (
+    assert graphs.replayed[4:] == [("decode", 1), ("decode", 2)], (
         "rows without adapters replay the plain graphs"
     )
 
@@ -95,10 +95,7 @@ def test_decodes_with_adapters_have_graphs_of_their_own(bench: Bench, tmp_path: 
 def with_graphs(bench: Bench) -> WatchedGraphs:
     bench.sampler.__class__ = CapturableGreedy
     plain = decode_steps(bench)
-    return give_graphs(
-        bench,
-        [*plain, *(builder.with_adapters() for builder in plain if builder.kind in ADAPTED_KINDS)],
-    )
+    return give_graphs(bench, [*plain, *with_axes_of_features(plain, bench.runner.parts)])
 
 
 def test_a_slot_gets_another_adapter_and_nothing_of_the_one_before(
@@ -160,7 +157,7 @@ def test_what_is_wrong_with_an_adapter_is_said(what: str, bench: Bench, tmp_path
 def test_a_row_is_refused_whose_slot_is_empty_or_missing(bench: Bench) -> None:
     with pytest.raises(DovetailError, match="slot 1 holds no adapter"):
         generated(bench, [1], ())
-    bench.runner.adapters = None
+    bench.make_runner(NoAdapters())
     with pytest.raises(DovetailError, match="max_adapters is 0"):
         generated(bench, [1], ())
 

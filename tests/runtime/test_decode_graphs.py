@@ -14,9 +14,18 @@ from numpy.typing import NDArray
 
 from dovetail.api.sampler import Capture, Lines, SampledTokens, SamplerCapabilities
 from dovetail.runtime import step_inputs
-from dovetail.runtime.graphs import Builder, DecodeSteps, Graphs, Kind, decode_builders
+from dovetail.runtime.graphs import (
+    DECODE,
+    MIXED,
+    MODEL,
+    Builder,
+    DecodeSteps,
+    Graphs,
+    decode_builders,
+)
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
+from dovetail.runtime.step import GraphKey
 from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines
 from dovetail.runtime.token_sizes import (
     ALWAYS_TOKENS,
@@ -105,7 +114,7 @@ def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
     assert told == [("decode",)] * 5
     assert bench.run({0: 1}, [], [1]).graphs == ("decode",), "and no more of earlier steps"
     graphs.replayed.pop()
-    assert graphs.replayed == [(Kind.DECODE, size) for size in (1, 2, 4, 4, 7)]
+    assert graphs.replayed == [("decode", size) for size in (1, 2, 4, 4, 7)]
 
 
 def test_every_size_has_run_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +123,7 @@ def test_every_size_has_run_before_it_is_recorded(monkeypatch: pytest.MonkeyPatc
     run = DecodeSteps.run
 
     def count(builder: DecodeSteps, inputs: DecodeInputs) -> object:
-        runs[builder.kind.name, inputs.size] += 1
+        runs[str(builder.key), inputs.size] += 1
         return run(builder, inputs)
 
     monkeypatch.setattr(DecodeSteps, "run", count)
@@ -122,7 +131,7 @@ def test_every_size_has_run_before_it_is_recorded(monkeypatch: pytest.MonkeyPatc
     give_graphs(bench, decode_steps(bench))
     assert runs == {
         (kind, size): times
-        for kind, times in (("DECODE", 2), ("MODEL", 1))
+        for kind, times in (("decode", 2), ("model", 1))
         for size in (1, 2, 4, 7)
     }
 
@@ -145,7 +154,7 @@ def test_the_sampler_hears_of_a_row_before_it_is_asked_whether_a_graph_serves_it
     graphs = with_graphs(bench)
     bench.sampler.__class__ = Informed
     assert bench.run({2: 1}, [bench.new(2, [5])]).token_ids.tolist() == generate([5], 1)
-    assert graphs.replayed == [(Kind.DECODE, 1)]
+    assert graphs.replayed == [("decode", 1)]
 
 
 def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(
@@ -157,7 +166,7 @@ def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_ca
     tokens = begin(bench, PROMPTS[:2])
     batch = bench.batch({0: 1, 1: 1}, [], [], [])
     result = bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
-    assert graphs.replayed == [(Kind.DECODE_SHARING, 4)]
+    assert graphs.replayed == [("decode_shared", 4)]
     assert [[*told, int(token)] for told, token in zip(tokens, result.token_ids, strict=True)] == [
         generate(prompt, 2) for prompt in PROMPTS[:2]
     ]
@@ -171,11 +180,11 @@ def test_no_graph_is_larger_than_a_step_may_be() -> None:
     with pytest.MonkeyPatch.context() as patch:
         play_graphs_on_the_cpu(patch)
         graphs.capture()
-    for kind in (Kind.MIXED, Kind.DECODE, Kind.MODEL, Kind.SAMPLING):
-        largest = graphs.find(kind, 3)
+    for key in (MIXED, DECODE, MODEL, GraphKey("sampling", Capture.TOKENS)):
+        largest = graphs.find(key, 3)
         assert largest is not None
         assert largest.size == 3
-        assert graphs.find(kind, 4) is None
+        assert graphs.find(key, 4) is None
 
 
 POOL = 100_000  # pages

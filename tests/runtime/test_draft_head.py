@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.runtime.graphs import (
-    Kind,
     decode_builders,
     mixed_builders,
 )
@@ -84,7 +83,7 @@ class Drafting:
         self.check(drafts)
 
     def check(self, drafts: dict[int, list[int]]) -> None:
-        head, ids = self.bench.runner.draft, self.bench.rows.token_ids
+        head, ids = self.bench.proposer, self.bench.rows.token_ids
         assert head is not None
         propose = type(head).propose
 
@@ -196,15 +195,15 @@ def test_which_graphs_are_replayed() -> None:
     rows.begin(0, 1)
     graphs.replayed.clear()
     rows.step({0: 3, 1: 1})
-    assert graphs.replayed == [(Kind.HEAD, 2), (Kind.HEAD, 1), (Kind.HEAD, 1), (Kind.DECODE, 6)]
+    assert graphs.replayed == [("draft", 2), ("draft", 1), ("draft", 1), ("decode", 6)]
 
 
 def test_a_rehearsal_runs_what_follows_a_recorded_step_and_changes_no_draft() -> None:
     rows = Drafting()
-    graphs, head = rows.with_graphs(), rows.bench.runner.draft
+    graphs, head = rows.with_graphs(), rows.bench.proposer
     rows.begin(0, 1)
-    stored, store = list[int](), head.model.store  # type: ignore[union-attr]
-    head.model.store = lambda *args: (stored.append(len(args[0])), store(*args))[1]  # type: ignore[union-attr]
+    stored, store = list[int](), head.model.store
+    head.model.store = lambda *args: (stored.append(len(args[0])), store(*args))[1]
     graphs.rehearse()
     assert {4, 32} <= {*stored}, "as many tokens as a step of a recorded size"
     rows.step({0: 3, 1: 2})
@@ -221,8 +220,8 @@ def test_a_request_that_comes_back_drafts_nothing_from_anothers_state() -> None:
         blocks = bench.blocks.pop(0)
         bench.run({1: 2}, [bench.new(1, PROMPTS[1])], removed=[2])
         bench.blocks[2] = blocks
-        head, drafts = bench.runner.draft, list[int]()
-        propose = head.propose  # type: ignore[union-attr]
+        head, drafts = bench.proposer, list[int]()
+        propose = head.propose
         head.propose = lambda *args: (
             propose(*args),
             drafts.extend(bench.rows.token_ids[2, len(known) : len(known) + 2].tolist()),
@@ -239,7 +238,7 @@ def test_a_request_that_comes_back_drafts_nothing_from_anothers_state() -> None:
 def test_nan_in_the_cache_of_the_head_harms_no_token() -> None:
     rows = Drafting()
     rows.begin(0)
-    layer = rows.bench.runner.draft.model.layer  # type: ignore[union-attr]
+    layer = rows.bench.proposer.model.layer
     for tensor in layer.cache.memory:
         tensor.view(torch.float32).fill_(torch.nan)
     got = list(rows.got[0])

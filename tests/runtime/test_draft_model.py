@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import DovetailError
-from dovetail.runtime.graphs import Kind, decode_builders
+from dovetail.runtime.graphs import decode_builders
 from tests.runtime.fakes import Bench, generate
 from tests.runtime.recorded import WatchedGraphs, give_graphs
 from tests.runtime.test_decode_graphs import CapturableGreedy
@@ -104,7 +104,7 @@ def test_drafts_are_those_of_the_draft_model_alone(
 
 def test_an_exact_draft_model_is_always_right_in_long_runs() -> None:
     rows = Drafting()
-    rows.bench.runner.draft.model.head = rows.bench.model.head  # type: ignore[union-attr]
+    rows.bench.proposer.model.head = rows.bench.model.head
     rows.begin(0, 1)
     for _ in range(5):
         rows.step({0: 3, 1: 1}, exact=False)
@@ -168,10 +168,10 @@ def test_which_graphs_are_replayed() -> None:
     graphs.replayed.clear()
     rows.step({0: 3, 1: 1})
     assert graphs.replayed == [
-        (Kind.DRAFT_FIRST, 2),
-        (Kind.DRAFT_NEXT, 1),
-        (Kind.DRAFT_NEXT, 1),
-        (Kind.DECODE, 6),
+        ("draft_first", 2),
+        ("draft", 1),
+        ("draft", 1),
+        ("decode", 6),
     ]
 
 
@@ -192,7 +192,7 @@ def test_without_a_draft_model_its_drafts_are_refused() -> None:
 def test_nan_in_the_cache_of_the_draft_model_harms_no_token() -> None:
     rows = Drafting()
     rows.begin(0)
-    for layer, *_ in rows.bench.runner.draft.model.layers:  # type: ignore[union-attr]
+    for layer, *_ in rows.bench.proposer.model.layers:
         assert layer.cache is not None
         for tensor in layer.cache.memory:
             tensor.view(torch.float32).fill_(torch.nan)

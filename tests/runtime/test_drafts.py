@@ -14,7 +14,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.executor import Drafts, Masks, Result
 from dovetail.api.sampler import Lines, RowHistory, RowSampling, SamplerContext
 from dovetail.errors import DovetailError
-from dovetail.runtime.graphs import Kind, decode_builders
+from dovetail.runtime.graphs import decode_builders
 from dovetail_samplers.default import DefaultSampler
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate
@@ -117,7 +117,7 @@ def test_rows_with_drafts_share_a_step_with_prompts_and_their_chunks(graphs: boo
     assert result.counts is not None
     assert result.counts.tolist() == [0, 3, 1, 2]
     rows.take([0, 1, 2], replace(result, counts=result.counts[1:]))
-    assert watched is None or watched.replayed[-1] == (Kind.SAMPLING, 8)
+    assert watched is None or watched.replayed[-1] == ("sampling", 8)
     rows.take([1, 0], rows.bench.run({1: 1, 0: 1}))
 
 
@@ -131,12 +131,12 @@ def test_a_step_with_drafts_replays_a_decode_of_so_many_lines() -> None:
             {0: 1, 1: 1, 2: 1}, {0: rows.drafts(0, [True]), 2: rows.drafts(2, [True, True, False])}
         ),
     )
-    assert graphs.replayed[-1] == (Kind.DECODE, 8)
+    assert graphs.replayed[-1] == ("decode", 8)
     assert graphs.replayed_rows[-1] == [0, 0, 2, 2, 2, 2, 1], (
         "the longest rows first, and lines of a row together"
     )
     rows.take([0, 1], rows.bench.check({0: 1, 1: 1}, {}))
-    assert graphs.replayed[-1] == (Kind.DECODE, 2), "a step without any draft is one like others"
+    assert graphs.replayed[-1] == ("decode", 2), "a step without any draft is one like others"
 
 
 def test_each_yielded_token_has_its_log_probabilities() -> None:
@@ -200,7 +200,8 @@ def test_each_token_is_what_the_sampler_draws_from_the_logits_of_its_line_alone(
 ) -> None:
     bench = Bench(max_lines=MAX_LINES)
     ways = [replace(way, logit_bias=((NAN_TOKEN, -100.0),)) for way in WAYS]
-    bench.runner.sampler = sampler = default_sampler(bench.rows.history, ways)
+    sampler = default_sampler(bench.rows.history, ways)
+    bench.make_runner(sampler=sampler)
     drawn: list[torch.Tensor] = []
     draw = sampler.sample
     sampler.sample = lambda logits, *rest: (drawn.append(logits.clone()), draw(logits, *rest))[1]  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.executor import Result
 from dovetail.api.sampler import Capture, RowSampling, SamplerCapabilities, SamplerContext
 from dovetail.nn import logprobs
-from dovetail.runtime.graphs import Kind, decode_builders
+from dovetail.runtime.graphs import decode_builders
 from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail_samplers import default, table
 from dovetail_samplers.default import DefaultSampler
@@ -135,7 +135,7 @@ def bench_with_the_default_sampler(max_lines: int = ROWS, **of_bench: Any) -> Be
         NoOptions(), SamplerContext("cpu", VOCAB, bench.rows.history, max_lines - ROWS)
     )
     sampler.prepare(ROWS)
-    bench.sampler = bench.runner.sampler = sampler  # type: ignore[assignment]
+    bench.make_runner(sampler=sampler)
     return bench
 
 
@@ -213,7 +213,7 @@ def test_lines_are_drawn_in_graphs_as_plain_sampling_draws_tokens_one_by_one(
                 assert count == 1 + [*flags, False].index(False)
                 own += tokens[:count]
                 del tokens[:count]
-        assert {kind for kind, _ in graphs.replayed[1:]} <= {Kind.DECODE, Kind.DECODE_FULL}
+        assert {kind for kind, _ in graphs.replayed[1:]} <= {"decode", "decode_full"}
     assert got == [tokens[: len(own)] for tokens, own in zip(expected, got, strict=True)]
 
 
@@ -233,14 +233,14 @@ def test_each_step_replays_the_plainest_graph_that_serves_it(
     for rows in ([0], [1], [0, 1]):
         bench.run(dict.fromkeys(rows, 1))
     assert graphs.replayed == [
-        (Kind.SAMPLING_FULL, 2),
-        (Kind.DECODE, 1),
-        (Kind.DECODE_FULL, 1),
-        (Kind.DECODE_FULL, 2),
+        ("sampling_full", 2),
+        ("decode", 1),
+        ("decode_full", 1),
+        ("decode_full", 2),
     ]
     shared = replace(bench.batch({0: 1, 1: 1}, [], [], []), shared_prefix_blocks=1)
     bench.runner.collect(bench.runner.submit(shared))
-    assert graphs.replayed[4:] == [(Kind.SAMPLING_FULL, 2)], (
+    assert graphs.replayed[4:] == [("sampling_full", 2)], (
         "a prefix is read once by the graphs of other steps"
     )
 
@@ -274,7 +274,7 @@ def test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is() -> None:
     ]
     assert told == [generate([3, 1, 4], 3), generate([5], 3)]
     assert [result.logprobs is not None for result in results] == [True, True, True, False]
-    assert (sampler.launched, graphs.replayed) == (5, [(Kind.DECODE, 1)])
+    assert (sampler.launched, graphs.replayed) == (5, [("decode", 1)])
 
 
 @given(st.integers(1, 3000))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum, auto
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,25 +23,39 @@ from bench.shapes import SHAPES, write_checkpoint
 from dovetail.api.attention import AttentionContext
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import SamplerContext
+from dovetail.api.executor import ComponentRef
+from dovetail.api.sampler import SamplerCapabilities, SamplerContext
 from dovetail.config import EngineConfig
 from dovetail.errors import UnsupportedError
+from dovetail.nn.adapters import StepAdapters
 from dovetail.nn.kernels import available, gpu, launch
 from dovetail.parts import find_parts
 from dovetail.registry.registry import Registry
 from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.graphs import Builder, Graphs, Kind, decode_builders, mixed_builders
+from dovetail.runtime.adapters import COLUMN, AdapterWork
+from dovetail.runtime.features import StepFeature
+from dovetail.runtime.graphs import (
+    DECODE,
+    MODEL,
+    Builder,
+    Graphs,
+    decode_builders,
+    mixed_builders,
+)
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.loading import ModelPlan, load_model
+from dovetail.runtime.logits import LogitsProcessors
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
+from dovetail.runtime.sampling import Sampling
+from dovetail.runtime.step import GraphKey, Step
 from dovetail_attention import triton_backend
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER
 from tests.kernels import INTERPRETED
-from tests.runtime.fakes import Bench
+from tests.runtime.fakes import VOCAB, Bench
 from tests.runtime.recorded import GraphOnCpu, give_graphs, play_graphs_on_the_cpu
 from tests.runtime.test_decode_graphs import CapturableGreedy
 from tests.support import FULL
@@ -106,7 +119,8 @@ def graphs(
     model = load_model(plan, asked, splitter.wrap(pool.wrap(backend.make_layer)), SINGLE, device)
     rows = RowState(MAX_ROWS, plan.max_model_len, pool.planned.layout, device)
     sampler = parts.sampler.ref().make(SamplerContext("cpu", plan.vocab_size, rows.history))
-    runner = Runner(model, backend, pool, sampler, rows, WallClock(), plan.vocab_size)
+    sampling = Sampling(sampler, rows, plan.vocab_size)
+    runner = Runner(model, backend, pool, sampling, WallClock())
     for module in list(
         sys.modules.values()
     ):  # but not where they come from: what is imported meanwhile would keep them
@@ -177,10 +191,23 @@ def test_without_triton_nothing_is_done_ahead(
 # ---- the table
 
 
-class Another(Enum):
-    """A kind that the engine doesn't have."""
+class FullyCapturable(CapturableGreedy):
+    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True, processors=True)
 
-    TWICE = auto()
+
+class Axis(StepFeature[None]):
+    """A feature whose device work is that of adapters."""
+
+    axis = AdapterWork.axis
+
+    def __init__(self, step: StepAdapters, slots: torch.Tensor) -> None:
+        self.work = AdapterWork(step, slots)
+
+    def begin(self, step: Step) -> None:
+        return None
+
+
+TWICE = GraphKey("model", axes=frozenset({"twice"}))  # that the engine doesn't have
 
 
 class Twice(Builder):
@@ -195,38 +222,38 @@ class Twice(Builder):
 
 def test_a_kind_is_added_by_its_inputs_and_its_work() -> None:
     bench = Bench()
-    graphs = give_graphs(bench, [Twice(Another.TWICE, (2, 4), bench.runner.parts)])
+    graphs = give_graphs(bench, [Twice(TWICE, (2, 4), bench.runner.parts)])
     for tokens, size in (([3], 2), ([5, 6], 2), ([7, 8, 9], 4)):
-        graph = graphs.find(Another.TWICE, len(tokens))
+        graph = graphs.find(TWICE, len(tokens))
         assert graph is not None
         with torch.inference_mode():
             graph.inputs[: len(tokens)] = torch.tensor(tokens)
             assert graphs.replay(graph)[: len(tokens)].tolist() == [2 * token for token in tokens]
         assert graph.size == size
-    assert graphs.find(Another.TWICE, 5) is None
-    assert graphs.find(Kind.DECODE, 1) is None
-    assert graphs.replayed == [(Another.TWICE, 2), (Another.TWICE, 2), (Another.TWICE, 4)]
+    assert graphs.find(TWICE, 5) is None
+    assert graphs.find(DECODE, 1) is None
+    assert graphs.replayed == [("model_twice", size) for size in (2, 2, 4)]
 
 
 def test_larger_sizes_are_recorded_first_and_kinds_in_their_order() -> None:
     """So that smaller recordings find room in the memory of larger ones, and sampling is recorded after what it reads."""
     told: list[tuple[str, int, int]] = []
-    inputs: list[tuple[Enum, int]] = []
+    inputs: list[tuple[GraphKey, int]] = []
 
     class Noted(Twice):
         def inputs(self, size: int) -> torch.Tensor:
-            inputs.append((self.kind, size))
+            inputs.append((self.key, size))
             return super().inputs(size)
 
     bench = Bench()
     graphs = Graphs(
-        [Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)],
+        [Noted(key, (1, 3), bench.runner.parts) for key in (MODEL, DECODE)],
         bench.runner.parts,
     )
     with pytest.MonkeyPatch.context() as patch:
         play_graphs_on_the_cpu(patch)
         graphs.capture(lambda *progress: told.append(progress))
-    assert inputs == [(kind, size) for kind in (Kind.MODEL, Kind.DECODE) for size in (3, 1)]
+    assert inputs == [(key, size) for key in (MODEL, DECODE) for size in (3, 1)]
     assert told == [("capturing CUDA graphs", done, 4) for done in (1, 2, 3, 4)]
 
 
@@ -258,7 +285,7 @@ def test_all_is_recorded_on_one_stream_and_warmed_up_on_others(
     monkeypatch.setattr(torch.cuda, "stream", on)
     bench = Bench()
     Graphs(
-        [Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)],
+        [Noted(key, (1, 3), bench.runner.parts) for key in (MODEL, DECODE)],
         bench.runner.parts,
     ).capture()
     assert len(warmed_up) == len(recorded) == 4
@@ -276,8 +303,8 @@ def test_the_device_may_lack_what_an_optional_kind_needs(optional: bool) -> None
 
     bench = Bench()
     lacking, other = (
-        Lacking(Another.TWICE, (1, 2), bench.runner.parts),
-        Twice(Kind.MODEL, (1,), bench.runner.parts),
+        Lacking(TWICE, (1, 2), bench.runner.parts),
+        Twice(MODEL, (1,), bench.runner.parts),
     )
     lacking.optional = optional
     if not optional:
@@ -285,8 +312,8 @@ def test_the_device_may_lack_what_an_optional_kind_needs(optional: bool) -> None
             give_graphs(bench, [lacking, other])
         return
     graphs = give_graphs(bench, [lacking, other])
-    assert graphs.find(Another.TWICE, 2) is None, "all of its sizes, or none"
-    assert graphs.find(Kind.MODEL, 1) is not None
+    assert graphs.find(TWICE, 2) is None, "all of its sizes, or none"
+    assert graphs.find(MODEL, 1) is not None
 
 
 def test_recordings_of_steps_with_prompts_have_memory_of_their_own() -> None:
@@ -297,10 +324,42 @@ def test_recordings_of_steps_with_prompts_have_memory_of_their_own() -> None:
         *mixed_builders(bench.runner.parts, LayerSplitter(), 64),
         *decode_builders(bench.runner.parts, 4),
     ]
-    pools = {builder.kind: builder.pool for builder in builders}
-    mixed = pools.pop(Kind.MIXED)
-    assert set(pools) == {Kind.DECODE, Kind.MODEL, Kind.SAMPLING}
+    pools = {str(builder.key): builder.pool for builder in builders}
+    mixed = pools.pop("mixed")
+    assert set(pools) == {"decode", "model", "sampling"}
     assert len(set(pools.values())) == 1
     assert mixed not in pools.values()
-    kinds = [builder.kind for builder in builders]
-    assert kinds.index(Kind.MODEL) < kinds.index(Kind.SAMPLING), "which reads what it wrote"
+    kinds = [str(builder.key) for builder in builders]
+    assert kinds.index("model") < kinds.index("sampling"), "which reads what it wrote"
+
+
+def test_all_recordings_are_in_one_list_each_with_its_sizes() -> None:
+    """Recordings cost start-up time and memory, so none is added unseen."""
+    bench = Bench(max_rows=4, max_lines=12, draft_error=0.0)
+    bench.sampler.__class__ = FullyCapturable
+    refs = [ComponentRef("logits_processor", "t:clip", "tests.e2e.processing:Clip")]
+    processors = LogitsProcessors(refs, VOCAB, bench.rows, 4)
+    step_adapters = StepAdapters()
+    bench.make_runner(Axis(step_adapters, bench.rows.columns[COLUMN]), processors=processors)
+    graphs = Graphs.of(bench.runner.parts, LayerSplitter(), 64, 600_000_000)
+    mixed, lines, drafting = (32, 64), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 4)
+    few = (1, 2, 3, 4, 5, 6, 8, 12)
+    assert [(str(key), sizes) for key, sizes in graphs.keys] == [
+        ("mixed", mixed),
+        ("decode", lines),
+        ("model", few),
+        ("decode_full", few),
+        ("decode_processed", few),
+        ("sampling", lines),
+        ("sampling_full", few),
+        ("sampling_processed", few),
+        ("draft_first", drafting),
+        ("draft", drafting),
+        ("draft_full_first", drafting),
+        ("draft_full", drafting),
+        ("mixed_adapted", mixed),
+        ("decode_adapted", lines),
+        ("model_adapted", few),
+        ("decode_full_adapted", few),
+        ("decode_adapted_processed", few),
+    ]

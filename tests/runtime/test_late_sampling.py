@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.token_masks import mask_tokens
-from dovetail.runtime.graphs import Kind
 from tests.runtime.fakes import VOCAB, Bench, generate
 from tests.runtime.test_decode_graphs import PROMPTS, begin, with_graphs
 from tests.runtime.test_sampling_graphs import with_sampling_graphs
@@ -51,7 +50,7 @@ def test_a_late_decode_replays_the_model_alone() -> None:
     begin(bench, PROMPTS)
     bench.run_late(dict.fromkeys(range(3), 1))
     bench.run(dict.fromkeys(range(3), 1))
-    assert graphs.replayed == [(Kind.MODEL, 4), (Kind.DECODE, 4)]
+    assert graphs.replayed == [("model", 4), ("decode", 4)]
 
 
 @GRAPHS

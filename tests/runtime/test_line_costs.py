@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from dovetail.runtime import line_costs as module
-from dovetail.runtime.graphs import Kind
 from dovetail.runtime.line_costs import LINES, TIMES, line_costs
 from tests.runtime.fakes import Bench, generate
 from tests.runtime.recorded import WatchedGraphs
@@ -46,9 +45,7 @@ def test_the_median_of_some_replays_is_taken_for_each_number_of_lines_that_a_ste
     costs = line_costs(bench.runner, graphs)
     assert [lines for lines, _ in costs] == [lines for lines in LINES if lines <= 13]
     assert [seconds for _, seconds in costs] == [TIMES * n + 2 for n in range(len(costs))]
-    assert graphs.replayed[:: 1 + TIMES] == [
-        (Kind.DECODE, size) for size in (1, 2, 3, 4, 5, 6, 8, 12)
-    ]
+    assert graphs.replayed[:: 1 + TIMES] == [("decode", size) for size in (1, 2, 3, 4, 5, 6, 8, 12)]
     assert graphs.replayed_rows[4] == [0, 0, 1, 2, 3], "drafts are dealt to all rows"
 
 

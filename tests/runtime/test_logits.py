@@ -85,7 +85,8 @@ def bench_with(*names: str, graphs: bool = False, lines: int = 0) -> Bench:
         ComponentRef("logits_processor", f"t:{name.lower()}", f"tests.e2e.processing:{name}")
         for name in names
     ]
-    bench.runner.processors = LogitsProcessors(refs, VOCAB, bench.rows, 4) if refs else None
+    if refs:
+        bench.make_runner(processors=LogitsProcessors(refs, VOCAB, bench.rows, 4))
     if graphs:
         give_graphs(bench, decode_builders(bench.runner.parts, bench.rows.max_lines))
     return bench

@@ -20,7 +20,7 @@ from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask, R
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.graphs import Graph, Kind, mixed_builders
+from dovetail.runtime.graphs import MIXED, Graph, mixed_builders
 from dovetail.runtime.pooler import Pooler
 from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.recording import LayerSplitter
@@ -42,9 +42,8 @@ def bench_with_graphs(
     """With 4 rows recordings of 8 tokens or more compute the states of 4 wanted tokens alone."""
     monkeypatch.setattr(graphs_module, "padded_sizes", lambda most: tuple(sizes[::-1]))
     bench, splitter = Bench(max_rows, attention=backend), LayerSplitter()
-    bench.model = bench.runner.model = TinyModel(
-        splitter.wrap(bench.pool.wrap(bench.backend.make_layer))
-    )
+    make_layer = splitter.wrap(bench.pool.wrap(bench.backend.make_layer))
+    bench.make_runner(model=TinyModel(make_layer))
     bench.pool.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
     give_graphs(bench, mixed_builders(bench.runner.parts, splitter, 256))
@@ -92,7 +91,7 @@ def graphs_of(bench: Bench) -> WatchedGraphs:
 
 
 def recorded(bench: Bench, sizes: list[int]) -> list[Graph]:
-    graphs = [graphs_of(bench).find(Kind.MIXED, size) for size in sizes]
+    graphs = [graphs_of(bench).find(MIXED, size) for size in sizes]
     return [graph for graph in graphs if graph is not None]
 
 
@@ -179,7 +178,7 @@ def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(
     backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))
-    found = [graphs.for_model(tokens, 0, all_states=False) for tokens in (1, 4, 5, 8, 9)]
+    found = [graphs.for_model(tokens, frozenset(), all_states=False) for tokens in (1, 4, 5, 8, 9)]
     assert [graph and graph.size for graph in found] == [4, 4, 8, 8, None]
 
 
@@ -208,13 +207,11 @@ def test_steps_that_share_a_prefix_have_recordings_of_their_own(
 def pooled_in_chunks(
     bench: Bench, method: PoolingMethod, tasks: Sequence[PoolingTask], chunk: int
 ) -> list[Any]:
-    """What the prompts pool, each by its task, beside one that generates."""
-    bench.runner.pooler = Pooler(
-        PoolingPlan(Path(), PoolingCapacity(tuple(tasks), method, 1), normalize=False),
-        [],
-        [],
-        bench.rows,
-    )
+    """What the prompts pool, each by its task, beside one that generates. Keeps its graphs."""
+    plan = PoolingPlan(Path(), PoolingCapacity(tuple(tasks), method, 1), normalize=False)
+    graphs = bench.runner.graphs
+    bench.make_runner(Pooler(plan, [], [], bench.rows))
+    bench.runner.graphs = graphs
     added = [
         bench.new(3, PROMPTS[0]),
         *(

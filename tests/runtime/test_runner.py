@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.runtime import runner as runner_module
+from dovetail.runtime import prompt_logprobs, runner
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate
 from tests.support import examples
@@ -176,7 +179,7 @@ def test_logprobs_are_of_the_rows_that_sample_in_order() -> None:
 def test_prompt_logprobs_are_those_of_the_prompt_however_it_is_cut(
     chunk: int, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_AT_ONCE", logits_at_once)
     bench, prompt = Bench(), PROMPTS[0]
     added = [bench.new(0, prompt, RowSampling(prompt_logprobs=2)), bench.new(1, PROMPTS[1])]
     parts = []
@@ -257,3 +260,12 @@ def test_a_step_that_samples_nothing_tells_the_sampler_too_and_the_model_does_no
     bench.run({1: 2}, [bench.new(1, [5, 6])], removed=[0])
     assert happened == ["model", "told", "model", "model", "told"]
     assert set(bench.sampler.rows) == {1}
+
+
+def test_the_runner_names_no_feature() -> None:
+    """What only some steps need is in the files of the features."""
+    source = inspect.getsource(runner)
+    named = re.findall(
+        r"(?i)adapter|lora|pooled|pooler|pooling|prompt_?logprobs|draft_?model\(", source
+    )
+    assert named == []

@@ -18,6 +18,7 @@ from dovetail.api.kv_cache import PageCopy
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
+from dovetail.runtime.sampling import Sampling
 from dovetail.testing.recording import nothing_asked
 from dovetail_attention.flash import FlashAttention
 from tests.attention import fake_flash
@@ -64,7 +65,8 @@ def bench_of(backend: AttentionBackend) -> Bench:
     backend.prepare(4, 256, 600)
     bench.rows = RowState(4, 600, pool.planned.layout, torch.device("cpu"))
     bench.rows.pool_allocated(80)
-    bench.runner = Runner(bench.model, backend, pool, bench.sampler, bench.rows, WallClock(), VOCAB)
+    sampling = Sampling(bench.sampler, bench.rows, VOCAB)
+    bench.runner = Runner(bench.model, backend, pool, sampling, WallClock())
     return bench
 
 

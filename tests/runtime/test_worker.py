@@ -92,17 +92,19 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     allocate_pages = KVPool.allocate
     monkeypatch.setattr(KVPool, "allocate", allocate)
 
-    def make_runner(
-        rank: Worker, plan: ModelPlan, model: Any, backend: Any, pool: KVPool, device: torch.device
-    ) -> Runner:
+    def make_sampling(rank: Worker, plan: ModelPlan, plans: Any, pool: KVPool, _: Any) -> Any:
         steps.append("load")
         pool.device = CPU
-        runner = on_the_cpu(rank, plan, model, backend, pool, CPU)
-        runner.device = device
+        return on_the_cpu(rank, plan, plans, pool, CPU)
+
+    def make_runner(*arguments: Any, **flags: Any) -> Runner:
+        runner = Runner(*arguments, **flags)
+        runner.device = torch.device("cuda")
         return runner
 
-    on_the_cpu = Worker._make_runner
-    monkeypatch.setattr(Worker, "_make_runner", make_runner)
+    on_the_cpu = Worker._make_sampling
+    monkeypatch.setattr(Worker, "_make_sampling", make_sampling)
+    monkeypatch.setattr(worker_module, "Runner", make_runner)
     monkeypatch.setattr(worker_module, "Graphs", Graphs)
     monkeypatch.setattr(worker_module, "choose_attention", choose)
     monkeypatch.setattr(loading, "resolve_dtype", lambda *_: torch.float32)

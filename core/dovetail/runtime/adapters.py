@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from dovetail.api.executor import AdapterCapacity, AdapterLoad, Batch
@@ -25,7 +28,10 @@ from dovetail.nn.adapters import LayerAdapters, Outputs, StepAdapters
 from dovetail.nn.embedding import LMHead
 from dovetail.nn.linear import LinearLayer
 from dovetail.nn.parameter import Part
+from dovetail.runtime.features import DeviceWork, FeaturePlan, Loaded, StepFeature
 from dovetail.runtime.memory import readable_bytes
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.step import ModelInputs, Step
 
 HEAD = "lm_head"  # the output layer's name in checkpoints
 RANK_MULTIPLE = 16  # ranks are padded to it: the least that matrix units multiply
@@ -151,16 +157,92 @@ class AdapterBank:
             raise DovetailError(f"slot {slot} holds no adapter")
 
 
-def load_adapters(bank: AdapterBank | None, batch: Batch) -> None:
-    """Write the adapters of a batch to the bank. Raises `DovetailError` if there is none, or a new row's slot holds no adapter."""
-    if bank is None:
-        raise DovetailError(
-            f"step {batch.step} has adapters, and the executor has no slots for any (max_adapters is 0)"
-        )
-    for load in batch.adapters:
-        bank.load(load)
-    for new in batch.added:
-        bank.check(new.adapter)
+COLUMN = "adapter"  # of `RowState`: the slots of the rows' adapters
+
+
+class AdapterWork(DeviceWork):
+    """Lets layers add what adapters compute to the tokens of rows that have one."""
+
+    axis = "adapted"
+
+    def __init__(self, step: StepAdapters, slots: torch.Tensor) -> None:
+        """`slots` [max_rows + 1] int32: of the rows."""
+        self._step, self._slots = step, slots
+
+    def around(self, inputs: ModelInputs) -> AbstractContextManager[None]:
+        return self._step.of_tokens(self._slots.index_select(0, inputs.rows), inputs.wanted)
+
+
+class Adapters(StepFeature[Literal[True]]):
+    """Adapters of the rows, in a bank. Steps without any don't notice it."""
+
+    axis = AdapterWork.axis
+
+    def __init__(self, bank: AdapterBank, rows: RowState) -> None:
+        """The rows have a column `COLUMN`."""
+        self.bank = bank
+        self.work = AdapterWork(bank.step, rows.columns[COLUMN])
+        self._of_rows = np.zeros(rows.max_rows, np.int32)  # equals the column
+
+    def begin(self, step: Step) -> Literal[True] | None:
+        for load in step.batch.adapters:
+            self.bank.load(load)
+        for new in step.batch.added:
+            self.bank.check(new.adapter)
+            self._of_rows[new.row] = new.adapter
+        return True if self._of_rows[step.batch.rows].any() else None
+
+    def changes_logits(self, rows: NDArray[Any]) -> bool:
+        if not self.bank.heads:
+            return False
+        return bool(np.isin(self._of_rows[rows], [*self.bank.heads]).any())
+
+    def biggest(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the step with an adapter in each row: layers keep what they don't fuse."""
+        self.bank.held[1] = ""
+        yield replace(batch, added=tuple(replace(new, adapter=1) for new in batch.added))
+        self.bank.held.clear()
+
+    @property
+    def capacity(self) -> Mapping[str, AdapterCapacity]:
+        return {"adapters": self.bank.capacity}
+
+    @property
+    def details(self) -> Mapping[str, str]:
+        return {"adapters": str(self.bank)}
+
+
+@dataclass(frozen=True)
+class AdapterPlan(FeaturePlan):
+    """A bank of `slots`, for adapters of ranks up to `max_rank`."""
+
+    slots: int
+    max_rank: int
+    columns = {COLUMN: lambda batch: [new.adapter for new in batch.added]}  # noqa: RUF012
+
+    def build(self, loaded: Loaded) -> Adapters:
+        dtype, device = loaded.plan.dtype, loaded.device
+        bank = AdapterBank(loaded.model, self.slots, self.max_rank, dtype, device)
+        return Adapters(bank, loaded.rows)
+
+
+class NoAdapters(StepFeature[None]):
+    """Refuses batches with adapters: the device has no bank."""
+
+    def begin(self, step: Step) -> None:
+        batch = step.batch
+        if batch.adapters or any(new.adapter for new in batch.added):
+            raise DovetailError(
+                f"step {batch.step} has adapters, and the executor has no slots for any "
+                "(max_adapters is 0)"
+            )
+
+
+class NoAdapterPlan(FeaturePlan):
+    """Of a device without a bank."""
+
+    def build(self, loaded: Loaded) -> NoAdapters:
+        return NoAdapters()
 
 
 def _modules_in(tensors: Iterator[str]) -> list[str]:

@@ -9,29 +9,31 @@ It draws with the target's sampler, at the same output positions, so with the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionBackend, LayerSpec
 from dovetail.api.draft_head import HeadArch
-from dovetail.api.executor import Batch, Drafts, ExecutorConfig
-from dovetail.api.model import BuildContext, ParallelGroup, Tapped
-from dovetail.api.sampler import Lines, Sampler
+from dovetail.api.executor import Drafts, ExecutorConfig
+from dovetail.api.model import BuildContext, ParallelGroup
+from dovetail.api.sampler import Lines
 from dovetail.errors import DovetailError, PluginError, UnsupportedError, describe
-from dovetail.runtime.decode_rows import put_drafts
-from dovetail.runtime.draft_model import asks_model, moved
-from dovetail.runtime.graphs import HEAD_KINDS, Graphs, TappedStates
+from dovetail.runtime.decode_rows import last_tokens, put_drafts
+from dovetail.runtime.draft_model import asks_model, captures, check_drafts, draft_sizes, moved
+from dovetail.runtime.features import DeviceWork, FeaturePlan, Loaded, StepFeature
+from dovetail.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail.runtime.kv_scales import CacheScales
-from dovetail.runtime.loading import ModelPlan, load_into
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import HostInputs, HostLines
-from dovetail.runtime.weights import Progress
+from dovetail.runtime.loading import ModelPlan, load_into, num_parameters
+from dovetail.runtime.sampling import Sampling, settled
+from dovetail.runtime.step import GraphKey, ModelOutputs, Step, TappedStates
+from dovetail.runtime.step_inputs import DecodeInputs, HostInputs, HostLines
 from dovetail.targets import import_target
 
 Int64 = NDArray[np.int64]
@@ -39,13 +41,13 @@ Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadPlan:
+class HeadPlan(FeaturePlan):
     """Decisions about the draft head, made before any weights are read."""
 
     arch: HeadArch
     target: ModelPlan
     config: ExecutorConfig  # to load it with
-    specs: list[LayerSpec]  # with indices that follow those of the target's
+    layers: list[LayerSpec]  # with indices that follow those of the target's
 
     @classmethod
     def of(cls, config: ExecutorConfig, target: ModelPlan, group: ParallelGroup) -> HeadPlan:
@@ -89,40 +91,81 @@ class HeadPlan:
             [moved(spec, first) for spec in specs],
         )
 
-    def load(
-        self,
-        model: Any,
-        make_layer: Callable[[LayerSpec], AttentionLayer],
-        group: ParallelGroup,
-        device: torch.device,
-        progress: Progress | None,
-        environment: str,
-    ) -> torch.nn.Module:
-        """Load the head of `model`, the target. Layers are made by `specs`. Raises as `load_model`."""
-        target, first = self.target, self.specs[0].index
-        make = make_layer if target.cache_dtype is None else CacheScales(device).wrap(make_layer)
+    reads_next = True
+
+    def build(self, loaded: Loaded) -> RunningHead:
+        """Load the head of the loaded model. Raises as `load_model`."""
+        target, first, device = self.target, self.layers[0].index, loaded.device
+        make = loaded.make_layer
+        if target.cache_dtype is not None:
+            make = CacheScales(device).wrap(make)
         quantization = target.quantization if self.arch.is_stored_as_target else None
         context = BuildContext(
-            group,
+            loaded.group,
             target.dtype,
             device,
             lambda spec: make(moved(spec, first)),
             target.max_model_len,
             weights_later=quantization is not None,
-            environment=environment,
+            environment=loaded.environment,
         )
-        built: Tapped = model
-        return load_into(
+        built: Any = loaded.model  # `Tapped`
+        head = load_into(
             self.arch.build(context, built),
             quantization,
             self.config,
             device,
-            progress,
+            loaded.progress,
             partly=True,
+        )
+        return RunningHead(
+            head, self.arch, target.dtype, loaded.backend, loaded.sampling, self.config.model
         )
 
 
-class RunningHead:
+class HeadWork(DeviceWork):
+    """Lets the head follow a step once its tokens are sampled."""
+
+    def __init__(self, head: RunningHead) -> None:
+        self.taps, self._head = head.taps, head
+
+    def after_growth(self, outputs: ModelOutputs) -> None:
+        assert outputs.tapped is not None
+        self._head.follow(outputs.tapped)
+
+    def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
+        sizes = draft_sizes(parts.rows, most_lines)
+        return [
+            HeadSteps(GraphKey("draft", capture), sizes, parts, self._head)
+            for capture in captures(parts.sampling.sampler)
+        ]
+
+
+class HeadSteps(Builder):
+    """One draft for each of `size` rows. A line of its inputs is one token short of the line that
+    the draft follows: the head's last position is that of the last token but one."""
+
+    def __init__(
+        self, key: GraphKey, sizes: Sequence[int], parts: StepParts, head: RunningHead
+    ) -> None:
+        super().__init__(key, sizes, parts)
+        self._head = head
+
+    def inputs(self, size: int) -> DecodeInputs:
+        inputs = DecodeInputs(size, self.parts.rows)
+        self.parts.backend.plan(inputs.fill(NO_LINES, 0))
+        return inputs
+
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Return the drafts [size] int64."""
+        positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
+        lines = Lines(inputs.lines.rows, inputs.lines.ahead + 1)
+        assert self.key.capture is not None
+        sample = partial(self.parts.sampling.record_draft, capture=self.key.capture)
+        return self._head.draft(lines, positions, sample)
+
+
+class RunningHead(StepFeature[Literal[True]]):
     """The draft head of one rank."""
 
     def __init__(
@@ -131,26 +174,40 @@ class RunningHead:
         arch: HeadArch,
         dtype: torch.dtype,
         backend: AttentionBackend,
-        sampler: Sampler,
-        rows: RowState,
+        sampling: Sampling,
+        name: str = "",
     ) -> None:
-        """`dtype`: of the target's states. The backend, the sampler and the rows are the target's."""
+        """`dtype`: of the target's states. The backend and the sampling are the target's. `name`:
+        for humans."""
         self.model: Any = head  # a DraftHead
-        self.taps = arch.taps
-        self._backend, self._sampler, self._rows = backend, sampler, rows
+        self.taps, self._name = arch.taps, name
+        self._backend, self._sampling, self._rows = backend, sampling, sampling.rows
+        self.work, rows = HeadWork(self), sampling.rows
         self._states = torch.zeros(
             rows.max_rows + 1, arch.hidden_size, dtype=dtype, device=rows.device
         )  # by row: what its next draft is made of
 
-    def begin(self, batch: Batch) -> None:
-        """Forget the states of earlier requests, for those that might draft at once: they have run before, in other rows."""
-        if rows := [new.row for new in batch.added if new.computed + 1 == len(new.token_ids)]:
-            self._states[torch.tensor(rows, device=self._rows.device)] = 0
+    @property
+    def details(self) -> Mapping[str, str]:
+        return {"draft_model": f"{self._name}, {num_parameters(self.model) / 1e6:.1f}M"}
 
-    def follow(self, tapped: TappedStates, count: int | None = None) -> None:
+    def begin(self, step: Step) -> Literal[True]:
+        """Forget the states of earlier requests, for those that might draft at once: they have run
+        before, in other rows."""
+        added = step.batch.added
+        if rows := [new.row for new in added if new.computed + 1 == len(new.token_ids)]:
+            self._states[torch.tensor(rows, device=self._rows.device)] = 0
+        check_drafts(step.batch)
+        return True
+
+    def before_inputs(self, step: Step, note: Literal[True]) -> None:
+        if step.batch.drafts is not None:
+            self.propose(step.batch.drafts, step.rows, step.graphs)
+
+    def follow(self, tapped: TappedStates) -> None:
         """Enqueue the storing of K and V of a step's tokens, and keep each row's state of its last known token but one. Rows have grown by what was
-        sampled, and the step's plan of attention is still valid. `count`: tokens without padding, unless padding is of the row `max_rows`."""
-        token_indices, positions, states = tapped
+        sampled, and the step's plan of attention is still valid."""
+        token_indices, positions, states, count = tapped
         states = self.model.fuse(states)
         self.model.store(self._tokens_after(token_indices), positions, states)
         rows, states = token_indices[:count] // self._rows.row_width, states[:count]
@@ -164,12 +221,7 @@ class RunningHead:
         drafting, counts = rows[chosen].astype(np.int64), drafts.counts[chosen]
         for ahead in range(int(counts.max(initial=0))):
             left = drafting[counts > ahead]
-            capture = None if graphs is None else self._sampler.capture_for(left)
-            graph = (
-                None
-                if graphs is None or capture is None
-                else graphs.find(HEAD_KINDS[capture], len(left))
-            )
+            graph = None if graphs is None else graphs.for_drafts(left)
             if graphs is not None and graph is not None:
                 graphs.replay(
                     graph,
@@ -190,7 +242,7 @@ class RunningHead:
         states = self.model(after, positions, self._states.index_select(0, lines.rows))
         self._states[lines.rows] = states
         drafts = sample(self.model.logits(states), lines)
-        put_drafts(self._rows, lines, positions + 1, drafts, self._sampler.context.vocab_size)
+        put_drafts(self._rows, lines, positions + 1, drafts, self._sampling.vocab_size)
         return drafts
 
     def _launch(self, rows: Int64, ahead: int) -> None:
@@ -204,10 +256,10 @@ class RunningHead:
         self.draft(
             lines,
             inputs.positions,
-            lambda logits, lines: self._sampler.sample(logits, lines, rows).token_ids,
+            partial(self._sampling.draft, host_rows=rows),
         )
 
     def _tokens_after(self, token_indices: torch.Tensor) -> torch.Tensor:
         """Return the ids [n] int64 of the tokens after those at token_indices [n] int64. Ids that were sampled from NaN may be any."""
         ids = self._rows.token_ids.view(-1).index_select(0, token_indices + 1)
-        return ids.long().clamp_(0, self._sampler.context.vocab_size - 1)
+        return ids.long().clamp_(0, self._sampling.vocab_size - 1)

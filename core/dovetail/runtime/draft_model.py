@@ -10,9 +10,9 @@ It draws with the target's sampler, at the same output positions, so with the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,29 +21,35 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerSpec
 from dovetail.api.executor import Batch, ComponentRef, Drafts, ExecutorConfig, QuantizationRef
 from dovetail.api.model import ParallelGroup
-from dovetail.api.sampler import Lines, Sampler
-from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
-from dovetail.runtime.decode_rows import put_drafts
-from dovetail.runtime.graphs import DRAFT_KINDS, Graphs
+from dovetail.api.sampler import Capture, Lines, Sampler
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
+from dovetail.runtime.decode_rows import last_tokens, put_drafts
+from dovetail.runtime.features import DeviceWork, FeaturePlan, FinalStates, Loaded, StepFeature
+from dovetail.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail.runtime.kv_scales import CacheScales
-from dovetail.runtime.loading import ModelPlan, load_model
-from dovetail.runtime.recording import LayerSplitter
+from dovetail.runtime.loading import ModelPlan, load_model, num_parameters
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import HostInputs, HostLines
+from dovetail.runtime.sampling import Sampling, settled
+from dovetail.runtime.step import GraphKey, ModelInputs, ModelOutputs, Step
+from dovetail.runtime.step_inputs import DecodeInputs, HostInputs, HostLines
+from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail.runtime.transfer import to_device
-from dovetail.runtime.weights import Progress
 
+FIRST: frozenset[str] = frozenset(
+    {"first"}
+)  # the model's last two tokens of rows, and their first draft
+NEXT: frozenset[str] = frozenset()  # another draft of rows
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftPlan:
+class DraftPlan(FeaturePlan):
     """Decisions about the draft model, made before any weights are read."""
 
     plan: ModelPlan
     config: ExecutorConfig  # to load it with
-    specs: list[LayerSpec]  # of `plan`, with indices that follow those of the target's
+    layers: list[LayerSpec]  # of `plan`, with indices that follow those of the target's
 
     @classmethod
     def of(
@@ -54,13 +60,12 @@ class DraftPlan:
         group: ParallelGroup,
         device: torch.device,
         quantizations: tuple[QuantizationRef, ...],
-    ) -> DraftPlan | None:
-        """Return the plan for `config.draft_model` in the dtypes and length of the `target`; None if there is none.
+    ) -> DraftPlan:
+        """Return the plan for `config.draft_model` in the dtypes and length of the `target`.
 
         Raises `ModelLoadError`, `UnsupportedError` or `ConfigError` that name the draft model if it can't be served, or doesn't fit the target.
         """
-        if config.draft_model is None:
-            return None
+        assert config.draft_model is not None
         own = replace(
             config,
             model=config.draft_model,
@@ -86,27 +91,30 @@ class DraftPlan:
         first = 1 + max(spec.index for spec in target.specs)
         return cls(plan, own, [moved(spec, first) for spec in plan.specs])
 
-    def load(
-        self,
-        splitter: LayerSplitter,
-        make_layer: Callable[[LayerSpec], AttentionLayer],
-        group: ParallelGroup,
-        device: torch.device,
-        progress: Progress | None,
-        environment: str,
-    ) -> torch.nn.Module:
-        """Load the model, a `CausalLM` whose layers `make_layer` makes by `specs`. Raises as `load_model`."""
-        first = self.specs[0].index - self.plan.specs[0].index
-        scales = None if self.plan.cache_dtype is None else CacheScales(device)
+    def build(self, loaded: Loaded) -> DraftModel:
+        """Raises as `load_model`."""
+        first = self.layers[0].index - self.plan.specs[0].index
+        scales = None if self.plan.cache_dtype is None else CacheScales(loaded.device)
 
         def make_moved(spec: LayerSpec) -> AttentionLayer:
-            return make_layer(moved(spec, first))
+            return loaded.make_layer(moved(spec, first))
 
-        make = splitter.wrap(make_moved if scales is None else scales.wrap(make_moved))
-        model = load_model(self.plan, self.config, make, group, device, progress, environment)
+        make = loaded.splitter.wrap(make_moved if scales is None else scales.wrap(make_moved))
+        model = load_model(
+            self.plan,
+            self.config,
+            make,
+            loaded.group,
+            loaded.device,
+            loaded.progress,
+            loaded.environment,
+        )
         if scales is not None and self.config.load_format != "dummy":
             scales.read(self.config.model)
-        return model
+        most = self.config.max_num_batched_tokens
+        return DraftModel(
+            model, self.layers, loaded.backend, loaded.sampling, most, self.config.model
+        )
 
 
 def moved(spec: LayerSpec, by: int) -> LayerSpec:
@@ -116,7 +124,55 @@ def moved(spec: LayerSpec, by: int) -> LayerSpec:
     )
 
 
-class DraftModel:
+class DraftWork(DeviceWork):
+    """Stores the draft model's K and V of a step's tokens, in steps with prefills."""
+
+    parts = frozenset({"mixed"})
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def after_model(self, inputs: ModelInputs, outputs: ModelOutputs) -> None:
+        self._model(inputs.token_ids, inputs.positions, inputs.wanted)
+
+    def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
+        sizes = draft_sizes(parts.rows, most_lines)
+        return [
+            DraftSteps(GraphKey("draft", capture, axes), sizes, parts, self._model)
+            for capture in captures(parts.sampling.sampler)
+            for axes in (FIRST, NEXT)
+        ]
+
+
+class DraftSteps(Builder):
+    """One draft for each of `size` rows: the draft model, a sample, and its place after the row's
+    tokens. Each row has two neighbouring lines for its first draft, and one for another; the draft
+    follows the last of them."""
+
+    def __init__(self, key: GraphKey, sizes: Sequence[int], parts: StepParts, model: Any) -> None:
+        super().__init__(key, sizes, parts)
+        self._model, self._lines_per_row = model, 2 if key.axes == FIRST else 1
+
+    def inputs(self, size: int) -> DecodeInputs:
+        inputs = DecodeInputs(size * self._lines_per_row, self.parts.rows)
+        self.parts.backend.plan(inputs.fill(NO_LINES, 0))
+        return inputs
+
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Return the drafts [size] int64."""
+        rows, sampling = self.parts.rows, self.parts.sampling
+        token_ids, positions = map(settled, last_tokens(rows, inputs.lines))
+        hidden = settled(self._model(token_ids, positions))
+        last = slice(self._lines_per_row - 1, None, self._lines_per_row)
+        lines = Lines(*(values[last].contiguous() for values in inputs.lines))
+        assert self.key.capture is not None
+        logits = self._model.logits(hidden[last].contiguous())
+        drafts = sampling.record_draft(logits, lines, self.key.capture)
+        put_drafts(rows, lines, positions[last], drafts, sampling.vocab_size)
+        return drafts
+
+
+class DraftModel(StepFeature[Literal[True]]):
     """Runs the draft model of one rank."""
 
     def __init__(
@@ -124,39 +180,51 @@ class DraftModel:
         model: torch.nn.Module,
         specs: Sequence[LayerSpec],
         backend: AttentionBackend,
-        sampler: Sampler,
-        rows: RowState,
+        sampling: Sampling,
         max_tokens: int,
+        name: str = "",
     ) -> None:
-        """`model` is a CausalLM with the layers `specs`. The others are the target's. `max_tokens`: of a step."""
+        """`model` is a CausalLM with the layers `specs`. The others are the target's. `max_tokens`:
+        of a step. `name`: for humans."""
         self.model: Any = model
-        self._backend, self._sampler, self._rows, self._max_tokens = (
-            backend,
-            sampler,
-            rows,
-            max_tokens,
-        )
-        self._computed = np.zeros(
-            rows.max_rows, np.int64
-        )  # of each row, leading known tokens whose K and V are in the cache
+        self.work, self._name = DraftWork(model), name
+        self._backend, self._sampling, self._rows = backend, sampling, sampling.rows
+        self._max_tokens = max_tokens
+        # Of each row, leading known tokens whose K and V are in the cache
+        self._computed = np.zeros(self._rows.max_rows, np.int64)
         # Blocks before a window belong to others: earlier tokens of a row are left out, as if their K and V were those that happen to be there.
         self._reach = min(
-            (spec.window for spec in specs if spec.window is not None), default=rows.max_len
+            (spec.window for spec in specs if spec.window is not None), default=self._rows.max_len
         )
 
-    def begin(self, batch: Batch) -> None:
-        """Note the batch's new rows. It is assumed that blocks with K and V of the target have those of the draft model, too."""
-        if batch.added:
-            self._computed[[new.row for new in batch.added]] = [new.computed for new in batch.added]
+    @property
+    def details(self) -> Mapping[str, str]:
+        return {"draft_model": f"{self._name}, {num_parameters(self.model) / 1e6:.1f}M"}
 
-    def computed(self, batch: Batch) -> None:
-        """Note that the model has run over the batch's tokens. The rows' counts are those before the step."""
-        follows = self._computed[batch.rows] == self._rows.computed[batch.rows]
-        self._computed[batch.rows] += batch.num_tokens * follows
+    def begin(self, step: Step) -> Literal[True]:
+        """It is assumed that blocks with K and V of the target have those of the draft model, too."""
+        if added := step.batch.added:
+            self._computed[[new.row for new in added]] = [new.computed for new in added]
+        check_drafts(step.batch)
+        return True
 
-    def collected(self, rows: Int32) -> None:
-        """Note that drafts of `rows` were checked: K and V of rejected ones are worthless."""
-        self._computed[rows] = np.minimum(self._computed[rows], self._rows.computed[rows])
+    def before_inputs(self, step: Step, note: Literal[True]) -> None:
+        if step.batch.drafts is not None:
+            self.propose(step.batch.drafts, step.rows, step.graphs)
+
+    def after_model(self, step: Step, note: Literal[True], states: FinalStates) -> None:
+        """Take note if the draft model has run over the step's tokens."""
+        if step.key.part == "mixed":
+            rows = step.rows
+            follows = self._computed[rows] == self._rows.computed[rows]
+            self._computed[rows] += step.batch.num_tokens * follows
+
+    def collect(self, step: Step, note: Literal[True], failed: dict[int, str]) -> Mapping[int, Any]:
+        """Take note of checked drafts: K and V of rejected ones are worthless."""
+        if step.batch.drafts is not None:
+            rows = step.rows
+            self._computed[rows] = np.minimum(self._computed[rows], self._rows.computed[rows])
+        return {}
 
     def propose(self, drafts: Drafts, rows: Int32, graphs: Graphs | None) -> None:
         """Enqueue the computation of the drafts of `rows` [b] that are -1, and write them after the rows' known tokens. No step is in flight, and the
@@ -169,7 +237,7 @@ class DraftModel:
         for ahead in range(1, int(counts.max())):
             left = drafting[counts > ahead]
             lines = HostLines(left, np.full(len(left), ahead, np.int32))
-            if not self._replay(1, left, lines, graphs):
+            if not self._replay(NEXT, left, lines, graphs):
                 self._launch(
                     left, self._rows.known[left] - 1 + ahead, np.ones(len(left), np.int64), ahead
                 )
@@ -181,7 +249,7 @@ class DraftModel:
         starts = np.maximum(self._computed[rows], known - self._reach)
         if known.min() >= 2 and (known - starts).max() <= 2:
             lines = HostLines(rows.repeat(2), np.tile(np.array([-1, 0], np.int32), len(rows)))
-            if self._replay(0, rows, lines, graphs):
+            if self._replay(FIRST, rows, lines, graphs):
                 return
         while (left := known - starts).sum() > self._max_tokens:
             before = left.cumsum() - left
@@ -191,18 +259,16 @@ class DraftModel:
             starts = starts + counts
         self._launch(rows, starts, left, 0)
 
-    def _replay(self, nth: int, rows: Int64, lines: HostLines, graphs: Graphs | None) -> bool:
-        """Replay the `nth` of `DRAFT_KINDS` for the `lines` of `rows`. Return False if there is no graph for them."""
-        capture = None if graphs is None else self._sampler.capture_for(rows)
-        graph = (
-            None
-            if graphs is None or capture is None
-            else graphs.find(DRAFT_KINDS[capture][nth], len(rows))
-        )
-        if graphs is None or graph is None:
+    def _replay(
+        self, axes: frozenset[str], rows: Int64, lines: HostLines, graphs: Graphs | None
+    ) -> bool:
+        """Replay a draft for the `lines` of `rows`. Return False if there is no graph for them."""
+        if graphs is None:
             return False
-        graphs.replay(graph, graph.inputs.fill(lines, 0))
-        return True
+        graph = graphs.for_drafts(rows, axes)
+        if graph is not None:
+            graphs.replay(graph, graph.inputs.fill(lines, 0))
+        return graph is not None
 
     def _launch(self, rows: Int64, starts: Int64, counts: Int64, ahead: int | None) -> None:
         """Run the model over `counts` tokens of `rows` [n] from `starts` on. Draw the draft that follows them, with `ahead` others before it; None:
@@ -216,14 +282,25 @@ class DraftModel:
         if ahead is None:
             return
         lines = Lines(inputs.rows, torch.full_like(inputs.kv_lens, ahead))
-        sampled = self._sampler.sample(self.model.logits(hidden), lines, rows)
-        put_drafts(
-            self._rows,
-            lines,
-            inputs.positions.index_select(0, ends),
-            sampled.token_ids,
-            self._sampler.context.vocab_size,
-        )
+        drafts = self._sampling.draft(self.model.logits(hidden), lines, rows)
+        positions = inputs.positions.index_select(0, ends)
+        put_drafts(self._rows, lines, positions, drafts, self._sampling.vocab_size)
+
+
+def draft_sizes(rows: RowState, most_lines: int) -> tuple[int, ...]:
+    """Return for how many rows a draft is recorded, of steps of up to `most_lines` lines."""
+    return half_of(row_sizes(max(1, min(rows.max_rows, most_lines // 2))))
+
+
+def captures(sampler: Sampler) -> list[Capture]:
+    """Return the captures of a sampler that declares any."""
+    return [Capture.TOKENS, *([Capture.FULL] if sampler.capabilities.cuda_graph_full else [])]
+
+
+def check_drafts(batch: Batch) -> None:
+    """Raise `DovetailError` if a row has both drafts that are to be proposed and others."""
+    if batch.drafts is not None and are_mixed(batch.drafts):
+        raise DovetailError(f"step {batch.step}: of a row's drafts, some are -1 and others aren't")
 
 
 def asks_model(drafts: Drafts) -> NDArray[np.bool_]:

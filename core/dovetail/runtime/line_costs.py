@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from dovetail.api.executor import Batch, Drafts
-from dovetail.runtime.draft_head import RunningHead
-from dovetail.runtime.draft_model import DraftModel
-from dovetail.runtime.graphs import Graphs, Kind
-from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, remove_rows
-from dovetail.runtime.runner import DeviceSpan, Runner
+from dovetail.runtime.features import Proposes
+from dovetail.runtime.graphs import DECODE, Graphs
+from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, empty_batch
+from dovetail.runtime.runner import Runner
 from dovetail.runtime.states import CheckedDrafts
+from dovetail.runtime.step import DeviceSpan
 from dovetail.runtime.step_inputs import HostLines
 
 LINES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -29,7 +29,7 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
     rows are too short for that. The KV pool must be allocated; rows are empty before and after, and what the first page holds is undefined."""
     rows, costs = runner.rows, list[tuple[int, float]]()
     for count in LINES:
-        graph = graphs.find(Kind.DECODE, count)
+        graph = graphs.find(DECODE, count)
         if graph is None or count > rows.max_lines:
             break
         batch = drafting_batch(rows, count)
@@ -56,9 +56,7 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
 
 
 @torch.inference_mode()
-def draft_costs(
-    runner: Runner, draft: DraftModel | RunningHead, drafts: int
-) -> tuple[tuple[int, float], ...]:
+def draft_costs(runner: Runner, draft: Proposes, drafts: int) -> tuple[tuple[int, float], ...]:
     """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by
     draft, the host's work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
     rows, costs = runner.rows, list[tuple[int, float]]()
@@ -69,9 +67,8 @@ def draft_costs(
             list[float](),
         )
         batch = batch_of_drafts(rows, asked, known=2)
-        with _rows_of(runner, batch):
-            for _ in range(1 + (TIMES if runner.device.type == "cuda" else 1)):
-                draft.begin(batch)
+        for _ in range(1 + (TIMES if runner.device.type == "cuda" else 1)):
+            with _rows_of(runner, batch):
                 started = runner.clock.now()
                 draft.propose(asked, batch.rows, runner.graphs)
                 if runner.device.type == "cuda":
@@ -84,7 +81,7 @@ def draft_costs(
 @contextmanager
 def _rows_of(runner: Runner, batch: Batch) -> Iterator[None]:
     """Start the rows that `batch` adds, and remove them at the end."""
-    runner.rows.update(batch)
-    runner.change_sampling([], [(new.row, new.sampling) for new in batch.added])
+    runner.apply(batch)
     yield
-    remove_rows(runner, batch)  # not after an error, which ends the engine's start
+    # Not after an error, which ends the engine's start
+    runner.apply(empty_batch(removed=batch.rows))

@@ -23,6 +23,7 @@ from dovetail.api.model import (
 from dovetail.api.state import StateLayer, StateSpec
 from dovetail.errors import ConfigError, UnsupportedError
 from dovetail.nn.format.base import Quantization
+from dovetail.nn.moe import Experts
 from dovetail.runtime.memory import require_ram
 from dovetail.runtime.model_files import (
     find_architecture,
@@ -237,3 +238,22 @@ def _weight_bytes(
     if isinstance(module, LoadsItself) and config.load_format != "dummy":
         return stored_bytes(config.model, dtype)
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    return sum(map(_numbers, model.parameters()))
+
+
+def parameters_of_a_token(model: torch.nn.Module) -> int:
+    """Return the number of parameters used per token: for a mixture, those of a few experts."""
+    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+    left_out = sum(
+        (1 - mixture.share_per_token) * sum(map(_numbers, mixture.placed_weights()))
+        for mixture in mixtures
+    )
+    return num_parameters(model) - round(left_out)
+
+
+def _numbers(parameter: Any) -> int:
+    numbers: int = getattr(parameter, "numbers", parameter.numel())
+    return numbers

@@ -10,8 +10,8 @@ So a prompt in chunks gives what it gives at once. Steps without rows that pool 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,11 +20,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, RowPooling
+from dovetail.api.executor import Batch, NewRow, PoolingCapacity, RowPooling
 from dovetail.api.model import HeadLayer
 from dovetail.errors import DovetailError, ModelLoadError
+from dovetail.runtime.features import FeaturePlan, FinalStates, Loaded, StepFeature, Wanted
 from dovetail.runtime.pooling import PoolingPlan, StoredLayer
 from dovetail.runtime.row_state import RowState, ranges
+from dovetail.runtime.step import Step
 from dovetail.runtime.step_inputs import HostInputs
 from dovetail.runtime.transfer import HostCopy, to_device
 from dovetail.runtime.weights import random_numbers, read_rows, tensors_named
@@ -98,107 +100,131 @@ class _Member:
     due: bool
 
 
-class PooledStep(NamedTuple):
-    """The states that the pooling rows of one step need."""
+@dataclass(slots=True)
+class PooledStep:
+    """The rows of one step that pool."""
 
-    members: list[_Member]
-    tokens: Int64  # [any] indices, among the step's tokens, of those with wanted states; ascending, member by member
-    all_states: bool  # better ask the model for all states
+    indices: list[int]  # in the batch
+    due: frozenset[int]  # those of them whose results are due
+    members: list[_Member] = field(default_factory=list)
+    results: dict[int, PooledResult] = field(default_factory=dict)  # that are due, by index
 
 
-class Pooler:
+class Pooler(StepFeature[PooledStep]):
     """Rows that pool, of one device. Its memory is allocated when first needed."""
 
+    reads_states, result = True, "pooled"
+
     def __init__(
-        self, plan: PoolingPlan, layers: Sequence[Vectors], head: Sequence[Vectors], rows: RowState
+        self,
+        plan: PoolingPlan,
+        layers: Sequence[Vectors],
+        head: Sequence[Vectors],
+        rows: RowState,
+        *,
+        reads_types: bool = False,
     ) -> None:
-        """`layers`: from pooled states to embeddings; `head`: to scores."""
+        """`layers`: from pooled states to embeddings; `head`: to scores. `reads_types`: as of the
+        model."""
         self.plan, self._layers, self._head, self._state = plan, layers, head, rows
+        self._reads_types = reads_types
         self._rows: dict[int, _Row] = {}
         self._held: torch.Tensor | None = None
 
-    def change(self, batch: Batch) -> tuple[list[int], list[Any]]:
-        """Take the batch's rows that pool, and drop those removed. Returns the others, which sample: rows removed and (row, sampling) added."""
-        removed = [row for row in batch.removed.tolist() if self._rows.pop(row, None) is None]
+    @property
+    def capacity(self) -> Mapping[str, PoolingCapacity]:
+        return {"pooling": self.plan.capacity}
+
+    @property
+    def details(self) -> Mapping[str, str]:
+        return {} if self.plan.capacity.generates else {"pooling": str(self.plan)}
+
+    def biggest(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the step in which all rows pool, of a model that generates nothing: a vector for
+        each token, if it can."""
+        if not self.plan.capacity.generates:
+            pooling = RowPooling(self.plan.capacity.tasks[-1])
+            added = tuple(replace(new, pooling=pooling) for new in batch.added)
+            index, none = np.arange(len(batch.rows), dtype=np.int32), np.zeros(len(added), np.bool_)
+            yield replace(batch, added=added, pooled=index, yields_token=none)
+
+    def begin(self, step: Step) -> PooledStep | None:
+        """Raises `DovetailError` if a row wants what this model can't serve, or the result of a row
+        is due that doesn't pool."""
+        batch = step.batch
+        for row in batch.removed.tolist():
+            self._rows.pop(row, None)
         for new in batch.added:
             if new.pooling is not None:
-                if new.pooling.task not in self.plan.capacity.tasks:
-                    raise DovetailError(
-                        f"request {new.request_id!r} wants {new.pooling.task}; this model serves {', '.join(self.plan.capacity.tasks)}"
-                    )
-                if new.computed and self.plan.capacity.needs_all_states(new.pooling.task):
-                    raise DovetailError(
-                        f"request {new.request_id!r} needs all states, and begins after {new.computed} tokens"
-                    )
+                self._check(new, new.pooling)
                 self._rows[new.row] = _Row(new.pooling)
-        return removed, [(new.row, new.sampling) for new in batch.added if new.pooling is None]
-
-    def plan_step(self, batch: Batch, host: HostInputs) -> PooledStep | None:
-        """Return what the batch's rows need; None if none of them pools. Raises `DovetailError` if another row's result is due."""
         if not self._rows and batch.pooled is None:
             return None
-        numbers, due = (
-            batch.rows.tolist(),
-            set() if batch.pooled is None else set(batch.pooled.tolist()),
-        )
-        indices = [index for index, number in enumerate(numbers) if number in self._rows]
+        indices = [i for i, number in enumerate(batch.rows.tolist()) if number in self._rows]
+        due = frozenset(() if batch.pooled is None else batch.pooled.tolist())
         if not due <= set(indices):
             raise DovetailError(
-                f"step {batch.step}: the results of places {sorted(due - set(indices))} are due, whose rows don't pool"
+                f"step {batch.step}: the results of places {sorted(due - set(indices))} are due, "
+                "whose rows don't pool"
             )
-        if not indices:
-            return None
-        method, members, first, all_states = (
-            self.plan.capacity.method,
-            list[_Member](),
-            list[int](),
-            False,
-        )
-        for index in indices:
-            number, begin, end = (
-                numbers[index],
-                int(host.query_starts[index]),
-                int(host.query_starts[index + 1]),
+        return PooledStep(indices, due) if indices else None
+
+    def _check(self, new: NewRow, pooling: RowPooling) -> None:
+        can = self.plan.capacity
+        if pooling.task not in can.tasks:
+            raise DovetailError(
+                f"request {new.request_id!r} wants {pooling.task}; this model serves "
+                f"{', '.join(can.tasks)}"
             )
-            row, begins, ends = (
-                self._rows[number],
-                int(self._state.computed[number]) == 0,
-                index in due,
+        if new.computed and can.needs_all_states(pooling.task):
+            raise DovetailError(
+                f"request {new.request_id!r} needs all states, and begins after {new.computed} "
+                "tokens"
             )
-            if ends and int(host.kv_lens[index]) != int(self._state.known[number]):
+
+    def wants(self, step: Step, note: PooledStep, host: HostInputs) -> Wanted:
+        """Raises `DovetailError` if a result is due before the row's last token is computed."""
+        every, firsts = False, list[int]()
+        for index in note.indices:
+            number, due = int(step.batch.rows[index]), index in note.due
+            if due and int(host.kv_lens[index]) != int(self._state.known[number]):
                 raise DovetailError(
-                    f"step {batch.step}: the result of row {number} is due before its last token is computed"
+                    f"step {step.number}: the result of row {number} is due before its last token "
+                    "is computed"
                 )
-            if row.of_each_token or method == "mean":
-                all_states = True
-            elif method == "last":
-                begin, end = end - 1, end if ends else end - 1
+            row, begins = self._rows[number], int(self._state.computed[number]) == 0
+            begin, end = host.query_starts[index : index + 2].tolist()
+            if row.of_each_token or self.plan.capacity.method == "mean":
+                every = True
+            elif self.plan.capacity.method == "last":
+                begin, end = end - 1, end if due else end - 1
             else:
                 end = begin + 1 if begins else begin
-            members.append(
-                _Member(
-                    index,
-                    number,
-                    row,
-                    0 if not members else members[-1].first + members[-1].count,
-                    end - begin,
-                    begins,
-                    ends,
-                )
-            )
-            first.append(begin)
-        return PooledStep(
-            members,
-            ranges(np.array(first, np.int64), np.array([member.count for member in members])),
-            all_states,
-        )
+            last = note.members[-1] if note.members else None
+            first = 0 if last is None else last.first + last.count
+            note.members.append(_Member(index, number, row, first, end - begin, begins, due))
+            firsts.append(begin)
+        counts = np.array([member.count for member in note.members])
+        tokens = ranges(np.array(firsts, np.int64), counts)
+        types = self._types(step, host) if self._reads_types else None
+        return Wanted(tokens, every, None if types is None else {"types": types})
 
-    def pool(
-        self, step: PooledStep, hidden: torch.Tensor, places: Int64
-    ) -> dict[int, PooledResult]:
-        """Pool the states hidden[places] [n, hidden] of the step's tokens. Returns the results that are due, by index in the batch."""
-        results: dict[int, PooledResult] = {}
-        for group in _grouped(member for member in step.members if member.row.of_each_token):
+    def _types(self, step: Step, host: HostInputs) -> Int64 | None:
+        """Return the tokens' types [tokens]: 1 from the second text of a pair on; None if all are
+        0."""
+        seconds = np.full(len(step.batch.rows), self._state.max_len)
+        for index, number in enumerate(step.batch.rows.tolist()):
+            row = self._rows.get(number)
+            if row is not None and row.pooling.second is not None:
+                seconds[index] = row.pooling.second
+        if (seconds >= host.kv_lens).all():
+            return None
+        of_tokens = seconds.repeat(np.diff(host.query_starts))
+        return (host.positions >= of_tokens).astype(np.int64)
+
+    def after_model(self, step: Step, note: PooledStep, states: FinalStates) -> None:
+        hidden, places = states.hidden, states.places
+        for group in _grouped(member for member in note.members if member.row.of_each_token):
             copy = HostCopy(
                 self._finished(group[0].row.pooling, _taken(hidden, _places(group, places)).float())
             )
@@ -207,29 +233,35 @@ class Pooler:
                 end += member.count
                 member.row.parts.append(Part(copy, end - member.count, end))
                 if member.due:
-                    results[member.index] = PooledResult(
-                        tuple(member.row.parts), of_each_token=True
-                    )
+                    parts = tuple(member.row.parts)
+                    note.results[member.index] = PooledResult(parts, of_each_token=True)
         whole = [
             member
-            for member in step.members
+            for member in note.members
             if not member.row.of_each_token and (member.due or self.plan.capacity.method != "last")
         ]
-        if not whole:
-            return results
-        vectors = self._gathered(whole, hidden, places)
+        if whole:
+            self._pool_whole(note, whole, self._gathered(whole, hidden, places))
+
+    def _pool_whole(
+        self, note: PooledStep, whole: Sequence[_Member], vectors: torch.Tensor
+    ) -> None:
+        """Finish the vectors [n, hidden] of rows with one result each, where these are due."""
         where = {member.index: place for place, member in enumerate(whole)}
         for group in _grouped(member for member in whole if member.due):
-            copy = HostCopy(
-                self._finished(
-                    group[0].row.pooling,
-                    _taken(vectors, np.array([where[member.index] for member in group])),
-                )
-            )
+            chosen = np.array([where[member.index] for member in group])
+            copy = HostCopy(self._finished(group[0].row.pooling, _taken(vectors, chosen)))
             for place, member in enumerate(group):
-                results[member.index] = PooledResult(
-                    (Part(copy, place, place + 1),), of_each_token=False
-                )
+                parts = (Part(copy, place, place + 1),)
+                note.results[member.index] = PooledResult(parts, of_each_token=False)
+
+    def collect(
+        self, step: Step, note: PooledStep, failed: dict[int, str]
+    ) -> Mapping[int, NDArray[np.float32]]:
+        results = {index: result.value() for index, result in note.results.items()}
+        for index in [index for index, value in results.items() if not np.isfinite(value).all()]:
+            failed[index] = "the model's hidden states hold NaN or infinity"
+            del results[index]
         return results
 
     def _gathered(
@@ -314,18 +346,25 @@ def _sums(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return torch.segment_reduce(states, "sum", lengths=lengths, initial=0, unsafe=True)
 
 
-def load_pooler(
-    plan: PoolingPlan, vocab_size: int, hidden_size: int, rows: RowState, seed: int | None
-) -> Pooler:
-    """Load the layers of `plan`. `seed`: of random weights instead of the checkpoint's; None: there are none.
+@dataclass(frozen=True)
+class PoolerPlan(FeaturePlan):
+    """The layers of a model's pooling."""
 
-    Raises `ModelLoadError` if tensors are missing, or of other shapes than the config says."""
-    layers = _loaded(plan.layers, hidden_size, rows.device, seed)
-    if plan.score_tokens is None:
-        return Pooler(plan, layers, _loaded(plan.head, hidden_size, rows.device, seed), rows)
-    return Pooler(
-        plan, layers, [_token_scores(plan, vocab_size, hidden_size, rows.device, seed)], rows
-    )
+    pooling: PoolingPlan
+
+    def build(self, loaded: Loaded) -> Pooler:
+        """Load the layers. Raises `ModelLoadError` if tensors are missing, or of other shapes than
+        the config says."""
+        plan, device, config = self.pooling, loaded.device, loaded.config
+        seed = config.seed if config.load_format == "dummy" else None  # of random weights
+        hidden_size, vocab_size = int(loaded.plan.config.hidden_size), loaded.plan.vocab_size
+        layers = _loaded(plan.layers, hidden_size, device, seed)
+        if plan.score_tokens is None:
+            head = _loaded(plan.head, hidden_size, device, seed)
+        else:
+            head = [_token_scores(plan, vocab_size, hidden_size, device, seed)]
+        reads_types = bool(getattr(loaded.model, "reads_types", False))
+        return Pooler(plan, layers, head, loaded.rows, reads_types=reads_types)
 
 
 def _loaded(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
 
-from dovetail.api.executor import Batch, Drafts, NewRow, RowPooling
+from dovetail.api.executor import Batch, Drafts, NewRow
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
@@ -22,18 +23,15 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
-    biggest = [biggest_batch(runner.rows, max_tokens, _pooling(runner))]
-    if runner.rows.max_lines > len(biggest[0].rows):
+    plain = biggest_batch(runner.rows, max_tokens)
+    biggest = [plain] if runner.parts.generates else []
+    if runner.rows.max_lines > len(plain.rows):
         biggest.append(drafting_batch(runner.rows, min(runner.rows.max_lines, max_tokens)))
-    if runner.adapters is not None:  # layers keep what they don't fuse
-        biggest.append(adapted_batch(biggest[0]))
-        runner.adapters.held[1] = ""
-    for batch in biggest:
+    of_features = (batch for feature in runner.features for batch in feature.biggest(plain))
+    for batch in chain(biggest, of_features):
         with _processed(runner, batch) as asking:
             runner.collect(runner.submit(asking))
-            remove_rows(runner, asking)
-    if runner.adapters is not None:
-        runner.adapters.held.clear()
+            runner.apply(empty_batch(removed=asking.rows))
     free, total = torch.cuda.mem_get_info(runner.device)
     outside_torch = total - free - torch.cuda.memory_reserved(runner.device)
     return outside_torch + torch.cuda.max_memory_allocated(runner.device)
@@ -42,10 +40,11 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
 @contextmanager
 def _processed(runner: Runner, batch: Batch) -> Iterator[Batch]:
     """Apply all logits processors in a step of new rows, which ask for those whose arguments have defaults."""
-    if runner.processors is None:
+    processors = runner.sampling.processors
+    if processors is None:
         yield batch
         return
-    with runner.processors.asked_by_all() as asked:
+    with processors.asked_by_all() as asked:
         yield replace(
             batch,
             added=tuple(
@@ -55,24 +54,8 @@ def _processed(runner: Runner, batch: Batch) -> Iterator[Batch]:
         )
 
 
-def remove_rows(runner: Runner, batch: Batch) -> None:
-    """Remove the rows of `batch` from the runner's state and what samples it."""
-    removal = empty_batch(removed=batch.rows)
-    runner.rows.update(removal)
-    left = batch.rows.tolist() if runner.pooler is None else runner.pooler.change(removal)[0]
-    runner.change_sampling(left, [])
-
-
-def _pooling(runner: Runner) -> RowPooling | None:
-    """Return what rows pool if the model generates nothing."""
-    can = None if runner.pooler is None else runner.pooler.plan.capacity
-    return (
-        None if can is None or can.generates else RowPooling(can.tasks[-1])
-    )  # for each token, if it can
-
-
-def biggest_batch(rows: RowState, max_tokens: int, pooling: RowPooling | None = None) -> Batch:
-    """Return the largest possible step: maximum rows and tokens, all new, all sampling, or with `pooling` all pooling."""
+def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
+    """Return the largest possible step: maximum rows and tokens, all new, all sampling."""
     num_rows = min(rows.max_rows, max_tokens)
     count = min(max_tokens // num_rows, rows.max_len)
     tokens = np.zeros(count, np.int32)
@@ -81,19 +64,11 @@ def biggest_batch(rows: RowState, max_tokens: int, pooling: RowPooling | None = 
         for group in rows.layout.groups
     )
     added = tuple(
-        NewRow(row, "profile", tokens, count, 0, pages, RowSampling(), pooling)
-        for row in range(num_rows)
+        NewRow(row, "profile", tokens, count, 0, pages, RowSampling()) for row in range(num_rows)
     )
     index, counts = np.arange(num_rows, dtype=np.int32), np.full(num_rows, count, np.int32)
-    yields, pooled = np.full(num_rows, pooling is None), None if pooling is None else index
-    return empty_batch(
-        added=added, rows=index, num_tokens=counts, yields_token=yields, pooled=pooled
-    )
-
-
-def adapted_batch(batch: Batch) -> Batch:
-    """Return a step of new rows with an adapter each, in slot 1."""
-    return replace(batch, added=tuple(replace(new, adapter=1) for new in batch.added))
+    yields = np.ones(num_rows, np.bool_)
+    return empty_batch(added=added, rows=index, num_tokens=counts, yields_token=yields)
 
 
 def drafting_batch(rows: RowState, lines: int) -> Batch:

@@ -11,9 +11,10 @@ tokens in several groups are computed on the device (`slots_on_device`): there a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,10 +26,13 @@ from dovetail.api.sampler import RowHistory, RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import ALIGNMENT, KernelUnavailable
-from dovetail.runtime.states import States
 from dovetail.runtime.transfer import all_to_device
 
+if TYPE_CHECKING:
+    from dovetail.runtime.states import States
+
 Int64 = NDArray[np.int64]
+Column = Callable[[Batch], Sequence[int]]  # values of the batch's new rows, in their order
 Change = tuple[Int64, NDArray[np.int32]]  # indices in the memory of all rows, and values
 
 ALIGNED = ALIGNMENT // 4  # numbers
@@ -37,7 +41,8 @@ MOST_UNSENT = 64  # maximum number of steps with unsent blocks
 
 class RowState:
     """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`. Device tensors have fixed addresses. `states`: if the layout has a
-    recurrent group, which has no tables here. `max_lines`: most that a step samples (see `dovetail.api.executor.Batch`); at least `max_rows`."""
+    recurrent group, which has no tables here. `max_lines`: most that a step samples (see `dovetail.api.executor.Batch`); at least `max_rows`.
+    `columns`: numbers of features, int32 of each row, and how a batch's new rows get theirs."""
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class RowState:
         device: torch.device,
         states: States | None = None,
         max_lines: int = 0,
+        columns: Mapping[str, Column] | None = None,
     ) -> None:
         self.max_lines = max(max_rows, max_lines)
         self.max_rows, self.max_len, self.layout, self.device, self.states = (
@@ -56,6 +62,7 @@ class RowState:
             device,
             states,
         )
+        self._columns = dict(columns or {})  # how new rows get theirs
         self.block_size = layout.block_size
         self.max_blocks = -(-max_len // self.block_size)
         self._paged = [group for group in layout.groups if not group.recurrent]
@@ -80,26 +87,27 @@ class RowState:
         numbers = (
             count,
             count,
-            count,
+            *(count for _ in self._columns),
             count * self.row_width,
             self.num_tables * count * self.max_blocks,
         )
         sizes = [-(-each // ALIGNED) * ALIGNED for each in numbers]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        num_tokens, prompt_lens, adapters, token_ids, tables = torch.split(self._all, sizes)
+        num_tokens, prompt_lens, *own, token_ids, tables = torch.split(self._all, sizes)
         self.num_tokens, self.prompt_lens = (
             num_tokens[:count],
             prompt_lens[:count],
         )  # known: their ids are in `token_ids`
         self.num_tokens[max_rows] = 1
-        self.device_adapters = adapters[:count]  # slots of the rows' adapters
+        self.columns = {
+            name: values[:count] for name, values in zip(self._columns, own, strict=True)
+        }  # [max_rows + 1] each
         self.token_ids = token_ids[: count * self.row_width].view(count, self.row_width)
         self._tables = tables[: self.num_tables * count * self.max_blocks].view(
             self.num_tables, count, self.max_blocks
         )
-        self._prompt_lens_at, self._adapters_at, self._token_ids_at, self._tables_at = np.cumsum(
-            sizes[:4]
-        ).tolist()
+        self._prompt_lens_at, *rest = np.cumsum(sizes[:-1]).tolist()
+        *self._columns_at, self._token_ids_at, self._tables_at = rest
         # Host copies of the tables, and counts in int64
         self.host_tables = np.zeros(
             (self.num_tables, count, self.max_blocks), np.int32
@@ -113,11 +121,6 @@ class RowState:
         self.logprobs = np.full(
             max_rows, -1, np.int64
         )  # requested alternatives per sampled token; -1: none
-        self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # likewise per prompt token
-        self.adapters = np.zeros(max_rows, np.int32)  # equals `device_adapters`
-        self.second = np.full(
-            max_rows, max_len, np.int64
-        )  # where the second text of a pair begins; max_len: there is one text
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 
     @property
@@ -154,7 +157,7 @@ class RowState:
         if len(batch.removed):
             self.known[batch.removed] = self.computed[batch.removed] = 0
             self.num_pages[:, batch.removed] = 0
-        changes = self._add(batch.added) if batch.added else []
+        changes = self._add(batch) if batch.added else []
         if len(batch.new_pages):
             for group, tables in enumerate(self._tables_of):
                 new = (
@@ -282,26 +285,18 @@ class RowState:
             )
         return counts
 
-    def _add(self, added: tuple[NewRow, ...]) -> list[Change]:
+    def _add(self, batch: Batch) -> list[Change]:
+        added = batch.added
         rows = np.array([new.row for new in added], np.int64)
         self.known[rows] = [len(new.token_ids) for new in added]
         self.computed[rows] = [new.computed for new in added]
         self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
-            self.adapters[new.row] = new.adapter
             sampling = (
                 new.sampling if new.pooling is None else RowSampling()
             )  # what pools has no log-probabilities
             self.logprobs[new.row] = -1 if sampling.logprobs is None else sampling.logprobs
-            self.prompt_logprobs[new.row] = (
-                -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
-            )
-            self.second[new.row] = (
-                self.max_len
-                if new.pooling is None or new.pooling.second is None
-                else new.pooling.second
-            )
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])
@@ -314,7 +309,10 @@ class RowState:
         return [
             (rows, self.known[rows].astype(np.int32)),
             (self._prompt_lens_at + rows, np.array([new.prompt_len for new in added], np.int32)),
-            (self._adapters_at + rows, self.adapters[rows]),
+            *(
+                (at + rows, np.array(values(batch), np.int32))
+                for at, values in zip(self._columns_at, self._columns.values(), strict=True)
+            ),
             _laid_out(self._token_ids_at + rows * self.row_width, [new.token_ids for new in added]),
         ]
 

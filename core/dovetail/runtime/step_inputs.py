@@ -122,16 +122,6 @@ class HostInputs:
         """Return where the last token of each line is among the step's tokens, [n]. `num_lines` [b]: of each row."""
         return ranges((self.ends - num_lines).astype(np.int64), num_lines)
 
-    def types(self, state: RowState) -> Int64 | None:
-        """Return the tokens' types [tokens]: 1 from the second text of a pair on; None if all are 0."""
-        seconds = state.second[self.rows]
-        if (seconds >= self.kv_lens).all():
-            return None
-        types: Int64 = (self.positions >= seconds.repeat(np.diff(self.query_starts))).astype(
-            np.int64
-        )
-        return types
-
     def attention_batch(
         self,
         state: RowState,

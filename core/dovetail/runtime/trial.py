@@ -85,8 +85,7 @@ class TrialRun:
                     )
                 ):
                     found[row].append((int(token), float(logprob)))
-        self._runner.rows.update(empty_batch(removed=index))
-        self._runner.change_sampling(index.tolist(), [])
+        self._runner.apply(empty_batch(removed=index))
         return found
 
 

@@ -5,40 +5,39 @@ process.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend
+from dovetail.api.attention import AttentionBackend, LayerSpec
 from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
 from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.kernels.available import runs_kernels
-from dovetail.nn.moe import Experts
 from dovetail.process_watch import PULSE
-from dovetail.runtime.adapters import AdapterBank
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
-from dovetail.runtime.draft_head import HeadPlan, RunningHead
-from dovetail.runtime.draft_model import DraftModel, DraftPlan
+from dovetail.runtime.feature_plans import feature_plans
+from dovetail.runtime.features import FeaturePlan, Loaded, Proposes
 from dovetail.runtime.graphs import Graphs
 from dovetail.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.line_costs import draft_costs, line_costs
-from dovetail.runtime.loading import ModelPlan, load_model
+from dovetail.runtime.loading import ModelPlan, load_model, num_parameters, parameters_of_a_token
 from dovetail.runtime.logits import LogitsProcessors
 from dovetail.runtime.memory import readable_bytes
-from dovetail.runtime.pooler import load_pooler
 from dovetail.runtime.profiling import peak_bytes
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.runner import PendingStep, Runner
+from dovetail.runtime.runner import Runner
+from dovetail.runtime.sampling import Sampling
 from dovetail.runtime.states import States, cached_state
+from dovetail.runtime.step import Step
 from dovetail.runtime.token_sizes import most_lines
 from dovetail.runtime.trial import TrialRun
 
@@ -73,102 +72,62 @@ class Worker:
         Raises `ModelLoadError` if the model's files can't be used, `UnsupportedError` if no architecture or attention backend can serve it here, and
         `ConfigError` if there is no sampler, or if the pool can't hold one sequence of `max_model_len` tokens.
         """
-        config = self.context.config
-        plan = ModelPlan.of(
-            config, self.context.models, self.group, device, self.context.quantizations
-        )
-        if config.max_drafts and not plan.pooling.capacity.generates:
-            raise UnsupportedError(
-                "speculation: this model generates nothing: it makes embeddings or scores"
-            )
-        if config.max_drafts and (
-            stuck := [
-                spec.index
-                for spec in plan.states
-                if not all(tensor.takes_drafts for tensor in spec.tensors)
-            ]
-        ):
-            raise UnsupportedError(
-                f"speculation: the states of layer {stuck[0]} can't take back a rejected draft (StateTensor.heads)"
-            )
-        drafting: DraftPlan | HeadPlan | None
-        if config.draft_head is not None:
-            drafting = HeadPlan.of(config, plan, self.group)
-        else:
-            drafting = DraftPlan.of(
-                config, plan, self.context.models, self.group, device, self.context.quantizations
-            )
-        specs = plan.specs if drafting is None else [*plan.specs, *drafting.specs]
+        context, config = self.context, self.context.config
+        plan = ModelPlan.of(config, context.models, self.group, device, context.quantizations)
+        plans = feature_plans(context, plan, self.group, device)
+        specs = [*plan.specs, *(spec for each in plans for spec in each.layers)]
         chosen = choose_attention(
-            self.context.attention,
+            context.attention,
             specs,
             str(device),
             plan.dtype_name,
             config.block_size,
             plan.cache_dtype,
         )
-        sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
-        planned = kv_layout(
-            chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes, plan.max_model_len
-        )
-        if isinstance(drafting, HeadPlan):
-            planned = replace(planned, layout=replace(planned.layout, reads_next=True))
-        max_lines = (
-            most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
-            if config.max_drafts
-            else 0
-        )
-        states = (
-            States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device, max_lines)
-            if sizes
-            else None
-        )
-        pool = KVPool(planned, device, states)
-        layout = planned.layout
+        pool = self._make_kv_pool(plan, plans, specs, chosen.backend, device)
+        layout = pool.planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
             self._pool_pages(layout, plan.max_model_len, num_pages, device)
-        splitter = LayerSplitter()
         if plan.cache_dtype is not None:
             self._scales = CacheScales(device, calibrate=config.kv_cache_scales == "calibrate")
-        bound = pool.wrap(chosen.backend.make_layer)
+        bound, splitter = pool.wrap(chosen.backend.make_layer), LayerSplitter()
         scaled = bound if self._scales is None else self._scales.wrap(bound)
-        make_layer, told = splitter.wrap(scaled), self.context.progress
         graphs = "graphs" if config.cuda_graphs else "no graphs"
         environment = (
             f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
         )
-        make_state = no_states if states is None else states.make_layer
         model = load_model(
-            plan, config, make_layer, self.group, device, told, environment, make_state
+            plan,
+            config,
+            splitter.wrap(scaled),
+            self.group,
+            device,
+            context.progress,
+            environment,
+            no_states if pool.states is None else pool.states.make_layer,
         )
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
-        runner = self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
-        self._generates = plan.pooling.capacity.generates
-        hidden_size, seed = (
-            int(plan.config.hidden_size),
-            config.seed if config.load_format == "dummy" else None,
+        sampling = self._make_sampling(plan, plans, pool, device)
+        loaded = Loaded(
+            plan,
+            config,
+            model,
+            chosen.backend,
+            sampling,
+            sampling.rows,
+            bound,
+            splitter,
+            self.group,
+            device,
+            context.progress,
+            environment,
         )
-        runner.pooler = load_pooler(plan.pooling, plan.vocab_size, hidden_size, runner.rows, seed)
-        if config.max_adapters:
-            runner.adapters = AdapterBank(
-                model, config.max_adapters, config.max_adapter_rank, plan.dtype, device
-            )
-        if isinstance(drafting, HeadPlan):
-            head = drafting.load(model, bound, self.group, device, told, environment)
-            runner.draft = RunningHead(
-                head, drafting.arch, plan.dtype, chosen.backend, runner.sampler, runner.rows
-            )
-        elif drafting is not None:
-            draft = drafting.load(splitter, bound, self.group, device, told, environment)
-            runner.draft = DraftModel(
-                draft,
-                drafting.specs,
-                chosen.backend,
-                runner.sampler,
-                runner.rows,
-                config.max_num_batched_tokens,
-            )
+        features = [each.build(loaded) for each in plans]
+        generates = self._generates = plan.pooling.capacity.generates
+        runner = self.runner = Runner(
+            model, chosen.backend, pool, sampling, context.clock, features, generates=generates
+        )
         if device.type == "cpu":
             _show_progress(model)
         if device.type == "cuda":
@@ -176,7 +135,24 @@ class Worker:
             gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
         self._graphs = self._make_graphs(model, chosen.backend, splitter, device)
         pages = self._pool_pages(layout, plan.max_model_len, num_pages, device)
-        return Capacity(
+        details = {
+            "device": describe_device(device),
+            "dtype": plan.dtype_name,
+            "quantization": plan.quantization_name,
+            "attention": chosen.name,
+            "model": str(plan.config.architectures[0]),
+            "parameters": f"{num_parameters(model) / 1e6:.1f}M",
+            "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
+            "kv_pool": readable_bytes(pages * layout.page_bytes),
+        }
+        if self._scales is not None:
+            details["kv_cache"] = f"{layout.dtype}, scales {self._scales.source}"
+        if len(layout.groups) > 1:
+            details["kv_groups"] = pool.planned.describe()
+        if layout.recurrent:
+            details["states"] = _states_in_words(layout, pages)
+        prompt_rate = SLOW_CPU_FLOPS / (2 * parameters_of_a_token(model))
+        capacity = Capacity(
             num_pages=pages,
             max_in_flight=2 if device.type == "cuda" else 1,
             layout=layout,
@@ -184,38 +160,13 @@ class Worker:
             max_model_len=plan.max_model_len,
             shared_prefix=chosen.backend.capabilities.shared_prefix,
             max_lines=runner.rows.max_lines if config.max_drafts else 0,
-            pooling=plan.pooling.capacity,
-            adapters=None if runner.adapters is None else runner.adapters.capacity,
-            prompt_rate=SLOW_CPU_FLOPS / (2 * _parameters_of_a_token(model))
-            if device.type == "cpu"
-            else None,
-            details={
-                "device": describe_device(device),
-                "dtype": plan.dtype_name,
-                "quantization": plan.quantization_name,
-                "attention": chosen.name,
-                **(
-                    {}
-                    if self._scales is None
-                    else {"kv_cache": f"{layout.dtype}, scales {self._scales.source}"}
-                ),
-                "model": str(plan.config.architectures[0]),
-                **({} if runner.adapters is None else {"adapters": str(runner.adapters)}),
-                **(
-                    {}
-                    if runner.draft is None
-                    else {
-                        "draft_model": f"{config.draft_model}, {_num_parameters(runner.draft.model) / 1e6:.1f}M"
-                    }
-                ),
-                "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
-                **({} if self._generates else {"pooling": str(plan.pooling)}),
-                "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
-                "kv_pool": readable_bytes(pages * layout.page_bytes),
-                **({"kv_groups": planned.describe()} if len(layout.groups) > 1 else {}),
-                **({"states": _states_in_words(layout, pages)} if layout.recurrent else {}),
-            },
+            prompt_rate=prompt_rate if device.type == "cpu" else None,
+            details=details,
         )
+        for feature in features:
+            details.update(feature.details)
+            capacity = replace(capacity, **feature.capacity)
+        return capacity
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the KV pool with `num_pages` pages, record the CUDA graphs, measure `line_costs` for speculation, and let a model with a
@@ -227,8 +178,9 @@ class Worker:
             runner.graphs = self._graphs
             if self.context.config.max_drafts:
                 self.line_costs = line_costs(runner, self._graphs)
-        if runner.draft is not None:
-            self.draft_costs = draft_costs(runner, runner.draft, self.context.config.max_drafts)
+        for feature in runner.features:
+            if isinstance(feature, Proposes):
+                self.draft_costs = draft_costs(runner, feature, self.context.config.max_drafts)
         if isinstance(runner.model, VerifiesItself):
             runner.model.verify(
                 TrialRun(
@@ -241,7 +193,7 @@ class Worker:
         if runner.device.type == "cuda":
             gc.freeze()  # also objects from compilation and recording
 
-    def submit(self, batch: Batch) -> PendingStep:
+    def submit(self, batch: Batch) -> Step:
         """Enqueue a step and return its handle; on a CPU, compute it. Raises `DovetailError` with the step and its requests if it fails, and for each
         step after that."""
         self.check()
@@ -259,26 +211,26 @@ class Worker:
 
     def mask_words(self, count: int) -> NDArray[np.uint32]:
         """Return pinned memory for the words of `count` masks."""
-        return self._running().masks.to_fill(count)
+        return self._running().sampling.masks.to_fill(count)
 
-    def sample(self, handle: PendingStep, masks: Masks) -> None:
+    def sample(self, handle: Step, masks: Masks) -> None:
         """Enqueue the sampling of a late step; on a CPU, compute it. Raises like `submit`."""
         self.check()
         try:
             self._running().sample(handle, masks)
         except Exception as error:
             raise self._failed(
-                handle.step, error, handle.rows.tolist(), handle.request_ids
+                handle.number, error, handle.rows.tolist(), handle.request_ids
             ) from error
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         """Wait for `handle`, the oldest uncollected step. Raises like `submit`."""
         self.check()
         try:
             return self._running().collect(handle)
         except Exception as error:
             raise self._failed(
-                handle.step, error, handle.rows.tolist(), handle.request_ids
+                handle.number, error, handle.rows.tolist(), handle.request_ids
             ) from error
 
     def check(self) -> None:
@@ -318,53 +270,66 @@ class Worker:
         )
         return self._failure
 
-    def _make_runner(
+    def _make_kv_pool(
         self,
         plan: ModelPlan,
-        model: torch.nn.Module,
+        plans: Sequence[FeaturePlan],
+        specs: list[LayerSpec],
         backend: AttentionBackend,
-        pool: KVPool,
         device: torch.device,
-    ) -> Runner:
+    ) -> KVPool:
+        """Lay the cache out for these layers, and for the model's states."""
+        config, states = self.context.config, None
+        sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
+        planned = kv_layout(
+            backend, specs, plan.cache_dtype or plan.dtype_name, sizes, plan.max_model_len
+        )
+        if any(each.reads_next for each in plans):
+            planned = replace(planned, layout=replace(planned.layout, reads_next=True))
+        if sizes:
+            lines = self._most_lines() if config.max_drafts else 0
+            states = States(
+                planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device, lines
+            )
+        return KVPool(planned, device, states)
+
+    def _most_lines(self) -> int:
+        config = self.context.config
+        return most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
+
+    def _make_sampling(
+        self, plan: ModelPlan, plans: Sequence[FeaturePlan], pool: KVPool, device: torch.device
+    ) -> Sampling:
+        """Make the rows, and what samples them."""
         if self.context.sampler is None:
             raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
-        config = self.context.config
-        max_lines = most_lines(
-            config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens
-        )
+        config, name = self.context.config, self.context.sampler.name
         rows = RowState(
             config.max_num_seqs,
             plan.max_model_len,
             pool.planned.layout,
             device,
             pool.states,
-            max_lines,
+            self._most_lines(),
+            {name: values for each in plans for name, values in each.columns.items()},
         )
         sampler = self.context.sampler.make(
             SamplerContext(str(device), plan.vocab_size, rows.history, config.max_drafts)
         )
         if config.max_drafts and not sampler.capabilities.drafts:
             raise UnsupportedError(
-                f"speculation: sampler {self.context.sampler.name} can't check drafts (SamplerCapabilities.drafts)"
+                f"speculation: sampler {name} can't check drafts (SamplerCapabilities.drafts)"
             )
         sampler.prepare(rows.max_rows)
         processors = None
         if refs := self.context.logits_processors:
             if not sampler.capabilities.processors:
                 raise UnsupportedError(
-                    f"logits_processors: sampler {self.context.sampler.name} can't apply them (SamplerCapabilities.processors)"
+                    f"logits_processors: sampler {name} can't apply them "
+                    "(SamplerCapabilities.processors)"
                 )
             processors = LogitsProcessors(refs, plan.vocab_size, rows, config.max_drafts)
-        return Runner(
-            model,
-            backend,
-            pool,
-            sampler,
-            rows,
-            self.context.clock,
-            plan.vocab_size,
-            processors=processors,
-        )
+        return Sampling(sampler, rows, plan.vocab_size, processors)
 
     def _make_pool(self, num_pages: int) -> None:
         config, runner = self.context.config, self._running()
@@ -401,7 +366,7 @@ class Worker:
             self._running().parts,
             splitter,
             config.max_num_batched_tokens,
-            _parameters_of_a_token(model),
+            parameters_of_a_token(model),
         )
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
@@ -434,22 +399,3 @@ def _show_progress(model: torch.nn.Module) -> None:
 
 def _states_in_words(layout: KVLayout, pages: int) -> str:
     return f"{readable_bytes(layout.state_pages * layout.page_bytes)} a request, at most {pages // layout.pages(1)} requests at a time"
-
-
-def _num_parameters(model: torch.nn.Module) -> int:
-    return sum(map(_numbers, model.parameters()))
-
-
-def _parameters_of_a_token(model: torch.nn.Module) -> int:
-    """Return the number of parameters used per token: for a mixture, those of a few experts."""
-    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
-    left_out = sum(
-        (1 - mixture.share_per_token) * sum(map(_numbers, mixture.placed_weights()))
-        for mixture in mixtures
-    )
-    return _num_parameters(model) - round(left_out)
-
-
-def _numbers(parameter: Any) -> int:
-    numbers: int = getattr(parameter, "numbers", parameter.numel())
-    return numbers

@@ -22,7 +22,7 @@ from dovetail.api.executor import (
 )
 from dovetail.runtime.device_choice import choose_device
 from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.runner import PendingStep
+from dovetail.runtime.step import Step
 from dovetail.runtime.worker import Worker
 from dovetail_executors.options import LocalOptions
 
@@ -54,16 +54,16 @@ class LocalExecutor(Executor):
             draft_costs=self.worker.draft_costs,
         )
 
-    def submit(self, batch: Batch) -> PendingStep:
+    def submit(self, batch: Batch) -> Step:
         return self.worker.submit(batch)
 
     def mask_words(self, count: int, width: int) -> NDArray[np.uint32]:
         return self.worker.mask_words(count)
 
-    def sample(self, handle: PendingStep, masks: Masks) -> None:
+    def sample(self, handle: Step, masks: Masks) -> None:
         self.worker.sample(handle, masks)
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         return self.worker.collect(handle)
 
     def check(self) -> None:

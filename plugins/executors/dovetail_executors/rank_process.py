@@ -124,7 +124,7 @@ def run(
 ) -> None:
     """Load, allocate as many blocks as all ranks can, and compute the ring's batches. Raises `WriterGone` at the end."""
     from dovetail.runtime.batch_words import from_words, masks_from_words
-    from dovetail.runtime.runner import PendingStep
+    from dovetail.runtime.step import Step
     from dovetail_executors.ring import Kind, Ring, RingReader
 
     capacity = rank.load()
@@ -134,7 +134,7 @@ def run(
 
     ring = Ring(job.ring_fd, job.readers, job.ring_words)
     reader = RingReader(ring, job.reader, job.waker_fd)
-    in_flight: deque[PendingStep] = deque()
+    in_flight: deque[Step] = deque()
     most = job.max_in_flight or capacity.max_in_flight
     while True:
         kind, words = reader.next()

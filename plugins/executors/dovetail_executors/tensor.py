@@ -43,7 +43,7 @@ from dovetail.api.executor import (
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime.batch_words import masks_to_words, to_words
 from dovetail.runtime.groups import ENVIRONMENT, LOOPBACK
-from dovetail.runtime.runner import PendingStep
+from dovetail.runtime.step import Step
 from dovetail_executors.all_ranks import AllRanks
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank, RankSettings
@@ -76,7 +76,7 @@ class TensorExecutor(Executor):
         self._rank: Rank | None = None
         self._loaded = False
         self._fds: list[int] = []
-        self._in_flight: deque[PendingStep] = deque()
+        self._in_flight: deque[Step] = deque()
         self._failure: DovetailError | None = None
         self._finalizer: Any = None  # ends the ranks if `stop` isn't called
 
@@ -87,7 +87,7 @@ class TensorExecutor(Executor):
             self.stop()
             raise
 
-    def submit(self, batch: Batch) -> PendingStep:
+    def submit(self, batch: Batch) -> Step:
         ranks, rank = self._running()
         self._limit(batch.step)
         try:
@@ -102,7 +102,7 @@ class TensorExecutor(Executor):
         _, rank = self._running()
         return rank.worker.mask_words(count)
 
-    def sample(self, handle: PendingStep, masks: Masks) -> None:
+    def sample(self, handle: Step, masks: Masks) -> None:
         ranks, rank = self._running()
         try:
             ranks.send(Kind.SAMPLE, masks_to_words(masks))
@@ -110,7 +110,7 @@ class TensorExecutor(Executor):
         except Exception as error:
             self._fail(error)
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         _, rank = self._running()
         try:
             self._wait_for(handle)
@@ -118,7 +118,7 @@ class TensorExecutor(Executor):
         except Exception as error:
             self._fail(error)
         self._in_flight.popleft()
-        self._limit(self._in_flight[0].step if self._in_flight else None)
+        self._limit(self._in_flight[0].number if self._in_flight else None)
         return result
 
     def check(self) -> None:
@@ -315,7 +315,7 @@ class TensorExecutor(Executor):
             late = partial(_late_in_step, self._ranks, step, seconds)
             self._ranks.limit(None if step is None else seconds, late)
 
-    def _wait_for(self, handle: PendingStep) -> None:
+    def _wait_for(self, handle: Step) -> None:
         """Wait until the device has passed the step. Polls instead of a CUDA wait, which would never return if a rank dies."""
         while not handle.passed:
             self.check()

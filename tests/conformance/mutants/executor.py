@@ -28,7 +28,8 @@ from dovetail.api.executor import (
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.nn.linear import RowParallelLinear
-from dovetail.runtime.runner import PendingStep
+from dovetail.runtime.pooler import Pooler
+from dovetail.runtime.step import Step
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import _Row, prefix_ids
 from dovetail_executors.local import LocalExecutor
@@ -299,7 +300,7 @@ class _OnARealClock(LocalExecutor):
     def read(self, sampling: RowSampling) -> RowSampling:
         return sampling
 
-    def submit(self, batch: Batch) -> PendingStep:
+    def submit(self, batch: Batch) -> Step:
         return super().submit(
             replace(
                 batch,
@@ -771,7 +772,7 @@ class KeepsTheMaskOfARow(FakeExecutor):
 class TakesDraftsForTokens(LocalExecutor):
     """Returns the drafts of a row that has got other tokens."""
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result, drafts = super().collect(handle), handle.batch.drafts
         if drafts is None or result.counts is None:
             return result
@@ -792,7 +793,7 @@ class TakesDraftsForTokens(LocalExecutor):
 class ForgetsTheTokenAfterDrafts(LocalExecutor):
     """A row whose drafts are all right gets these only."""
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result, drafts = super().collect(handle), handle.batch.drafts
         if drafts is None or result.counts is None:
             return result
@@ -808,7 +809,7 @@ class ForgetsTheTokenAfterDrafts(LocalExecutor):
 class CountsInTheOrderOfRows(LocalExecutor):
     """`Result.counts` isn't in the order of the batch."""
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
         return (
             result
@@ -823,7 +824,7 @@ class PenalisesKnownTokensAlone(LocalExecutor):
 
     def start(self) -> Capacity:
         capacity = super().start()
-        sampler: Any = self.worker.runner.sampler  # type: ignore[union-attr]
+        sampler: Any = self.worker.runner.sampling.sampler  # type: ignore[union-attr]
         change = sampler._change_logits
         sampler._change_logits = lambda logits, lines, *rest: change(
             logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), *rest
@@ -833,13 +834,13 @@ class PenalisesKnownTokensAlone(LocalExecutor):
 
 @mutant(caught_by="executor.drafts_logprobs")
 class LogprobsOfAllLines(LocalExecutor):
-    def collect(self, handle: PendingStep) -> Result:
-        return replace(super().collect(handle), logprobs=handle.outcome_logprobs())
+    def collect(self, handle: Step) -> Result:
+        return replace(super().collect(handle), logprobs=handle.host_logprobs())
 
 
 @mutant(caught_by="executor.drafts_masks")
 class MasksTheFirstLineOfARow(LocalExecutor):
-    def sample(self, handle: PendingStep, masks: Masks) -> None:
+    def sample(self, handle: Step, masks: Masks) -> None:
         first = masks.lines - handle.lines.ahead[masks.lines] if len(masks.lines) else masks.lines
         super().sample(handle, Masks(first, masks.words))
 
@@ -857,9 +858,16 @@ class DeclaresTooManyLines(LocalExecutor):
 # Pooling
 
 
+def pooler_of(executor: LocalExecutor) -> Pooler:
+    runner = executor.worker.runner
+    assert runner is not None
+    (pooler,) = (each for each in runner.features if isinstance(each, Pooler))
+    return pooler
+
+
 @mutant(caught_by="executor.pooled")
 class PoolsInFloat64(LocalExecutor):
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
         return replace(
             result,
@@ -871,7 +879,7 @@ class PoolsInFloat64(LocalExecutor):
 class PoolsByRow(LocalExecutor):
     """`Result.pooled` is keyed by the row's number instead of its index in the batch."""
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
         return replace(
             result,
@@ -885,7 +893,7 @@ class PoolsTheLastChunk(LocalExecutor):
 
     def start(self) -> Capacity:
         capacity = super().start()
-        pooler: Any = self.worker.runner.pooler  # type: ignore[union-attr]
+        pooler: Any = pooler_of(self)
         gathered = pooler._gathered
         pooler._gathered = lambda members, *rest: gathered(
             [replace(member, begins=True) for member in members], *rest
@@ -897,7 +905,7 @@ class PoolsTheLastChunk(LocalExecutor):
 class SamplesOtherwiseBesideRowsThatPool(LocalExecutor):
     """What generates beside them gets other tokens."""
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
         shift = int(handle.batch.pooled is not None)
         return replace(
@@ -912,7 +920,7 @@ class AddsToWhatWasThere(LocalExecutor):
 
     def start(self) -> Capacity:
         capacity = super().start()
-        pooler: Any = self.worker.runner.pooler  # type: ignore[union-attr]
+        pooler: Any = pooler_of(self)
         gathered, unfinished = pooler._gathered, set[int]()
 
         def added(members: Any, *rest: Any) -> Any:
@@ -932,7 +940,7 @@ class AddsToWhatWasThere(LocalExecutor):
 class WantsWhatTheFirstRowWants(LocalExecutor):
     """Treats all rows of a step alike."""
 
-    def submit(self, batch: Batch) -> PendingStep:
+    def submit(self, batch: Batch) -> Step:
         first = next((new.pooling for new in batch.added if new.pooling is not None), None)
         added = tuple(
             new if new.pooling is None else replace(new, pooling=first) for new in batch.added
@@ -942,7 +950,7 @@ class WantsWhatTheFirstRowWants(LocalExecutor):
 
 @mutant(caught_by="executor.pooled_failed")
 class PoolsNan(LocalExecutor):
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         pooled = {index: result.value() for index, result in handle.pooled.items()}
         return replace(super().collect(handle), pooled=pooled, failed={})
 
@@ -951,7 +959,7 @@ class PoolsNan(LocalExecutor):
 class NamesTheRowThatFailed(LocalExecutor):
     """`Result.failed` is keyed by the row's number instead of its index in the batch."""
 
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
         return replace(
             result, failed={int(handle.rows[index]): why for index, why in result.failed.items()}
@@ -960,7 +968,7 @@ class NamesTheRowThatFailed(LocalExecutor):
 
 @mutant(caught_by="executor.failed_row")
 class FailsWithARow(LocalExecutor):
-    def collect(self, handle: PendingStep) -> Result:
+    def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
         if result.failed:
             raise DovetailError(f"step {result.step} failed")
@@ -969,7 +977,7 @@ class FailsWithARow(LocalExecutor):
 
 @mutant(caught_by="executor.masked_draws")
 class SamplesTheFirstThatIsAllowed(LocalExecutor):
-    def sample(self, handle: PendingStep, masks: Masks) -> None:
+    def sample(self, handle: Step, masks: Masks) -> None:
         for line in masks.words:
             (word, *_) = np.flatnonzero(line)
             lowest = int(line[word]) & -int(line[word])

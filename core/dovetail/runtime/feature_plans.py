@@ -1,0 +1,50 @@
+"""The features of steps: the one list of them. A worker asks for it before it reads any weights."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.api.executor import ExecutorContext
+from dovetail.api.model import ParallelGroup
+from dovetail.errors import UnsupportedError
+from dovetail.runtime.adapters import AdapterPlan, NoAdapterPlan
+from dovetail.runtime.draft_head import HeadPlan
+from dovetail.runtime.draft_model import DraftPlan
+from dovetail.runtime.features import FeaturePlan
+from dovetail.runtime.loading import ModelPlan
+from dovetail.runtime.pooler import PoolerPlan
+from dovetail.runtime.prompt_logprobs import PromptLogprobsPlan
+
+
+def feature_plans(
+    context: ExecutorContext, plan: ModelPlan, group: ParallelGroup, device: torch.device
+) -> list[FeaturePlan]:
+    """Return the features of an engine, in the order in which they take part in a step. Raises as
+    each plan does, if a model can't be served with what is asked for."""
+    config, plans = context.config, list[FeaturePlan]()
+    if config.max_adapters:
+        plans.append(AdapterPlan(config.max_adapters, config.max_adapter_rank))
+    else:
+        plans.append(NoAdapterPlan())
+    if config.max_drafts:
+        _check_drafts(plan)
+    if config.draft_head is not None:
+        plans.append(HeadPlan.of(config, plan, group))
+    elif config.draft_model is not None:
+        models, quantizations = context.models, context.quantizations
+        plans.append(DraftPlan.of(config, plan, models, group, device, quantizations))
+    return [*plans, PromptLogprobsPlan(), PoolerPlan(plan.pooling)]
+
+
+def _check_drafts(plan: ModelPlan) -> None:
+    """Raise `UnsupportedError` if the model can't check drafts."""
+    if not plan.pooling.capacity.generates:
+        raise UnsupportedError(
+            "speculation: this model generates nothing: it makes embeddings or scores"
+        )
+    for spec in plan.states:
+        if not all(tensor.takes_drafts for tensor in spec.tensors):
+            raise UnsupportedError(
+                f"speculation: the states of layer {spec.index} can't take back a rejected draft "
+                "(StateTensor.heads)"
+            )

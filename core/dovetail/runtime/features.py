@@ -1,0 +1,243 @@
+"""Features of a step, each in its own place: adapters, pooling, prompt log-probabilities, drafts.
+
+A feature's host side (`StepFeature`) runs once a step, whether the step is replayed or launched. Its
+device work (`DeviceWork`) runs at a launch and while a step is recorded, never in a replay: it gets
+tensors at fixed addresses, and no step. Before any weights are read, a feature is a `FeaturePlan`.
+
+Sampling, attention, recurrent states, and drafts as the geometry of a step aren't features: every
+step has them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionLayer, LayerSpec
+from dovetail.api.executor import Batch, Drafts, ExecutorConfig
+from dovetail.api.model import ParallelGroup
+from dovetail.runtime.recording import LayerSplitter
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.step import ModelInputs, ModelOutputs, PartOfStep, Step
+from dovetail.runtime.step_inputs import DecodeInputs, DeviceInputs, HostInputs, HostLines
+
+if TYPE_CHECKING:
+    from dovetail.runtime.graphs import Builder, Graphs, StepParts
+    from dovetail.runtime.loading import ModelPlan
+    from dovetail.runtime.sampling import Sampling
+
+Int64 = NDArray[np.int64]
+Note = TypeVar("Note")  # what a feature remembers of one step: two may be in flight
+MODEL_PARTS: frozenset[PartOfStep] = frozenset({"mixed", "model", "decode"})
+
+
+class Wanted(NamedTuple):
+    """Final states that a feature reads of a step, decided before a recording is chosen."""
+
+    tokens: Int64  # ascending indices among the step's tokens
+    every: bool = False  # better compute the states of all tokens
+    # Further inputs of the model, [tokens] each. Steps that have any aren't replayed.
+    extra: Mapping[str, NDArray[Any]] | None = None
+
+
+class FinalStates(NamedTuple):
+    """The final states that a feature wanted: hidden[places]."""
+
+    hidden: torch.Tensor  # [any, hidden]
+    places: Int64  # [n], as `Wanted.tokens`
+    # Returns logits [m, vocab] of hidden states [m, hidden] of one row.
+    logits: Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class StepFeature(ABC, Generic[Note]):
+    """The host's side of a feature. Its methods are called with the steps for which `begin` returned
+    a note, in the order of features. Decisions depend on batches and rows alone, so that all ranks
+    decide alike."""
+
+    axis: str | None = None  # its device work is only in recordings with this name
+    reads_states: bool = False  # True: no step with a note is replayed as a whole
+    result: str = ""  # field of `Result` for what `collect` returns, by index in the batch
+    work: DeviceWork | None = None  # None: nothing for the device
+
+    @abstractmethod
+    def begin(self, step: Step) -> Note | None:
+        """Take note of rows that came and went, and of what the step asks. None: it doesn't concern
+        this feature. Raises `DovetailError` if the batch doesn't fit."""
+
+    def before_inputs(self, step: Step, note: Note) -> None:
+        """Enqueue work before the step's inputs. It may plan attention; nothing after it may."""
+
+    def wants(self, step: Step, note: Note, host: HostInputs) -> Wanted | None:
+        """Return which final states `after_model` reads; None: none."""
+        return None
+
+    def after_model(self, step: Step, note: Note, states: FinalStates) -> None:
+        """Enqueue work on the states that it wanted. `step.key` says what device work has run. Not
+        called after a whole decode step was replayed."""
+
+    def changes_logits(self, rows: NDArray[Any]) -> bool:
+        """Return True if the logits of any of these rows need its device work around them."""
+        return False
+
+    def collect(self, step: Step, note: Note, failed: dict[int, str]) -> Mapping[int, Any]:
+        """Return results by index in the batch, once the device has passed the step. May add rows
+        to `failed`, index in the batch -> reason."""
+        return {}
+
+    def biggest(self, batch: Batch) -> Iterator[Batch]:
+        """Yield steps of the largest memory, made of the plain one, to be measured at start."""
+        yield from ()
+
+    @property
+    def capacity(self) -> Mapping[str, Any]:
+        """Fields of `dovetail.api.executor.Capacity`."""
+        return {}
+
+    @property
+    def details(self) -> Mapping[str, str]:
+        """Entries of `Capacity.details`."""
+        return {}
+
+
+@runtime_checkable
+class Proposes(Protocol):
+    """A feature that proposes drafts: those that a batch has as -1."""
+
+    def propose(self, drafts: Drafts, rows: NDArray[np.int32], graphs: Graphs | None) -> None:
+        """Enqueue the computation of the drafts of `rows` [b] that are -1, and write them after the
+        rows' known tokens. No step is in flight, and the sampler knows all rows."""
+
+
+class DeviceWork:
+    """Device work of a feature, around the model of a step. The base class does nothing."""
+
+    parts: frozenset[PartOfStep] = MODEL_PARTS  # in which it runs
+    axis: str | None = None  # as the feature's
+    taps: Sequence[int] = ()  # layers after which it reads states: `CausalLM.forward_tapped`
+
+    def around(self, inputs: ModelInputs) -> AbstractContextManager[None] | None:
+        """Return a context in which the model, or its output layer, runs on these tokens."""
+        return None
+
+    def after_model(self, inputs: ModelInputs, outputs: ModelOutputs) -> None:
+        """Run after the model, on the same tokens."""
+
+    def after_growth(self, outputs: ModelOutputs) -> None:
+        """Run once the step's tokens are in the rows; the plan of attention is still valid."""
+
+    def recordings(self, parts: StepParts, most_lines: int) -> Sequence[Builder]:
+        """Return builders of recordings of its own, for steps of up to `most_lines` lines. The
+        sampler can be captured."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a feature is built of, once the model is loaded."""
+
+    plan: ModelPlan
+    config: ExecutorConfig
+    model: torch.nn.Module  # a CausalLM
+    backend: AttentionBackend
+    sampling: Sampling
+    rows: RowState
+    make_layer: Callable[[LayerSpec], AttentionLayer]  # bound to the pool
+    splitter: LayerSplitter
+    group: ParallelGroup
+    device: torch.device
+    progress: Callable[[str, int, int], None] | None
+    environment: str  # in words, for errors
+
+
+class FeaturePlan(ABC):
+    """Decisions about a feature, made before any weights are read. Making one may refuse."""
+
+    layers: Sequence[LayerSpec] = ()  # of its own, beside the model's
+    reads_next: bool = False  # as of `KVLayout`
+    # int32 of each row, on the device, by name: the values of a batch's new rows
+    columns: Mapping[str, Callable[[Batch], Sequence[int]]] = {}
+
+    @abstractmethod
+    def build(self, loaded: Loaded) -> StepFeature[Any]:
+        """Return the feature. Raises `ModelLoadError` or `UnsupportedError` if it can't be."""
+
+
+class LayerPlan:
+    """What layers of one kind read in a step: attention's, or that of recurrent layers. The base
+    class does nothing."""
+
+    def plan(
+        self, step: Step, host: HostInputs, inputs: DeviceInputs, attention: AttentionBatch
+    ) -> None:
+        """Plan a step that is launched."""
+
+    def plan_recorded(self, inputs: DecodeInputs, attention: AttentionBatch) -> None:
+        """Plan a decode step of padding, to be recorded."""
+
+    def replayed(self, step: Step, lines: HostLines, inputs: DecodeInputs) -> None:
+        """Take note that the step of these lines is replayed with these inputs."""
+
+    def settle(self, step: Step) -> None:
+        """Enqueue what follows the sampling."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan(LayerPlan):
+    """Attention's part. Replays plan it themselves."""
+
+    backend: AttentionBackend
+
+    def plan(
+        self, step: Step, host: HostInputs, inputs: DeviceInputs, attention: AttentionBatch
+    ) -> None:
+        self.backend.plan(attention)
+
+    def plan_recorded(self, inputs: DecodeInputs, attention: AttentionBatch) -> None:
+        self.backend.plan(attention)
+
+
+@dataclass
+class WantedStates:
+    """The final states that a step's lines and its features read."""
+
+    lines: Int64  # [n] the lines' last tokens
+    tokens: Int64 = field(init=False)  # of all, lines first
+    every: bool = False
+    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
+    of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
+
+    @classmethod
+    def of_step(cls, step: Step, host: HostInputs, most: int) -> WantedStates:
+        """Ask the step's features. More than `most` states aren't computed apart."""
+        lines = host.line_ends(step.batch.num_lines)
+        made, tokens, count = cls(lines), [lines], len(lines)
+        for feature, note in step.notes.items():
+            wanted = feature.wants(step, note, host)
+            if wanted is not None:
+                tokens.append(wanted.tokens)
+                made.of[feature] = slice(count, count + len(wanted.tokens))
+                count += len(wanted.tokens)
+                made.every |= wanted.every
+                made.extra.update(wanted.extra or {})
+        made.tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        made.every |= bool(made.of) and count > most
+        return made
+
+    def places(self, part: slice) -> Int64:
+        """Return where in the computed states those of a part of `tokens` are."""
+        return self.tokens[part] if self.every else np.arange(part.start, part.stop)

@@ -1,0 +1,209 @@
+"""One step of a device: what was asked, what its parts have computed, and the key of its recording.
+
+Results are copied to the host while later steps run; `Step` holds them until `Runner.collect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.executor import Batch, HostLogprobs
+from dovetail.api.sampler import Capture, TopLogprobs
+from dovetail.runtime.logits import Asks
+from dovetail.runtime.sampled import SampledCopy
+from dovetail.runtime.step_inputs import HostLines
+from dovetail.runtime.transfer import HostCopy
+
+if TYPE_CHECKING:
+    from dovetail.runtime.graphs import Graphs
+    from dovetail.runtime.states import CheckedDrafts
+
+PartOfStep = Literal["mixed", "model", "decode", "sampling", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a recording computes. A step whose key has no recording is launched kernel by kernel.
+
+    `part`: "mixed" is the model, for any step; "decode" a whole decode step, with or without drafts:
+    model, sampling, growth of the rows; "model" the model of a decode step; "sampling" the rest of a
+    step after its model; "draft" a draft of each of some rows. `capture`: how tokens are sampled;
+    None: they aren't. `axes`: names of device work that the recording contains and others of its
+    part don't: "shared" (attention reads a prefix of all rows once), "processed" (by logits
+    processors), "first" (of a row's drafts), and those of features.
+    """
+
+    part: PartOfStep
+    capture: Capture | None = None
+    axes: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        full = ["full"] if self.capture is Capture.FULL and "processed" not in self.axes else []
+        return "_".join([self.part, *full, *sorted(self.axes)])
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Inputs of the model for [tokens] tokens, on the device. What only some device work reads is
+    computed when it is first read."""
+
+    token_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    row_width: int  # see `RowState`
+    indices: torch.Tensor | None = None  # [tokens] int64: see `HostInputs.token_indices`
+    line_rows: torch.Tensor | None = None  # [tokens] int64, if `indices` is None
+    wanted: torch.Tensor | None = None  # as of `CausalLM.forward`
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other inputs of the model
+
+    @cached_property
+    def token_indices(self) -> torch.Tensor:
+        """[tokens] int64: see `HostInputs`."""
+        if self.indices is not None:
+            return self.indices
+        assert self.line_rows is not None
+        return self.line_rows * self.row_width + self.positions
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """[tokens] int64 the tokens' rows."""
+        if self.line_rows is not None:
+            return self.line_rows
+        return self.token_indices // self.row_width
+
+
+class TappedStates(NamedTuple):
+    """States of a step's tokens, which may be padded: see `dovetail.api.model.Tapped`."""
+
+    token_indices: torch.Tensor  # [tokens] int64: see `HostInputs`
+    positions: torch.Tensor  # [tokens] int64
+    states: torch.Tensor  # [tokens, taps * hidden]
+    num_tokens: int | None = None  # without padding; None: padding is of the row `max_rows`
+
+
+class ModelOutputs(NamedTuple):
+    """Results of the model in a step."""
+
+    hidden: torch.Tensor  # final states [any, hidden]
+    tapped: TappedStates | None = None  # of all tokens, if any device work reads them
+
+    def without_padding(self, num_tokens: int) -> ModelOutputs:
+        """Return the outputs of a step of `num_tokens` tokens, whose padding is of no row."""
+        if self.tapped is None:
+            return self
+        return ModelOutputs(self.hidden, self.tapped._replace(num_tokens=num_tokens))
+
+
+@dataclass(slots=True)
+class LogprobsCopy:
+    """`TopLogprobs`, in one or more slices, being copied to the host."""
+
+    slices: list[tuple[HostCopy, HostCopy, HostCopy]] = field(default_factory=list)
+
+    def add(self, top: TopLogprobs) -> None:
+        self.slices.append((HostCopy(top.token_ids), HostCopy(top.logprobs), HostCopy(top.ranks)))
+
+    def value(self) -> HostLogprobs:
+        token_ids, logprobs, ranks = (
+            np.concatenate([part.value for part in parts])
+            for parts in zip(*self.slices, strict=True)
+        )
+        return HostLogprobs(token_ids, logprobs, ranks)
+
+
+class DeviceSpan:
+    """Span of a GPU's queue, timed by the GPU, from its creation to `close`."""
+
+    __slots__ = ("_begin", "_end", "_stream")
+
+    def __init__(self, device: torch.device) -> None:
+        # Looked up once: that takes longer than recording an event.
+        self._stream = torch.cuda.current_stream(device)
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._begin.record(self._stream)
+
+    def close(self) -> None:
+        self._end.record(self._stream)
+
+    def wait(self) -> None:
+        """Wait until the device has passed the end."""
+        self._end.synchronize()
+
+    @property
+    def passed(self) -> bool:
+        """True once the device has passed the end."""
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def seconds(self) -> float:
+        """Return the span's seconds on the GPU, once the device has passed its end."""
+        return float(self._begin.elapsed_time(self._end)) / 1000
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A submitted step: what was asked, and results being copied to the host."""
+
+    batch: Batch
+    request_ids: list[str]  # of all rows: by `collect` a row may have another request
+    lines: HostLines  # [n]
+    started: float  # when submitted, in seconds on the engine's clock
+    graphs: Graphs | None = None  # recordings that it may replay
+    span: DeviceSpan | None = None  # on a GPU
+    notes: dict[Any, Any] = field(default_factory=dict)  # of the features that it concerns
+    axes: frozenset[str] = frozenset()  # of these features
+    told: bool = False  # the sampler knows the rows that came and went
+    # New rows that the sampler or a logits processor rejected, and others that one failed
+    refused: dict[int, str] = field(default_factory=dict)
+    # [n] the lines' rows in the masks, or -1; None: no line is masked
+    masked: NDArray[np.int64] | None = None
+    asks: Asks | None = None  # which logits processors the lines' rows ask for; None: none
+    key: GraphKey = GraphKey("decode")  # of what computed the model
+    outputs: ModelOutputs | None = None  # until the tokens are sampled
+    # [n] where in `outputs` the lines' last tokens are
+    line_places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    sampled: SampledCopy | None = None  # None if n is 0
+    # Largest number of alternatives requested of a replayed sampling; -1: no log-probabilities
+    asked_logprobs: int = -1
+    logprobs: LogprobsCopy | None = None  # if sampling wasn't replayed
+    checked: CheckedDrafts | None = None  # drafts whose changes to recurrent states come later
+    replayed: tuple[str, ...] = ()  # keys of the replayed recordings
+    ended: float | None = None  # when it had been computed, if `submit` knows
+
+    @property
+    def number(self) -> int:
+        return self.batch.step
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        return self.batch.rows
+
+    @property
+    def passed(self) -> bool:
+        """True once the device has computed the step, so that `collect` needn't wait."""
+        return self.span is None or self.span.passed
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """True if every row computes a token for each line, and has one, and no feature reads
+        final states: so a recording of a whole step can replay it."""
+        batch = self.batch
+        one_each = bool((batch.num_tokens == batch.num_lines).all()) and not batch.checkpoints
+        return one_each and not any(feature.reads_states for feature in self.notes)
+
+    def tokens(self) -> NDArray[np.int64]:
+        """Return [3, n]: see `decode_rows.append`."""
+        n = len(self.lines.rows)
+        return np.zeros((3, 0), np.int64) if self.sampled is None else self.sampled.tokens(n)
+
+    def host_logprobs(self) -> HostLogprobs | None:
+        """Return the log-probabilities of all lines, if any row requests them."""
+        if self.sampled is not None and self.asked_logprobs >= 0:
+            return self.sampled.logprobs(len(self.lines.rows), self.asked_logprobs)
+        return self.logprobs.value() if self.logprobs else None
