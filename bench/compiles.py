@@ -441,7 +441,7 @@ def entry_points() -> set[str]:
         for file in path.rglob("*.py"):
             neighbour = file.stem  # `launch(_linear, …)` names a function of its own file, `launch(triton_cache.scatter, …)` one of a neighbour's
             for module, name in re.findall(
-                r"\b_?launch(?:_sorted)?\((?:(\w+)\.)?(\w+), \(", file.read_text()
+                r"\b_?launch(?:_sorted)?\(\s*(?:(\w+)\.)?(\w+),\s+\(", file.read_text()
             ):
                 if name != "kernel":  # the argument of `_launch_sorted`
                     found.add(f"{file.parent.name}.{module or neighbour}.{name}")
