@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dovetail_models
 from dovetail.errors import RequestError
-from dovetail.front.chat import ChatFrontEnd, ChatOptions
+from dovetail.front.chat import CHECKED_NAMES, ChatFrontEnd, ChatOptions
 from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from dovetail.limits import Limits
 from tests.support import examples
@@ -289,6 +289,22 @@ def test_what_a_template_would_ignore_is_refused(rendered: Any) -> None:
         match=r"messages\[1\].tool_calls: the chat template leaves out the call of 'weather'",
     ):
         rendered("{% for m in messages %}{{ m.content }}{% endfor %}", [USER, CALLING])
+
+
+def test_a_few_names_of_calls_are_looked_for_in_the_text(rendered: Any) -> None:
+    """Each search may read all of it, and a conversation may have thousands of calls."""
+    template = "{% for call in messages[1].tool_calls %}{{ call.function.name }}{% endfor %}"
+    names = [f"f{number:02}" for number in range(CHECKED_NAMES)]
+
+    def calling(*names: str) -> list[dict[str, Any]]:
+        calls = [{"function": {"name": name}} for name in names]
+        return [USER, {"role": "assistant", "tool_calls": calls}]
+
+    assert rendered(template, calling(*names, *names, "another"))
+    first = f"{{{{ messages[1].tool_calls[:{CHECKED_NAMES}] }}}}"
+    assert rendered(first, calling(*names, *names, "another"))
+    with pytest.raises(RequestError, match="leaves out the call of 'another'"):
+        rendered(first, calling(*[names[0]] * CHECKED_NAMES, "another"))
 
 
 def test_variables_reach_the_template(rendered: Any) -> None:

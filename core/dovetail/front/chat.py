@@ -22,6 +22,7 @@ from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
 
+CHECKED_NAMES = 50  # of called functions, which a rendered conversation must have
 _OWN_ARGUMENTS = (
     "messages",
     "tools",
@@ -364,12 +365,21 @@ def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_calls(conversation: list[dict[str, Any]], text: str) -> None:
-    """Raises `RequestError` if calls are missing from the text: many templates know nothing of tools."""
+    """Raises `RequestError` if calls are missing from the text: many templates know nothing of
+    tools. Looks for `CHECKED_NAMES` functions at most, since each search may read all of the text.
+    """
+    checked: set[str] = set()
     for index, message in enumerate(conversation):
         for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
+            name = call["function"]["name"]
+            if name in checked:
+                continue
+            if len(checked) == CHECKED_NAMES:
+                return
+            checked.add(name)
+            if name not in text:
                 raise RequestError(
-                    f"messages[{index}].tool_calls: the chat template leaves out the call of {shown(call['function']['name'])}"
+                    f"messages[{index}].tool_calls: the chat template leaves out the call of {shown(name)}"
                 )
 
 
