@@ -5,16 +5,15 @@ is; without, in Triton's interpreter, with memory of the host.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import pytest
 import torch
 
 from dovetail.runtime.groups import ENVIRONMENT
+from tests.preloaded import Preloaded
 from tests.support import FULL
 
 LIMIT_S = 300
@@ -148,36 +147,34 @@ print("released")
 @pytest.fixture(
     scope="module", params=[2, 3] if ON_GPUS or FULL else [3]
 )  # of two ranks the order can't be wrong
-def printed(request: pytest.FixtureRequest) -> Iterator[list[list[str]]]:
-    """Run the programs above on all ranks, and yield what each rank printed: the names of the programs that it completed, in order."""
+def printed(request: pytest.FixtureRequest) -> list[list[str]]:
+    """Run the programs above on all ranks, and return what each rank printed: the names of the programs that it completed, in order."""
     pytest.importorskip("triton")
     size = request.param
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environ = {**os.environ, **ENVIRONMENT, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     if not ON_GPUS:
-        environment["TRITON_INTERPRET"] = "1"
-    with TemporaryDirectory() as folder:
+        environ["TRITON_INTERPRET"] = "1"
+    code = COMMON + SUMS + EXCHANGES + RELEASE
+    with (
+        TemporaryDirectory() as folder,
+        ExitStack() as files,
+        closing(Preloaded(["torch"])) as torch_imported,  # not triton, which asks the environment
+    ):
         (Path(folder) / "store").touch()
-        command = [sys.executable, "-c", COMMON + SUMS + EXCHANGES + RELEASE]
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), str(size), folder],
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in range(size)
-        ]
-        try:
-            yield [rank.communicate(timeout=LIMIT_S)[0].split() for rank in started]
-        finally:
-            for rank in started:
-                rank.kill()
-                rank.communicate()
+        started = []
+        for rank in range(size):
+            args = ["-c", code, str(rank), str(size), folder]
+            outputs = [files.enter_context(TemporaryFile("w+")) for _ in range(2)]
+            pid = torch_imported.start(args, files=(None, *outputs), environ=environ)
+            started.append((pid, outputs))
+        told = []
+        for pid, (output, errors) in started:
+            ended = torch_imported.wait(pid, LIMIT_S)
+            output.seek(0)
+            errors.seek(0)
+            assert ended.exit_code == 0, errors.read()
+            told.append(output.read().split())
+        return told
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")

@@ -10,14 +10,18 @@ from typing import Any
 import openai
 import pytest
 
+from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving_in_threads
+from tests.small_model import small_demo
 
 
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
-    """The URL of a server of the demo model."""
-    with serving_in_threads({"model": "demo", "max_num_seqs": 16}) as url:
+    """The URL of a server of a small model."""
+    config = {"model": small_demo(), "max_num_seqs": 16}
+    settings = ServerSettings(served_model_name=("demo",))
+    with serving_in_threads(config, settings) as url:
         yield url
 
 

@@ -16,10 +16,11 @@ from dovetail_server.host import EngineHost
 from dovetail_server.links import ZmqLine, ZmqPost
 from dovetail_server.one_process import HostThread
 from dovetail_server.remote import RemoteEngine
+from tests.small_model import small_demo
 
 Link = Literal["thread", "zmq"]
 PATIENCE_S = 60
-DEMO: dict[str, Any] = {"model": "demo", "max_num_seqs": 16}
+DEMO: dict[str, Any] = {"model": small_demo(), "max_num_seqs": 16}
 
 
 class Collector:

@@ -166,7 +166,7 @@ def test_an_adapter_that_was_damaged_since_fails_its_own_requests(
     link: Link, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        async with served(link, tmp_path, adapters={}) as there:
+        async with served(link, tmp_path, model="demo", adapters={}) as there:
             engine, good = there.engine, write(tmp_path / "a")
             await engine.load_adapter("a", str(good), str(tmp_path))
             assert engine.adapters == {"a": str(good)}

@@ -18,6 +18,7 @@ from dovetail_server.protocol.openapi import OPERATIONS as ENDPOINTS
 from dovetail_server.settings import ServerSettings
 from tests.server.scripted import TEMPLATE
 from tests.server.serving import PATIENCE_S, serving_in_threads
+from tests.small_model import small_demo
 from tests.support import examples
 
 PATHS_WITH_BODIES = [operation.path for operation in ENDPOINTS if operation.request is not None]
@@ -31,7 +32,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a small real model, which answers with a few tokens, and keeps files."""
     import schemathesis
 
-    config = {"model": "demo", "max_model_len": 128, "max_num_seqs": 4, "adapters": {"slots": 1}}
+    config = {
+        "model": small_demo(),
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "adapters": {"slots": 1},
+    }
     adapters = str(tmp_path_factory.mktemp("adapters"))
     settings = ServerSettings(
         batch_directory=str(tmp_path_factory.mktemp("batches")), adapter_directory=adapters

@@ -16,6 +16,7 @@ from dovetail.structured import Structured
 from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import PATIENCE_S, demo_tokenizer, serving, serving_in_threads
+from tests.small_model import small_demo
 from tests.support import FULL
 
 HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -74,9 +75,11 @@ ARGUMENTS: Mapping[str, Any] = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    config = {"model": "demo", "max_num_seqs": 16, "limits": {"max_grammar_chars": 20_000}}
+    config = {"model": small_demo(), "max_num_seqs": 16, "limits": {"max_grammar_chars": 20_000}}
     with serving_in_threads(
-        config, ServerSettings(log_requests=False), chat_template=TEMPLATES["hermes"]
+        config,
+        ServerSettings(log_requests=False, served_model_name=("demo",)),
+        chat_template=TEMPLATES["hermes"],
     ) as url:
         yield url
 
