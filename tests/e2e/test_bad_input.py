@@ -36,6 +36,7 @@ from dovetail.registry.registry import Registry
 from tests.e2e.test_same_tokens import model_dir
 from tests.registry.fakes import Site, components, scheduler
 from tests.registry.site import site  # noqa: F401
+from tests.small_model import small_demo
 from tests.support import examples
 
 torch.set_num_threads(1)
@@ -53,7 +54,12 @@ COMPANY = {
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLMEngine]:
     with LLMEngine.from_config(
-        {"model": "demo", "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+        {
+            "model": small_demo(),
+            "max_model_len": MAX_LEN,
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 24,
+        }
     ) as engine:
         yield engine
 
@@ -694,7 +700,7 @@ TOO_FAR: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[LLMEngine]:
     with LLMEngine.from_config(
-        {"model": "demo", "max_model_len": MAX_LEN, "limits": ROOM}
+        {"model": small_demo(), "max_model_len": MAX_LEN, "limits": ROOM}
     ) as engine:
         yield engine
 

@@ -29,6 +29,7 @@ from dovetail.front import llm as llm_module
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import Request, TokenLogprobMap
 from tests.rounding import rounded, roundings_of_demo
+from tests.small_model import small_demo
 from tests.support import examples
 
 torch.set_num_threads(1)
@@ -42,7 +43,7 @@ PLAY = "ROMEO:\nWhat lady is that, which doth enrich the hand\nOf yonder knight?
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", **CONFIG) as llm:
+    with LLM(small_demo(), **CONFIG) as llm:
         yield llm
 
 
@@ -376,7 +377,7 @@ def test_without_a_seed_every_request_is_different_but_every_engine_the_same(llm
     wild = SamplingParams(temperature=1.0, max_tokens=10)
     texts = []
     for seed in (1, 1, 2):
-        with LLM("demo", seed=seed, **CONFIG) as other:
+        with LLM(small_demo(), seed=seed, **CONFIG) as other:
             texts.append(
                 [
                     output.outputs[0].text
@@ -686,7 +687,7 @@ def test_the_more_important_request_goes_first() -> None:
 
 def test_two_engines_live_in_one_process(llm: LLM) -> None:
     expected = complete(llm, PLAY)
-    with LLM("demo", **CONFIG) as other:
+    with LLM(small_demo(), **CONFIG) as other:
         for engine in (llm.engine, other.engine):
             engine.add_request("same", PLAY, GREEDY)
         last = {}
@@ -700,7 +701,7 @@ def test_two_engines_live_in_one_process(llm: LLM) -> None:
 
 
 def test_an_engine_is_closed_by_its_context_and_twice_is_as_good_as_once() -> None:
-    with LLM("demo", **CONFIG) as llm:
+    with LLM(small_demo(), **CONFIG) as llm:
         llm.engine.add_request("left behind", "A")
         llm.engine.step()
     llm.close()
