@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0  # without data from the server
 MAX_LINE = 2**24  # bytes of one line of a response
 MAX_ERROR = 2**16  # bytes of an error response
-
-T = TypeVar("T")
 
 Messages = Sequence[Mapping[str, str]]
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -92,30 +90,39 @@ class LocalModel:
         self._llm.close()
 
 
-class _Model(msgspec.Struct):
+class _Told(BaseModel):
+    """What a server says. pydantic reads it: without the server's packages `dovetail chat` has no msgspec."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Model(_Told):
     id: str
 
 
-class _Models(msgspec.Struct):
+class _Models(_Told):
     """The part of a server's list of models that is used."""
 
     data: list[_Model] = []
 
 
-class _Delta(msgspec.Struct):
+class _Delta(_Told):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(_Told):
     delta: _Delta | None = None
     finish_reason: str | None = None
 
 
-class _Event(msgspec.Struct):
+class _Event(_Told):
     """The part of a stream's event that is used."""
 
     choices: list[_Choice] | None = None
     error: Any = None
+
+
+T = TypeVar("T", bound=_Told)
 
 
 class ServerModel:
@@ -207,8 +214,8 @@ class ServerModel:
 
     def _decoded(self, data: bytes, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(data, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return kind.model_validate_json(data)
+        except ValidationError:
             raise ServerError(
                 f"{self._url} doesn't have OpenAI's API: "
                 f"it answered {shown(data[:MAX_ERROR].decode('utf-8', 'replace'))}"
