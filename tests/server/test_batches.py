@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from openai.types import Batch
 from dovetail_server.batches import store as store_module
 from dovetail_server.batches import worker
 from dovetail_server.batches.lines import BatchLine, answered_in, request_at, scan
-from dovetail_server.batches.store import BatchStore, derived_file_id, new_id
+from dovetail_server.batches.store import BatchStore, Open, derived_file_id, new_id
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.batches import Batch as StoredBatch
 from dovetail_server.settings import ServerSettings
@@ -326,6 +327,42 @@ async def test_a_batch_that_is_cancelled_keeps_what_has_come(
         assert not engine.requests, "nothing is left in the engine"
         with pytest.raises(openai.ConflictError, match="it can't be cancelled any more"):
             await client.batches.cancel(batch.id)
+
+
+async def test_a_cancellation_that_was_seen_holds(
+    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of a folder in which files come and go may lack a name. Such a batch expired."""
+    engine = fake(paced=True)
+    listing, appending = BatchStore.open_batches, BatchStore.append
+    looks = {True: 0, False: 0}  # with the cancellation and, since then, without it
+    seen, lost = threading.Event(), threading.Event()
+
+    def open_batches(store: BatchStore) -> Open:
+        opened = listing(store)
+        if seen.is_set():
+            opened = Open(opened.batches, set())
+        looks[bool(opened.cancelled)] += seen.is_set() or bool(opened.cancelled)
+        if looks[True] == 2:  # so that the first has been taken note of
+            seen.set()
+        if looks[False] == 2:
+            lost.set()
+        return opened
+
+    def append(store: BatchStore, file_id: str, lines: bytes) -> None:
+        assert lost.wait(PATIENCE_S)
+        appending(store, file_id, lines)
+
+    monkeypatch.setattr(BatchStore, "open_batches", open_batches)
+    monkeypatch.setattr(BatchStore, "append", append)
+    async with client_of(engine, tmp_path, batch_requests=2) as client:
+        batch = await begun(client, jsonl(line("a"), line("b")))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(engine.submitted) < 2:
+                await asyncio.sleep(0.01)
+        engine.requests[min(engine.requests)].send("an answer", "stop")
+        await client.batches.cancel(batch.id)
+        assert (await ended(client, batch.id)).status == "cancelled"
 
 
 async def test_requests_wait_while_the_server_is_full_and_expire_with_their_batch(
