@@ -107,6 +107,7 @@ def attend(
         pytest.param("float32", 256, 8, None, False, True, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.slow("compiles kernels")
 def test_attention_compiles_within_the_shared_memory(
     dtype: str,
     head_size: int,
@@ -179,6 +180,7 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
 @pytest.mark.parametrize(
     ("dtype", "head_size"), [pytest.param("bfloat16", 128, marks=pytest.mark.full), ("float16", 64)]
 )
+@pytest.mark.slow("compiles kernels")
 def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_size: int) -> None:
     """16 bytes at once into shared memory, and from there what matrix units take: never byte by byte."""
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper

@@ -177,7 +177,6 @@ def printed(request: pytest.FixtureRequest) -> list[list[str]]:
         return told
 
 
-@pytest.mark.slow("starts ranks: processes that import torch")
 def test_every_sum_is_that_of_all_ranks_one_by_one_and_in_a_graph(printed: list[list[str]]) -> None:
     assert all("sums" in names for names in printed)
 
