@@ -16,6 +16,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail_server.app import create_app
@@ -169,6 +170,17 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DOVETAIL_API_KEYS", "a, b")
     assert ServerSettings().api_keys == ("a", "b")
     assert "'a'" not in repr(ServerSettings())
+    monkeypatch.setenv("DOVETAIL_API_KEYS", "")
+    assert ServerSettings().api_keys == ()
+
+
+@pytest.mark.parametrize("keys", [",", " ", ", ,"])
+def test_an_environment_without_any_key_opens_no_server(
+    monkeypatch: pytest.MonkeyPatch, keys: str
+) -> None:
+    monkeypatch.setenv("DOVETAIL_API_KEYS", keys)
+    with pytest.raises(ValidationError, match=r"DOVETAIL_API_KEYS\): a key can't be empty"):
+        ServerSettings()
 
 
 @pytest.mark.anyio

@@ -15,9 +15,11 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 def _keys_of_environment() -> tuple[str, ...]:
-    return tuple(
-        key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key.strip()
-    )
+    """Return the keys of the variable. One that is set but has none counts as an empty key, which is
+    refused: the server would otherwise be open to all."""
+    text = os.environ.get(API_KEYS_VARIABLE, "")
+    keys = tuple(key.strip() for key in text.split(",") if key.strip())
+    return keys or (("",) if text else ())
 
 
 def _is_template(text: str) -> bool:
@@ -176,5 +178,5 @@ class ServerSettings(BaseModel):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be given together")
         if any(not key for key in self.api_keys):
-            raise ValueError("api_keys: a key can't be empty")
+            raise ValueError(f"api_keys ({API_KEYS_VARIABLE}): a key can't be empty")
         return self
