@@ -5,7 +5,8 @@ a bound of CPU time in a test is judged by: `least_s`.
 one that takes more than twice its budget fails. Fixtures of a module or of the session count for themselves.
 
 Seconds are in units of the reference loop: a machine that needs twice the time for the loop has twice the budget. Wall
-time leaves out what the test's thread waited for a processor, so other programs on the machine don't fail a test.
+time leaves out what the test's thread waited for a processor, and is divided by the programs that want each processor,
+so other programs on the machine don't fail a test.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def reference_loop() -> float:
             total += number
         runs.append(process_time() - begun)
     return min(runs)
+
+
+def crowding() -> float:
+    """Return how many programs want each processor, in the last minute's mean, and at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def slowness() -> float:
@@ -158,7 +164,7 @@ class Budget:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
         spent = Spent.now() - self._shared - self._begun
-        share = max(spent.cpu_s / CPU_S, spent.wall_s / WALL_S) / self.unit
+        share = max(spent.cpu_s / CPU_S, spent.wall_s / crowding() / WALL_S) / self.unit
         if share > FAILS_AT:  # the machine may have become slower
             now = max(self.unit, self._factor * slowness())
             share *= self.unit / now

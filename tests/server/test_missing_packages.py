@@ -76,7 +76,15 @@ def test_without_the_extra_the_server_fails_with_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("chat", "--help"), ("serve", "--help"), ("plugins", "list")], ids=" ".join
+    "args",
+    [
+        ("chat", "--help"),
+        pytest.param(
+            ("serve", "--help"), marks=pytest.mark.slow("imports all arguments of vLLM's")
+        ),
+        ("plugins", "list"),
+    ],
+    ids=" ".join,
 )
 def test_what_needs_no_server_works_without_its_packages(args: tuple[str, ...]) -> None:
     done = run(list(MODULES), *args)
