@@ -136,8 +136,11 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
     """Import what an engine imports late, so that no test's budget pays for it because it is the first."""
     if PROFILE != "quick" or find_spec("torch") is None:
         return
+    import transformers
+
     from dovetail import LLM, SamplingParams, Structured
 
+    assert transformers.BertModel  # the first name of a model reads those of all
     with LLM("demo", max_model_len=64) as llm:
         llm.generate(
             "R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False

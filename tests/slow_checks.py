@@ -48,6 +48,7 @@ SLOW_CHECKS = {
     f"{OF_GARBAGE}[cumulative-stop1]": MANY_CASES,
     "tests/attention/test_other_gpus.py::test_attention_has_room_on_other_architectures[sm_75, float16, 2 x 16, block 16]": COMPILES,
     f"{OF_MUTANTS}[scheduler-ReadsAnotherClock]": PROCESS,
+    f"{OF_MUTANTS}[sampler-NoiseBeginsAgain]": LARGE,
     f"{OF_BUILTINS}kv_cache_prefix::test_a_new_block_is_nobodys": MANY_CASES,
     "tests/cli/test_plugins_doctor.py::test_what_is_wrong_is_found[dovetail-import-fails]": PROCESS,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,

@@ -12,7 +12,7 @@ COMMAND = "import sys; from tests.conformance.fewer import use_fewer; use_fewer(
 
 
 def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
-    """Try a twelfth of what the schedulers' suite does, and a third of the scripts for KV-cache managers and of the parsers' texts. `change` is
+    """Try a twelfth of what the schedulers' suite does, a sixth of the scripts for KV-cache managers, and a third of the parsers' texts. `change` is
     `setattr`, or that of pytest's `monkeypatch`."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
@@ -24,7 +24,7 @@ def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
     )  # requests: half as many, of which 100 that overtake are still too many
     change(parser, "MIXED", parser.MIXED // 3)
     for name in ("SCRIPTS", "GROUP_SCRIPTS", "STATE_SCRIPTS"):
-        change(kv_cache, name, getattr(kv_cache, name) // 3)
+        change(kv_cache, name, getattr(kv_cache, name) // 6)
 
 
 def pytest_configure() -> None:
