@@ -23,6 +23,8 @@ from tests.registry.fakes import Site, components, modules_forgotten
 from tests.registry.site import site
 from tests.rounding import rounded, roundings_of_demo
 
+pytestmark = pytest.mark.usefixtures("trusted_rules")
+
 __all__ = ["site"]  # a fixture
 
 torch.set_num_threads(1)

@@ -18,6 +18,8 @@ from tests.e2e.reference import greedy, run, tokens_of
 from tests.models.oracle import reference
 from tests.support import examples
 
+pytestmark = pytest.mark.usefixtures("trusted_rules")
+
 MAX_LEN = 96
 POLICIES = ["fcfs", "priority", "vtc", "mlfq", "lpm", "edf"]
 

@@ -25,6 +25,8 @@ from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
 from tests.support import FULL, PROFILE
 
+pytestmark = pytest.mark.usefixtures("trusted_rules")
+
 torch.set_num_threads(1)
 
 DRAFTERS = [*drafting.NAMES, "ngram", "suffix"]
