@@ -16,6 +16,10 @@ from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.step import PlannedStep
 
+# Most steps change neither: making an array anew would be 1 % of a small step's time.
+NONE = np.zeros(0, np.int32)
+NO_PAGES = np.zeros((0, 3), np.int32)
+
 
 class BatchBuilder:
     """Builds the batches of one engine; each holds only the changes since the one before."""
@@ -53,17 +57,14 @@ class BatchBuilder:
         newcomers = [r for r in requests if r.row < 0]
         for request in newcomers:
             self._rows.assign(request)
+        removed = self._rows.take_removed()
         batch = Batch(
             step=step.index,
-            removed=np.array(self._rows.take_removed(), np.int32),
+            removed=np.array(removed, np.int32) if removed else NONE,
             added=tuple(self._new_row(r, step.granted[r]) for r in newcomers),
-            new_pages=np.array(appended, np.int32).reshape(-1, 3),
+            new_pages=np.array(appended, np.int32) if appended else NO_PAGES,
             copies=tuple(self._kv.take_copies()),
-            checkpoints=tuple(
-                _row_checkpoint(checkpoint) for checkpoint in self._kv.take_checkpoints()
-            )
-            if self._layout.recurrent
-            else (),
+            checkpoints=tuple(map(_row_checkpoint, self._kv.take_checkpoints())),
             rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
             yields_token=np.array([r.yields_token for r in requests])

@@ -120,28 +120,13 @@ class Books:
                 request.trimmed = True
         self.kv.trim(request, computed)
 
-    def short(self) -> list[LiveRequest]:
-        """Return the running requests whose known tokens need more pages than are available."""
-        return [request for request in self.running if self._is_short(request)]
-
-    def _is_short(self, request: LiveRequest, without: Sequence[LiveRequest] = ()) -> bool:
-        """Return True if pages are missing, even if the requests `without` held none."""
-        if request.num_tokens <= request.capacity:
-            return False
-        needed = self.kv.pages_needed(request, request.num_tokens, without)
-        return needed > self.kv.available_pages
-
-    def is_too_large(self, request: LiveRequest) -> bool:
-        """Return True for a decode that would lack pages if no other request held any."""
-        others = [other for other in self.running if other is not request]
-        return not request.prefill_left and self._is_short(request, without=others)
-
     def release_prompts(self) -> bool:
-        """Release the blocks that running requests keep only for samples of their prompts.
+        """Release blocks that running requests keep only for samples of their prompts.
 
-        Those samples will compute them again. Returns True if there were any.
+        Those samples will compute them again. Only if some request lacks pages; returns True if
+        there are more pages then.
         """
-        if not self._has_windows:
+        if not self._has_windows or not any(map(self._lacks_pages, self.running)):
             return False
         before = self.kv.available_pages
         for request in self.running:
@@ -150,6 +135,21 @@ class Books:
                 request.trimmed = True
                 self._trim(request)
         return self.kv.available_pages > before
+
+    def too_large(self) -> LiveRequest | None:
+        """Return a decode that lacks pages, and would if no other request held any; None: none."""
+        for request in filter(self._lacks_pages, self.running):
+            others = [other for other in self.running if other is not request]
+            if not request.prefill_left and self._lacks_pages(request, others):
+                return request
+        return None
+
+    def _lacks_pages(self, request: LiveRequest, without: Sequence[LiveRequest] = ()) -> bool:
+        """Return True if its known tokens lack pages, even if requests `without` held none."""
+        if request.num_tokens <= request.capacity:
+            return False
+        needed = self.kv.pages_needed(request, request.num_tokens, without)
+        return needed > self.kv.available_pages
 
     def drop_blocks(self, request: LiveRequest) -> None:
         """Release its blocks and its row."""

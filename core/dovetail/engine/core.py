@@ -209,8 +209,9 @@ class EngineCore:
                 wrong = f"a step was interrupted by {type(error).__name__}"
                 self._die(DovetailError(wrong), log=False)
                 raise
-        delivery.finished |= self._finished
-        self._finished = {}
+        if self._finished:
+            delivery.finished |= self._finished
+            self._finished = {}
         return delivery
 
     def update_stats(self) -> EngineStats:
@@ -300,16 +301,6 @@ class EngineCore:
             self.plan_timing.planned(time.perf_counter() - begun)
         return step
 
-    def _sample_late(self) -> None:
-        """Sample the oldest step, if it is late: its matchers have seen all tokens before it."""
-        if self._flights and self._flights[0].unsampled:
-            flight = self._flights[0]
-            masks, failed = fill_masks(flight, self._vocab_size, self.executor.mask_words)
-            flight.unsampled = False
-            self.executor.sample(flight.handle, masks)
-            for request, why in failed.items():
-                self._finish(request, Finish("error", why), deliver=True)
-
     def _collect(self, delivery: Delivery) -> None:
         flight = self._flights.pop(0)
         result = self.executor.collect(flight.handle)
@@ -364,6 +355,18 @@ class EngineCore:
         for feature in self.features:
             feature.collected(flight, delivery)
 
+    # Late sampling
+
+    def _sample_late(self) -> None:
+        """Sample the oldest step, if it is late: its matchers have seen all tokens before it."""
+        if self._flights and self._flights[0].unsampled:
+            flight = self._flights[0]
+            masks, failed = fill_masks(flight, self._vocab_size, self.executor.mask_words)
+            flight.unsampled = False
+            self.executor.sample(flight.handle, masks)
+            for request, why in failed.items():
+                self._finish(request, Finish("error", why), deliver=True)
+
     # Nothing to do
 
     def _idle(self, planned: PlannedStep) -> None:
@@ -372,23 +375,12 @@ class EngineCore:
         if self._preparing:
             wake = min(wake, self.clock.now() + PREPARING_S)
         self.plan_timing.idle_until(wake)
-        if wake == math.inf and not self._release_memory():
+        if wake < math.inf or self.books.release_prompts():
+            return
+        if (request := self.books.too_large()) is not None:
+            self._finish(request, Finish("length", "kv_capacity"), deliver=True)
+        else:
             self._stand_in("grants nothing, sets no wake_at")
-
-    def _release_memory(self) -> bool:
-        """Release pages if a running request lacks them. Return True if planning may help now.
-
-        First those that requests keep for samples of their prompts, then those of a decode that is
-        too large for all memory, which ends at its present length.
-        """
-        short = self.books.short()
-        if short and self.books.release_prompts():
-            return True
-        for request in short:
-            if self.books.is_too_large(request):
-                self._finish(request, Finish("length", "kv_capacity"), deliver=True)
-                return True
-        return False
 
     def _stand_in(self, what: str) -> None:
         """Plan a step in place of a policy that would let the engine wait forever.
@@ -484,14 +476,15 @@ class EngineCore:
             self._ask("on_finished", request)
 
     def _die(self, error: Exception, *, log: bool = True) -> None:
-        """End the engine, whose state is undefined now: fail every request, unknown to the policy."""
+        """End the engine, whose state is undefined now: fail all requests, and call no policy."""
         self.dead = error
         if log:
             logger.error("the engine is dead: %s", error)
-        for request in list(self._requests.values()):
+        finish = Finish("error", str(error) or repr(error))
+        for request in [*self._requests.values()]:
             request.status = Status.FINISHED
-            self._finished[request] = Finish("error", str(error) or repr(error))
-            self._tell_end(request, Finish("error", str(error)))
+            self._finished[request] = finish
+            self._tell_end(request, finish)
         self._requests.clear()
         self._arrivals.clear()
         self._preparing.clear()

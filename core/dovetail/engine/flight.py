@@ -69,11 +69,6 @@ class InFlightStep:
     accepted: Mapping[LiveRequest, int] = field(default_factory=dict)  # of `drafts`, by the results
 
     @property
-    def yields(self) -> bool:
-        """True if some row yields a token."""
-        return bool(self.batch.yields_token.any())
-
-    @property
     def seconds(self) -> float:
         """Seconds on the device."""
         return self.result.ended - self.result.started
@@ -134,16 +129,12 @@ class InFlightStep:
 
     def _sound_tokens(self, finished: dict[LiveRequest, Finish]) -> Tokens:
         """Do as `tokens` for any step."""
-        yields, token_ids, counts = (
-            self.batch.yields_token,
-            self.result.token_ids,
-            self.result.counts,
-        )
-        if counts is None:  # each row has a place
+        token_ids, yields = self.result.token_ids, self.batch.yields_token
+        if self.result.counts is None:  # each row has a place
             token_ids = token_ids[yields]
-        each: list[int] = (yields if counts is None else counts).tolist()
+        counts = yields if self.result.counts is None else self.result.counts
         numbered = enumerate(token_ids.tolist())
-        for index, (request, count) in enumerate(zip(self.requests, each, strict=True)):
+        for index, (request, count) in enumerate(zip(self.requests, counts.tolist(), strict=True)):
             row, given = list(islice(numbered, count)), 0
             if request.status is Status.FINISHED:  # its row counts nowhere
                 if request in self.prefilled:

@@ -99,8 +99,8 @@ class Speculation(Drafting):
         self._thread: DrafterThread | None = None
         if not isinstance(drafter, ModelDrafter):
             self._thread = DrafterThread(drafter, name, capacity.vocab_size, timeout_s)
-        self._records = defaultdict[LiveRequest, _Record](lambda: _Record(self._most))
-        self._all = _Record(self._most)  # of all requests
+        self._records = defaultdict[LiveRequest, _Record](lambda: _Record(max_drafts))
+        self._all = _Record(max_drafts)  # of all requests
         # proposals that aren't compared yet, and where they begin in the output
         self._pending: dict[LiveRequest, tuple[int, Sequence[int]]] = {}
         self._drafting_s = 0.0  # spent in the drafter since the engine started
@@ -118,7 +118,7 @@ class Speculation(Drafting):
 
     def may_overlap(self, flights: Sequence[InFlightStep]) -> bool:
         """Return False if the step in flight has drafts, or the next one is to have some."""
-        awaits = self._is_active and any(flight.yields for flight in flights)
+        awaits = self._is_active and any(one.batch.yields_token.any() for one in flights)
         return not (awaits or flights[-1].drafts)
 
     def drafts(self, step: PlannedStep) -> Mapping[LiveRequest, Sequence[int]]:
@@ -198,7 +198,7 @@ class Speculation(Drafting):
 
     def settled(self, flight: InFlightStep, stats: EngineStats) -> None:
         """Compare proposals with the tokens that have come."""
-        stats.count_drafts(flight.drafts, flight.accepted)
+        stats.count_drafts(flight)
         stats.drafting_s = self._drafting_s
         for request, ids in flight.drafts.items():
             if request.status is not Status.FINISHED and ids[0] < 0:

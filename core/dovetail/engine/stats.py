@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dovetail.api.kv_cache import PageCounts
 from dovetail.api.observer import EngineStarted, EngineStopped, Observer
@@ -54,13 +53,11 @@ class EngineStats:
         self.recomputed_tokens += flight.recomputed_tokens
         self.device_s += flight.seconds
 
-    def count_drafts(
-        self, drafts: Mapping[Any, Sequence[int]], accepted: Mapping[Any, int]
-    ) -> None:
-        """Count the drafts of a step by its rows' requests, and how many of each were accepted."""
-        self.draft_rows += len(drafts)
-        self.draft_tokens += sum(map(len, drafts.values()))
-        for count in accepted.values():
+    def count_drafts(self, flight: InFlightStep) -> None:
+        """Count the drafts of a step, and how many of each row were accepted."""
+        self.draft_rows += len(flight.drafts)
+        self.draft_tokens += sum(map(len, flight.drafts.values()))
+        for count in flight.accepted.values():
             self.accepted_drafts += [0] * (count - len(self.accepted_drafts))
             for position in range(count):
                 self.accepted_drafts[position] += 1
