@@ -105,7 +105,7 @@ def install(site: Site) -> None:
         f'kind="drafter", api="0.2", name={name!r}, target="tests.e2e.drafting:{name.title()}"'
         for name in NAMES
     ]
-    of_executors = 'kind="executor", api="0.7", options="dovetail_executors.options:'
+    of_executors = 'kind="executor", api="0.9", options="dovetail_executors.options:'
     executors = [
         f'{of_executors}LocalOptions", name="free", target="tests.e2e.drafting:FreeLines"',
         f'{of_executors}TensorOptions", name="free-ranks", target="tests.e2e.drafting:FreeRanks"',

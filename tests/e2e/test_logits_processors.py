@@ -438,7 +438,7 @@ def test_what_cannot_be_used_is_refused_at_load(
     of = "tests.e2e.test_logits_processors"
     bare = (
         f'kind="sampler", api="0.4", name="bare", target="{of}:BareSampler"',
-        f'kind="executor", api="0.8", name="bare", target="{of}:BareExecutor", options="dovetail_executors.options:LocalOptions"',
+        f'kind="executor", api="0.9", name="bare", target="{of}:BareExecutor", options="dovetail_executors.options:LocalOptions"',
     )
     site.install("dovetail-bare", modules={"bare_plugin": components(*bare)})
     with pytest.raises(kind, match=says):

@@ -55,7 +55,7 @@ def installed(site: Site) -> None:  # noqa: F811
         for name in ("Small", "Broken", "Gone")
     ]
     sampler = f'kind="sampler", name="without", api="0.4", target="{here}:WithoutDrafts"'
-    executor = f'kind="executor", name="modest", api="0.7", target="{here}:Modest", options="dovetail_executors.options:LocalOptions"'
+    executor = f'kind="executor", name="modest", api="0.9", target="{here}:Modest", options="dovetail_executors.options:LocalOptions"'
     site.install(
         "dovetail-refused", modules={"refused_plugin": components(*drafters, sampler, executor)}
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dovetail.api.executor import Batch, Result
+from dovetail.api.executor import AdapterRows, Batch, Result
 from dovetail.api.scheduler import Refusal, Step
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.flight import Delivery, InFlightStep
@@ -37,7 +37,9 @@ def loads(world: World) -> list[tuple[int, int, str]]:
     return [
         (batch.step, load.slot, load.digest)
         for batch in world.executor.sent
-        for load in batch.adapters
+        for part in batch.parts
+        if isinstance(part, AdapterRows)
+        for load in part.loads
     ]
 
 
@@ -159,7 +161,8 @@ def test_a_slot_is_not_overwritten_while_a_step_in_flight_reads_it() -> None:
             return super().collect(handle)
 
         def submit(self, batch: Batch) -> int:
-            if batch.adapters:
+            part = batch.part(AdapterRows)
+            if part is not None and part.loads:
                 in_flight.append({sent.step for sent in self.sent} - {*collected})
             return super().submit(batch)
 

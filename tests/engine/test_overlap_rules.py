@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dovetail.api.executor import Batch, HostLogprobs, Result
+from dovetail.api.executor import Batch, HostLogprobs, PromptLogprobs, Result
 from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Refusal, Step
 from tests.engine.policies import always, fcfs, named, scripted
@@ -218,7 +218,7 @@ class WithPromptLogprobs(RecordingExecutor):
             result.token_ids,
             result.started,
             result.ended,
-            prompt_logprobs=self.following[handle],
+            parts=(PromptLogprobs(self.following[handle]),),
         )
 
 

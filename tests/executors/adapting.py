@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from dovetail.api.executor import (
     AdapterCapacity,
     AdapterLoad,
+    AdapterRows,
     Batch,
     Capacity,
     Drafts,
@@ -119,7 +120,7 @@ class Driver:
             self._step(waiting)
 
     def _step(self, waiting: list[Asked]) -> None:
-        removed, added, loads = [], [], []
+        removed, added, loads, slots = [], [], [], {}
         for one in list(self.live):
             preempt = not one.is_done and self.random.random() < 0.2
             if one.is_done or preempt:
@@ -135,6 +136,8 @@ class Driver:
                 break
             loads += load
             added.append(self._begin(waiting.pop(0), slot))
+            if slot:
+                slots[added[-1].row] = slot
         if not self.live:
             return
         rows = [one for one in self.live if self.random.random() < 0.8] or self.live
@@ -163,7 +166,7 @@ class Driver:
             )
             if any_drafts
             else None,
-            adapters=tuple(loads),
+            parts=(AdapterRows(tuple(loads), slots),),
         )
         self._take(batch, rows, drafted)
 
@@ -244,7 +247,6 @@ class Driver:
             one.computed,
             pages,
             sampling,
-            adapter=slot,
         )
 
     def _drafts(self, one: Asked) -> list[int]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from dovetail import LLM, LoRARequest
 from dovetail.api.attention import LayerSpec
-from dovetail.api.executor import RowPooling
+from dovetail.api.executor import Pooled, RowPooling
 from dovetail.errors import UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.testing.checks import CheckFailed
@@ -149,7 +149,9 @@ def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> Non
             bench.add(
                 str(index), prompt, pooling=RowPooling("classify", activate=False, second=second)
             )
-        found = bench.run({str(index): len(prompt) for index, prompt in enumerate(PROMPTS)}).pooled
+        found = bench.run({str(index): len(prompt) for index, prompt in enumerate(PROMPTS)}).values(
+            Pooled
+        )
         for index, (prompt, second) in enumerate(zip(PROMPTS, seconds, strict=True)):
             types = torch.tensor(
                 [[int(second is not None and at >= second) for at in range(len(prompt))]]
@@ -172,7 +174,9 @@ def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
     with started(tmp_path) as bench:
         for index, prompt in enumerate(prompts):
             bench.add(str(index), prompt, pooling=RowPooling("token_embed", activate=False))
-        found = bench.run({str(index): len(prompt) for index, prompt in enumerate(prompts)}).pooled
+        found = bench.run({str(index): len(prompt) for index, prompt in enumerate(prompts)}).values(
+            Pooled
+        )
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
         with torch.no_grad():
@@ -189,7 +193,9 @@ def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(
     with started(tmp_path, max_model_len=None) as bench:
         assert bench.capacity.max_model_len == 64
         bench.add("long", prompt, room=0, pooling=RowPooling("token_embed", activate=False))
-        assert_rounded(bench.run({"long": 64}).pooled[0], states(model, prompt).numpy(), ROUNDINGS)
+        assert_rounded(
+            bench.run({"long": 64}).values(Pooled)[0], states(model, prompt).numpy(), ROUNDINGS
+        )
 
 
 def test_a_request_holds_one_page_of_no_bytes_as_its_seat(tmp_path: Path) -> None:

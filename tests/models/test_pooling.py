@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Executor, RowPooling
+from dovetail.api.executor import Executor, Pooled, RowPooling
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail_executors.local import LocalExecutor
@@ -55,9 +55,9 @@ def pooled(
         counts = {name: min(count, chunk or count) for name, count in left.items()}
         result = bench.run(counts)
         found |= {
-            name: result.pooled[index]
+            name: result.values(Pooled)[index]
             for index, name in enumerate(counts)
-            if index in result.pooled
+            if index in result.values(Pooled)
         }
         left = {name: count - counts[name] for name, count in left.items() if count > counts[name]}
     bench.remove(*found)

@@ -26,7 +26,7 @@ from dovetail.runtime.draft_model import DraftModel
 from dovetail.runtime.features import Proposes, StepFeature
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.logits import LogitsProcessors
-from dovetail.runtime.prompt_logprobs import PromptLogprobs
+from dovetail.runtime.prompt_logprobs import RowsWithPromptLogprobs
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.sampling import Sampling
@@ -288,7 +288,7 @@ class Bench:
             self.sampler = self.sampler if sampler is None else sampler  # type: ignore[assignment]
             self.sampling = Sampling(self.sampler, self.rows, VOCAB, processors)
         self.model = self.model if model is None else model
-        own = [*features, *self.features, PromptLogprobs(self.rows, VOCAB)]
+        own = [*features, *self.features, RowsWithPromptLogprobs(self.rows, VOCAB)]
         self.runner = Runner(self.model, self.backend, self.pool, self.sampling, WallClock(), own)
 
     @property

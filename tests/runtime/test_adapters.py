@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dovetail.api.executor import AdapterLoad
+from dovetail.api.executor import AdapterLoad, AdapterRows
 from dovetail.api.model import WeightRule
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -68,9 +68,10 @@ def generated(
     bench: Bench, slots: list[int], loads: tuple[AdapterLoad, ...], steps: int = 4
 ) -> list[list[int]]:
     """The tokens of a row for each slot, all with the same prompt."""
-    added = [replace(bench.new(row, [3, 1, 4]), adapter=slot) for row, slot in enumerate(slots)]
+    added = [bench.new(row, [3, 1, 4]) for row in range(len(slots))]
+    part = AdapterRows(loads, {row: slot for row, slot in enumerate(slots) if slot})
     batch = bench.batch(dict.fromkeys(range(len(slots)), 3), added, [], [])
-    results = [bench.runner.collect(bench.runner.submit(replace(batch, adapters=loads)))]
+    results = [bench.runner.collect(bench.runner.submit(replace(batch, parts=(part,))))]
     results += [bench.run(dict.fromkeys(range(len(slots)), 1)) for _ in range(steps)]
     return [[int(result.token_ids[row]) for result in results] for row in range(len(slots))]
 

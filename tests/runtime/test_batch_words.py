@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import (
     AdapterLoad,
+    AdapterRows,
     Batch,
     Drafts,
     Masks,
     NewRow,
+    PoolingRows,
     RowCheckpoint,
     RowPooling,
 )
@@ -46,10 +48,17 @@ new_rows = st.builds(
     prompt_len=numbers,
     computed=numbers,
     pages=st.lists(arrays, max_size=3).map(tuple),
-    sampling=samplings,
-    pooling=st.none()
-    | st.builds(RowPooling, st.just("embed"), st.none() | st.integers(1, 99), st.booleans()),
-    adapter=numbers,
+    sampling=st.none() | samplings,
+)
+pooling = st.builds(RowPooling, st.just("embed"), st.none() | st.integers(1, 99), st.booleans())
+loads = st.builds(AdapterLoad, numbers, st.text(max_size=9), st.text(max_size=9))
+parts = st.tuples() | st.tuples(
+    st.builds(PoolingRows, st.dictionaries(numbers, pooling, max_size=2), arrays),
+    st.builds(
+        AdapterRows,
+        st.lists(loads, max_size=2).map(tuple),
+        st.dictionaries(numbers, numbers, max_size=2),
+    ),
 )
 
 
@@ -79,15 +88,7 @@ def batches(draw: st.DrawFn) -> Batch:
         yields_token=np.array([row[2] for row in rows], np.bool_),
         shared_prefix_blocks=draw(numbers),
         late=draw(st.booleans()),
-        pooled=draw(st.none() | arrays),
-        adapters=tuple(
-            draw(
-                st.lists(
-                    st.builds(AdapterLoad, numbers, st.text(max_size=9), st.text(max_size=9)),
-                    max_size=2,
-                )
-            )
-        ),
+        parts=draw(parts),
         drafts=draw(
             st.none()
             | st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).map(drafted)
@@ -108,6 +109,8 @@ def values(one: Any) -> list[Any]:
 def as_lists(value: Any) -> Any:
     if isinstance(value, RowCheckpoint):
         return [as_lists(part) for part in (value.row, value.tokens, value.pages)]
+    if isinstance(value, PoolingRows):
+        return [value.added, as_lists(value.due)]
     if isinstance(value, Drafts):
         return [as_lists(value.counts), as_lists(value.token_ids)]
     if isinstance(value, tuple):

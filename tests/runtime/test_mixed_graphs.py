@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from dovetail.api.attention import (
     AttentionBackend,
 )
-from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask, RowPooling
+from dovetail.api.executor import (
+    Pooled,
+    PoolingCapacity,
+    PoolingMethod,
+    PoolingRows,
+    PoolingTask,
+    PromptLogprobs,
+    RowPooling,
+)
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.runtime import graphs as graphs_module
@@ -145,7 +153,9 @@ def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_o
     alone = Bench()
     expected = alone.run({0: len(prompt)}, [alone.new(0, prompt, RowSampling(prompt_logprobs=2))])
     assert_rounded(
-        result.prompt_logprobs[0].logprobs, expected.prompt_logprobs[0].logprobs, ROUNDINGS
+        result.values(PromptLogprobs)[0].logprobs,
+        expected.values(PromptLogprobs)[0].logprobs,
+        ROUNDINGS,
     )
     bench.run({0: 1, 1: 5}, [bench.new(1, prompt[:5])])
     assert backend.planned[-1].mixed_graph, "its prompt is computed"
@@ -214,11 +224,9 @@ def pooled_in_chunks(
     bench.runner.graphs = graphs
     added = [
         bench.new(3, PROMPTS[0]),
-        *(
-            replace(bench.new(row, prompt), pooling=RowPooling(task))
-            for row, (prompt, task) in enumerate(zip(PROMPTS, tasks, strict=True))
-        ),
+        *(replace(bench.new(row, prompt), sampling=None) for row, prompt in enumerate(PROMPTS)),
     ]
+    pooling = {row: RowPooling(task) for row, task in enumerate(tasks)}
     left = {3: len(PROMPTS[0]), **{row: len(prompt) for row, prompt in enumerate(PROMPTS)}}
     found: dict[int, Any] = {}
     while any(row < 3 for row in left):
@@ -229,10 +237,12 @@ def pooled_in_chunks(
         batch = replace(
             batch,
             yields_token=batch.yields_token & ~pools,
-            pooled=np.array(due, np.int32) if due else None,
+            parts=(PoolingRows(pooling if added else {}, np.array(due, np.int32)),),
         )
         result = bench.runner.collect(bench.runner.submit(batch))
-        found |= {row: result.pooled[index] for index, row in enumerate(work) if index in due}
+        found |= {
+            row: result.values(Pooled)[index] for index, row in enumerate(work) if index in due
+        }
         left = {row: count - work[row] for row, count in left.items() if count > work[row]}
         left = {3: 1, **left}  # it goes on
         added = []

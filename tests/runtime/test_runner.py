@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.api.executor import PromptLogprobs
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
@@ -105,7 +106,7 @@ def test_a_row_given_to_another_request_remembers_nothing() -> None:
     decode(bench, [0], 5)
     result = bench.run({0: 2}, [bench.new(0, PROMPTS[1])], removed=[0])
     assert [int(result.token_ids[0]), *decode(bench, [0], 3)[0]] == generate(PROMPTS[1], 4)
-    assert result.prompt_logprobs == {}
+    assert result.values(PromptLogprobs) == {}
 
 
 def test_a_preempted_request_continues_with_the_same_tokens() -> None:
@@ -187,10 +188,10 @@ def test_prompt_logprobs_are_those_of_the_prompt_however_it_is_cut(
         result = bench.run({**({1: 2} if added else {}), 0: min(chunk, len(prompt) - start)}, added)
         parts += [
             logprobs
-            for index, logprobs in result.prompt_logprobs.items()
+            for index, logprobs in result.values(PromptLogprobs).items()
             if index == len(result.token_ids) - 1
         ]
-        assert len(result.prompt_logprobs) <= 1
+        assert len(result.values(PromptLogprobs)) <= 1
         added = []
     whole = Bench()
     whole.run({0: len(prompt)}, [whole.new(0, prompt)])

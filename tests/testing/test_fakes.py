@@ -12,11 +12,14 @@ from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import (
     AdapterLoad,
+    AdapterRows,
     Batch,
     ExecutorConfig,
     ExecutorContext,
     NewRow,
+    Pooled,
     PoolingCapacity,
+    PoolingRows,
     RowPooling,
 )
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCopy
@@ -49,6 +52,10 @@ def row(
         (np.array(blocks, np.int32),),
         RowSampling(),
     )
+
+
+def adapters(slots: dict[int, int], *loads: AdapterLoad) -> tuple[AdapterRows]:
+    return (AdapterRows(loads, slots),)
 
 
 def batch(
@@ -87,7 +94,7 @@ def test_tokens_are_a_function_of_what_came_before() -> None:
 def test_tokens_depend_on_the_adapter_in_the_row_s_slot() -> None:
     fake, tokens = executor(max_adapters=2), []
     loads = (AdapterLoad(1, "", "one"), AdapterLoad(2, "", "other"))
-    fake.submit(batch(0, [0], [5], added=(replace(row(), adapter=2),), adapters=loads))
+    fake.submit(batch(0, [0], [5], added=(row(),), parts=adapters({0: 2}, *loads)))
     for step in range(3):
         tokens += fake.collect(step).token_ids.tolist()
         fake.submit(batch(step + 1, [0], [1]))
@@ -104,8 +111,8 @@ def test_wrong_use_of_slots_is_refused(slot: int, loaded: int, rule: str) -> Non
                 0,
                 [0],
                 [5],
-                added=(replace(row(), adapter=slot),),
-                adapters=(AdapterLoad(loaded, "", "one"),),
+                added=(row(),),
+                parts=adapters({0: slot}, AdapterLoad(loaded, "", "one")),
             ),
         )
 
@@ -113,20 +120,18 @@ def test_wrong_use_of_slots_is_refused(slot: int, loaded: int, rule: str) -> Non
 def test_a_slot_keeps_its_adapter_while_a_row_uses_it() -> None:
     fake = executor(max_adapters=2)
     fake.submit(
-        batch(
-            0, [0], [5], added=(replace(row(), adapter=1),), adapters=(AdapterLoad(1, "", "one"),)
-        )
+        batch(0, [0], [5], added=(row(),), parts=adapters({0: 1}, AdapterLoad(1, "", "one")))
     )
     with pytest.raises(DovetailError, match="keeps its adapter"):
-        fake.submit(batch(1, [0], [1], adapters=(AdapterLoad(1, "", "other"),)))
+        fake.submit(batch(1, [0], [1], parts=adapters({}, AdapterLoad(1, "", "other"))))
 
 
 def test_another_adapter_s_keys_and_values_are_never_read() -> None:
     fake = executor(max_adapters=2)
     loads = (AdapterLoad(1, "", "one"), AdapterLoad(2, "", "other"))
-    fake.submit(batch(0, [0], [5], added=(replace(row(), adapter=1),), adapters=loads))
+    fake.submit(batch(0, [0], [5], added=(row(),), parts=adapters({0: 1}, *loads)))
     with pytest.raises(DovetailError, match="another sequence's K and V"):
-        fake.submit(batch(1, [1], [1], added=(replace(row(1, computed=4), adapter=2),)))
+        fake.submit(batch(1, [1], [1], added=(row(1, computed=4),), parts=adapters({1: 2})))
 
 
 def test_time_passes_as_on_a_device() -> None:
@@ -241,8 +246,13 @@ MEAN = PoolingCapacity(("embed", "token_embed", "classify"), "mean", size=3, lab
 EMBED = RowPooling("embed")
 
 
-def pooling_row(pooling: RowPooling = EMBED, **fields: Any) -> NewRow:
-    return replace(row(**fields), pooling=pooling)
+def pooling_row(**fields: Any) -> NewRow:
+    return replace(row(**fields), sampling=None)
+
+
+def pools(*due: int, new: RowPooling | None = EMBED) -> tuple[PoolingRows]:
+    """Row 0 is new and pools, unless `new` is None."""
+    return (PoolingRows({} if new is None else {0: new}, np.array(due, np.int32)),)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +265,15 @@ def pooling_row(pooling: RowPooling = EMBED, **fields: Any) -> NewRow:
     ],
 )
 def test_a_row_pools_at_the_end_of_its_prompt(pooling: RowPooling, shape: tuple[int, ...]) -> None:
-    fake, due = executor(pooling=MEAN), np.array([0])
-    fake.submit(batch(0, [0], [3], [False], added=(pooling_row(pooling),)))
-    fake.submit(batch(1, [0, 1], [2, 5], [False, True], added=(row(1, blocks=(2, 3)),), pooled=due))
-    assert not fake.collect(0).pooled
+    fake, other = executor(pooling=MEAN), row(1, blocks=(2, 3))
+    fake.submit(batch(0, [0], [3], [False], added=(pooling_row(),), parts=pools(new=pooling)))
+    due = pools(0, new=None)
+    fake.submit(batch(1, [0, 1], [2, 5], [False, True], added=(other,), parts=due))
+    assert not fake.collect(0).parts
     result = fake.collect(1)
-    assert [*result.pooled] == [0]
-    assert result.pooled[0].shape == shape
-    np.testing.assert_array_equal(result.pooled[0], expected_pooled(PROMPT, pooling, MEAN))
+    ((index, found),) = result.values(Pooled).items()
+    assert (index, found.shape) == (0, shape)
+    np.testing.assert_array_equal(found, expected_pooled(PROMPT, pooling, MEAN))
     assert result.token_ids.tolist() == [-1, *expected_tokens(PROMPT, 1)]
 
 
@@ -271,7 +282,7 @@ def test_a_row_pools_at_the_end_of_its_prompt(pooling: RowPooling, shape: tuple[
     [
         (
             None,
-            batch(0, [0], [5], [False], added=(pooling_row(),), pooled=np.array([0])),
+            batch(0, [0], [5], [False], added=(pooling_row(),), parts=pools(0)),
             "a task that the model can serve",
         ),
         (
@@ -281,26 +292,30 @@ def test_a_row_pools_at_the_end_of_its_prompt(pooling: RowPooling, shape: tuple[
                 [0],
                 [5],
                 [False],
-                added=(pooling_row(RowPooling("token_classify")),),
-                pooled=np.array([0]),
+                added=(pooling_row(),),
+                parts=pools(0, new=RowPooling("token_classify")),
             ),
             "a task that the model can serve",
         ),
-        (MEAN, batch(0, [0], [5], added=(pooling_row(),), pooled=np.array([0])), "yields no token"),
-        (MEAN, batch(0, [0], [5], [False], added=(pooling_row(),)), "exactly when they end"),
+        (MEAN, batch(0, [0], [5], added=(pooling_row(),), parts=pools(0)), "yields no token"),
         (
             MEAN,
-            batch(0, [0], [4], [False], added=(pooling_row(),), pooled=np.array([0])),
+            batch(0, [0], [5], [False], added=(pooling_row(),), parts=pools()),
             "exactly when they end",
         ),
         (
             MEAN,
-            batch(0, [0], [1], [False], added=(pooling_row(computed=4),), pooled=np.array([0])),
+            batch(0, [0], [4], [False], added=(pooling_row(),), parts=pools(0)),
+            "exactly when they end",
+        ),
+        (
+            MEAN,
+            batch(0, [0], [1], [False], added=(pooling_row(computed=4),), parts=pools(0)),
             "starts without computed tokens",
         ),
         (
             replace(MEAN, indivisible=True),
-            batch(0, [0], [4], [False], added=(pooling_row(),)),
+            batch(0, [0], [4], [False], added=(pooling_row(),), parts=pools()),
             "computed in one step",
         ),
         (replace(MEAN, generates=False), batch(0, [0], [5], added=(row(),)), "generates nothing"),

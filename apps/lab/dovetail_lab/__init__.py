@@ -12,7 +12,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="simulated",
             target="dovetail_lab.simulated:SimulatedExecutor",
-            api="0.8",
+            api="0.9",
             options="dovetail_lab.simulated:SimulatedOptions",
             summary="Simulation: a step-time model advances a virtual clock, without a model",
         ),

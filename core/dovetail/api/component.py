@@ -41,7 +41,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "model": "0.4",
     "sampler": "0.4",
     "grammar": "0.1",
-    "executor": "0.8",
+    "executor": "0.9",
     "observer": "0.2",
     "drafter": "0.2",
     "tokenizer": "0.1",

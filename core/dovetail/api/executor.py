@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Int32 = NDArray[np.int32]
     UInt32 = NDArray[np.uint32]
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +236,7 @@ class NewRow:
     computed: int  # leading tokens whose K and V are in its blocks already
     # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and never read. Of a recurrent group, one block
     pages: tuple[Int32, ...]
-    sampling: RowSampling
-    pooling: RowPooling | None = (
-        None  # not None: it yields no token, but once its prompt is computed what it pools (`Batch.pooled`)
-    )
-    adapter: int = 0  # slot of its LoRA adapter; 0: none
+    sampling: RowSampling | None  # None: it yields no token, but what a part of the batch says
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +248,47 @@ class AdapterLoad:
     slot: int  # 1 or more
     path: str
     digest: str  # of the adapter's content: a name for what was prepared earlier for the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """`TopLogprobs` as host arrays: [n, 1 + k] ids, [n, 1 + k] logprobs, [n] ranks."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRows:
+    """Part of a batch: rows that pool. Once its prompt is computed such a row yields what it pools."""
+
+    added: Mapping[int, RowPooling]  # of rows in `Batch.added`, which have no `sampling`
+    due: Int32  # [any] ascending indices of `Batch.rows` that end their prompts: results are due
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Part of a batch: what changes in the device's bank of adapters, and the rows that use it."""
+
+    loads: tuple[AdapterLoad, ...]  # written before anything is computed
+    slots: Mapping[int, int]  # of rows in `Batch.added`; others have no adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Part of a result: what rows pooled, by index in the batch. [size], or [prompt tokens, size] of
+    tasks that begin with "token_"."""
+
+    values: Mapping[int, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Part of a result: by index in the batch, the log-probabilities of the token *after* each
+    computed one (n = num_tokens, one less at the end of the known tokens)."""
+
+    values: Mapping[int, HostLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +336,13 @@ class Batch:
     ] = ()  # at most one per row of `rows`, and none of a row with drafts
     late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
     drafts: Drafts | None = None  # None: no row has any
-    pooled: Int32 | None = (
-        None  # [any] ascending indices of `rows` whose results are due: they end their prompts, and yield no token
-    )
-    adapters: tuple[AdapterLoad, ...] = ()  # written before anything is computed
+    # What features of some steps need, one object of a type each: `PoolingRows`, `AdapterRows`, and those of plugins. An executor is only given
+    # parts of features that its `Capacity` declares
+    parts: tuple[Any, ...] = ()
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return the part of that type; None if there is none."""
+        return _part_of(self.parts, kind)
 
     @property
     def num_lines(self) -> Int32:
@@ -322,15 +364,6 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True)
-class HostLogprobs:
-    """`TopLogprobs` as host arrays: [n, 1 + k] ids, [n, 1 + k] logprobs, [n] ranks."""
-
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    ranks: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """Results of a batch, owned by the core: later steps don't change them. Times are seconds on the engine's clock at which the device began and
     ended the step."""
@@ -343,19 +376,34 @@ class Result:
     ended: float
     # one row per yielded token, in order; columns beyond those that a row requests are undefined, all if it requests none
     logprobs: HostLogprobs | None = None
-    # index in the batch -> logprobs of the token *after* each computed one (n = num_tokens, one less at the end of the known tokens)
-    prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(
         default_factory=dict
     )  # index in the batch -> why this row failed; the others are valid
-    # index in the batch -> the result of a row in `Batch.pooled`: [size], or [prompt tokens, size] of tasks that begin with "token_"
-    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
     counts: Int32 | None = (
         None  # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has `drafts`
     )
     graphs: tuple[
         str, ...
     ] = ()  # kinds of the recorded graphs that the step replayed, in order; the rest was launched kernel by kernel
+    parts: tuple[
+        Any, ...
+    ] = ()  # results of features, one object of a type each: `Pooled`, `PromptLogprobs`
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return the part of that type; None if there is none."""
+        return _part_of(self.parts, kind)
+
+    def values(self, kind: type[Pooled] | type[PromptLogprobs]) -> Mapping[int, Any]:
+        """Return the values of the part of that type, by index in the batch."""
+        part = self.part(kind)
+        return {} if part is None else part.values
+
+
+def _part_of(parts: tuple[Any, ...], kind: type[Part]) -> Part | None:
+    for part in parts:
+        if type(part) is kind:
+            return part
+    return None
 
 
 class Executor(ABC):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dovetail.api.executor import AdapterLoad, Batch
+from dovetail.api.executor import AdapterLoad, AdapterRows, Batch
 from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Refusal
 from dovetail.engine.feature import EngineFeature
@@ -167,15 +167,10 @@ class AdapterSlots(EngineFeature):
     def fill(
         self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
     ) -> Batch:
-        slots = [self.slot_of(request) for request in added]
-        if not any(slots) and not self._changed:
+        slots = {request.row: slot for request in added if (slot := self.slot_of(request))}
+        if not slots and not self._changed:
             return batch
-        rows = zip(batch.added, slots, strict=True)
-        return replace(
-            batch,
-            added=tuple(replace(row, adapter=slot) for row, slot in rows),
-            adapters=self.take_loads(),
-        )
+        return replace(batch, parts=(*batch.parts, AdapterRows(self.take_loads(), slots)))
 
     def slot_of(self, request: LiveRequest) -> int:
         """Return the number of the slot that a running request uses; 0: none."""
@@ -199,7 +194,8 @@ class AdapterSlots(EngineFeature):
         self._collected = flight.index
 
     def observed(self, flight: InFlightStep, event: StepFinished) -> StepFinished:
-        return replace(event, adapter_loads=len(flight.batch.adapters))
+        part = flight.batch.part(AdapterRows)
+        return replace(event, adapter_loads=0 if part is None else len(part.loads))
 
     def forget(self) -> None:
         """Note that all slots are empty: another executor has a bank of its own."""

@@ -6,7 +6,7 @@ from dovetail.api.executor import Capacity
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.pooling import Pooling
-from dovetail.engine.prompt_logprobs import PromptLogprobs
+from dovetail.engine.prompt_logprobs import DeliversPromptLogprobs
 
 
 def features_of(capacity: Capacity, slot_wait_s: float = 0.0) -> list[EngineFeature]:
@@ -14,7 +14,7 @@ def features_of(capacity: Capacity, slot_wait_s: float = 0.0) -> list[EngineFeat
 
     `slot_wait_s`: an adapter that waits longer than this for a slot is preferred.
     """
-    features: list[EngineFeature] = [PromptLogprobs()]
+    features: list[EngineFeature] = [DeliversPromptLogprobs()]
     if capacity.pooling is not None:
         features.append(Pooling())
     if capacity.adapters is not None:

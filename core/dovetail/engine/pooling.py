@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dovetail.api.executor import Batch
+from dovetail.api.executor import Batch, Pooled, PoolingRows
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
@@ -35,18 +35,17 @@ class Pooling(EngineFeature):
         due = [i for i, r in enumerate(requests) if r.pooling is not None and r.yields_token]
         yields_token = batch.yields_token.copy()
         yields_token[due] = False
-        rows = zip(batch.added, added, strict=True)
+        pooling = {request.row: request.pooling for request in added if request.pooling is not None}
+        part = PoolingRows(pooling, np.array(due, np.int32))
+        rows = (replace(row, sampling=None) if row.row in pooling else row for row in batch.added)
         return replace(
-            batch,
-            added=tuple(replace(row, pooling=request.pooling) for row, request in rows),
-            yields_token=yields_token,
-            pooled=np.array(due, np.int32) if due else None,
+            batch, added=tuple(rows), yields_token=yields_token, parts=(*batch.parts, part)
         )
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
-        result = flight.result
-        due = [] if flight.batch.pooled is None else flight.batch.pooled.tolist()
-        if missing := {*due} - {*result.pooled, *result.failed}:
+        part, pooled = flight.batch.part(PoolingRows), flight.result.values(Pooled)
+        due = [] if part is None else part.due.tolist()
+        if missing := {*due} - {*pooled, *flight.result.failed}:
             raise DovetailError(
                 f"step {flight.index}: the executor returned no pooled result of rows "
                 f"{sorted(missing)}"
@@ -57,5 +56,5 @@ class Pooling(EngineFeature):
                 continue
             request.in_flight -= 1
             request.first_token_time = request.last_token_time = flight.results_at
-            delivery.pooled.append((request, result.pooled[index]))
+            delivery.pooled.append((request, pooled[index]))
             delivery.finished[request] = Finish("stop")

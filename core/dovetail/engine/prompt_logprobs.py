@@ -1,18 +1,18 @@
-"""`PromptLogprobs`: delivers the log-probabilities of prompt tokens, each once."""
+"""`DeliversPromptLogprobs`: delivers the log-probabilities of prompt tokens, each once."""
 
 from __future__ import annotations
 
-from dovetail.api.executor import HostLogprobs
+from dovetail.api.executor import HostLogprobs, PromptLogprobs
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 
 
-class PromptLogprobs(EngineFeature):
+class DeliversPromptLogprobs(EngineFeature):
     """The executor computes them for each row whose sampling parameters ask for them."""
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
-        for index, logprobs in flight.result.prompt_logprobs.items():
+        for index, logprobs in flight.result.values(PromptLogprobs).items():
             request = flight.requests[index]
             if request.status is Status.FINISHED or index in flight.result.failed:
                 continue

@@ -76,6 +76,13 @@ CHANGES: tuple[ApiChange, ...] = (
     ),
     ApiChange("executor", "0.7", "0.8", "nothing; Result.graphs is optional"),
     ApiChange(
+        "executor",
+        "0.8",
+        "0.9",
+        "read PoolingRows and AdapterRows from Batch.part(), return Pooled and PromptLogprobs in Result.parts; NewRow.sampling may be None",
+        refused=True,
+    ),
+    ApiChange(
         "observer",
         "0.1",
         "0.2",

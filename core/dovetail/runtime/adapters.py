@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from dovetail.api.executor import AdapterCapacity, AdapterLoad, Batch
+from dovetail.api.executor import AdapterCapacity, AdapterLoad, AdapterRows, Batch
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.adapters import LayerAdapters, Outputs, StepAdapters
 from dovetail.nn.embedding import LMHead
@@ -157,6 +157,7 @@ class AdapterBank:
             raise DovetailError(f"slot {slot} holds no adapter")
 
 
+NONE = AdapterRows((), {})
 COLUMN = "adapter"  # of `RowState`: the slots of the rows' adapters
 
 
@@ -185,11 +186,13 @@ class Adapters(StepFeature[Literal[True]]):
         self._of_rows = np.zeros(rows.max_rows, np.int32)  # equals the column
 
     def begin(self, step: Step) -> Literal[True] | None:
-        for load in step.batch.adapters:
+        part = step.batch.part(AdapterRows) or NONE
+        for load in part.loads:
             self.bank.load(load)
         for new in step.batch.added:
-            self.bank.check(new.adapter)
-            self._of_rows[new.row] = new.adapter
+            slot = part.slots.get(new.row, 0)
+            self.bank.check(slot)
+            self._of_rows[new.row] = slot
         return True if self._of_rows[step.batch.rows].any() else None
 
     def changes_logits(self, rows: NDArray[Any]) -> bool:
@@ -200,7 +203,7 @@ class Adapters(StepFeature[Literal[True]]):
     def biggest(self, batch: Batch) -> Iterator[Batch]:
         """Yield the step with an adapter in each row: layers keep what they don't fuse."""
         self.bank.held[1] = ""
-        yield replace(batch, added=tuple(replace(new, adapter=1) for new in batch.added))
+        yield replace(batch, parts=(AdapterRows((), {new.row: 1 for new in batch.added}),))
         self.bank.held.clear()
 
     @property
@@ -212,13 +215,18 @@ class Adapters(StepFeature[Literal[True]]):
         return {"adapters": str(self.bank)}
 
 
+def _slots_of(batch: Batch) -> list[int]:
+    slots = (batch.part(AdapterRows) or NONE).slots
+    return [slots.get(new.row, 0) for new in batch.added]
+
+
 @dataclass(frozen=True)
 class AdapterPlan(FeaturePlan):
     """A bank of `slots`, for adapters of ranks up to `max_rank`."""
 
     slots: int
     max_rank: int
-    columns = {COLUMN: lambda batch: [new.adapter for new in batch.added]}  # noqa: RUF012
+    columns = {COLUMN: _slots_of}  # noqa: RUF012
 
     def build(self, loaded: Loaded) -> Adapters:
         dtype, device = loaded.plan.dtype, loaded.device
@@ -230,10 +238,9 @@ class NoAdapters(StepFeature[None]):
     """Refuses batches with adapters: the device has no bank."""
 
     def begin(self, step: Step) -> None:
-        batch = step.batch
-        if batch.adapters or any(new.adapter for new in batch.added):
+        if step.batch.part(AdapterRows) is not None:
             raise DovetailError(
-                f"step {batch.step} has adapters, and the executor has no slots for any "
+                f"step {step.number} has adapters, and the executor has no slots for any "
                 "(max_adapters is 0)"
             )
 

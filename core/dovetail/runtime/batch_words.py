@@ -1,13 +1,13 @@
 """Serializes a `Batch` and its `Masks` as 32-bit words for other ranks: numbers are copied directly, without a Python object for each.
 
-What rows start with (what they sample or pool, their slots) is pickled together, as are adapters: it has many types, and a row starts only once.
+What rows sample by, and the parts of features, are pickled together: they have many types, and most steps have none.
 
-    step (two words), shared blocks, 1 if late, drafts (-1: none), pooled (-1: none), then the number of each, and of the pages of a checkpoint
+    step (two words), shared blocks, 1 if late, drafts (-1: none), then the number of each, and of the pages of a checkpoint
     removed | new_pages (group, row, page, …) | copies (src, dst, …) | checkpoints (row, tokens, pages …) | rows | num_tokens | yields_token
-    with drafts, their number in each row | drafts | pooled
+    with drafts, their number in each row | drafts
     for each of `added`: row, prompt_len, computed; number of tokens, of bytes of its id, and of groups
     for each of these the pages in each group | all tokens | all pages | all ids
-    with `added` or `adapters`, sampling, pooling and slot of each of `added`, and the adapters, pickled
+    with `added` or `parts`, sampling of each of `added`, and the parts, pickled
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.executor import AdapterLoad, Batch, Drafts, Masks, NewRow, RowCheckpoint
+from dovetail.api.executor import Batch, Drafts, Masks, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import PageCopy
 
 Words = NDArray[np.int32]
 
-_HEAD, _NEW = 14, 6  # words
+_HEAD, _NEW = 13, 6  # words
 
 
 def to_words(batch: Batch) -> list[Words]:
@@ -47,21 +47,16 @@ def to_words(batch: Batch) -> list[Words]:
     body += [batch.rows, batch.num_tokens, batch.yields_token.astype(np.int32)]
     if batch.drafts is not None:
         body += [batch.drafts.counts, batch.drafts.token_ids]
-    if batch.pooled is not None:
-        body.append(batch.pooled)
     pickled = b""
     if batch.added:
         body += _added_words(batch.added)
-    if batch.added or batch.adapters:
-        pickled = pickle.dumps(
-            ([(new.sampling, new.pooling, new.adapter) for new in batch.added], batch.adapters),
-            pickle.HIGHEST_PROTOCOL,
-        )
+    if batch.added or batch.parts:
+        started = [new.sampling for new in batch.added], batch.parts
+        pickled = pickle.dumps(started, pickle.HIGHEST_PROTOCOL)
         body.append(_bytes_words(pickled))
     drafts = -1 if batch.drafts is None else len(batch.drafts.token_ids)
-    pooled = -1 if batch.pooled is None else len(batch.pooled)
     head = np.array(
-        [0, 0, batch.shared_prefix_blocks, batch.late, drafts, pooled, *lens, len(pickled)],
+        [0, 0, batch.shared_prefix_blocks, batch.late, drafts, *lens, len(pickled)],
         np.int32,
     )
     head[:2] = np.array([batch.step], np.int64).view(
@@ -73,9 +68,9 @@ def to_words(batch: Batch) -> list[Words]:
 def from_words(words: Words) -> Batch:
     """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, late, drafts, pooled, removed, new_pages, copies, saved, pages, rows, added, pickled = (
-        words[2:_HEAD].tolist()
-    )
+    shared, late, drafts, removed, new_pages, copies, saved, pages, rows, added, pickled = words[
+        2:_HEAD
+    ].tolist()
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
@@ -88,10 +83,9 @@ def from_words(words: Words) -> Batch:
         "num_tokens": reader.take(rows),
         "yields_token": reader.take(rows).astype(np.bool_),
         "drafts": None if drafts < 0 else Drafts(reader.take(rows), reader.take(drafts)),
-        "pooled": None if pooled < 0 else reader.take(pooled),
     }
     if added or pickled:
-        fields["added"], fields["adapters"] = _started(reader, added, pickled)
+        fields["added"], fields["parts"] = _started(reader, added, pickled)
     return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), **{"added": (), **fields})
 
 
@@ -154,22 +148,22 @@ def _added_words(added: Sequence[NewRow]) -> list[Words]:
 
 def _started(
     reader: _Reader, count: int, pickled: int
-) -> tuple[tuple[NewRow, ...], tuple[AdapterLoad, ...]]:
-    """Return `count` new rows and the adapters; `pickled`: bytes."""
+) -> tuple[tuple[NewRow, ...], tuple[Any, ...]]:
+    """Return `count` new rows and the parts; `pickled`: bytes."""
     heads = reader.take(_NEW * count).reshape(count, _NEW).tolist()
     counts = [reader.take(head[5]).tolist() for head in heads]
     tokens = [reader.take(head[3]) for head in heads]
     tables = [tuple(map(reader.take, own)) for own in counts]
     ids, at = reader.take_bytes(sum(head[4] for head in heads)), 0
-    starts, adapters = pickle.loads(reader.take_bytes(pickled))
+    samplings, parts = pickle.loads(reader.take_bytes(pickled))
     added = []
-    for (row, prompt_len, computed, _, length, _), own, pages, (sampling, pooling, slot) in zip(
-        heads, tokens, tables, starts, strict=True
+    for (row, prompt_len, computed, _, length, _), own, pages, sampling in zip(
+        heads, tokens, tables, samplings, strict=True
     ):
         name = ids[at : at + length].decode("utf-8", "surrogatepass")
         at += length
-        added.append(NewRow(row, name, own, prompt_len, computed, pages, sampling, pooling, slot))
-    return tuple(added), adapters
+        added.append(NewRow(row, name, own, prompt_len, computed, pages, sampling))
+    return tuple(added), parts
 
 
 def _bytes_words(data: bytes) -> Words:

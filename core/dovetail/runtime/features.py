@@ -71,7 +71,6 @@ class StepFeature(ABC, Generic[Note]):
 
     axis: str | None = None  # its device work is only in recordings with this name
     reads_states: bool = False  # True: no step with a note is replayed as a whole
-    result: str = ""  # field of `Result` for what `collect` returns, by index in the batch
     work: DeviceWork | None = None  # None: nothing for the device
 
     @abstractmethod
@@ -94,10 +93,10 @@ class StepFeature(ABC, Generic[Note]):
         """Return True if the logits of any of these rows need its device work around them."""
         return False
 
-    def collect(self, step: Step, note: Note, failed: dict[int, str]) -> Mapping[int, Any]:
-        """Return results by index in the batch, once the device has passed the step. May add rows
-        to `failed`, index in the batch -> reason."""
-        return {}
+    def collect(self, step: Step, note: Note, failed: dict[int, str]) -> Any | None:
+        """Return a part of the result, once the device has passed the step; None: there is none. May
+        add rows to `failed`, index in the batch -> reason."""
+        return None
 
     def biggest(self, batch: Batch) -> Iterator[Batch]:
         """Yield steps of the largest memory, made of the plain one, to be measured at start."""

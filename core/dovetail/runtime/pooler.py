@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, NewRow, PoolingCapacity, RowPooling
+from dovetail.api.executor import (
+    Batch,
+    NewRow,
+    Pooled,
+    PoolingCapacity,
+    PoolingRows,
+    RowPooling,
+)
 from dovetail.api.model import HeadLayer
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.runtime.features import FeaturePlan, FinalStates, Loaded, StepFeature, Wanted
@@ -113,7 +120,7 @@ class PooledStep:
 class Pooler(StepFeature[PooledStep]):
     """Rows that pool, of one device. Its memory is allocated when first needed."""
 
-    reads_states, result = True, "pooled"
+    reads_states = True
 
     def __init__(
         self,
@@ -144,24 +151,26 @@ class Pooler(StepFeature[PooledStep]):
         each token, if it can."""
         if not self.plan.capacity.generates:
             pooling = RowPooling(self.plan.capacity.tasks[-1])
-            added = tuple(replace(new, pooling=pooling) for new in batch.added)
+            added = tuple(replace(new, sampling=None) for new in batch.added)
             index, none = np.arange(len(batch.rows), dtype=np.int32), np.zeros(len(added), np.bool_)
-            yield replace(batch, added=added, pooled=index, yields_token=none)
+            rows = PoolingRows({new.row: pooling for new in added}, index)
+            yield replace(batch, added=added, yields_token=none, parts=(rows,))
 
     def begin(self, step: Step) -> PooledStep | None:
         """Raises `DovetailError` if a row wants what this model can't serve, or the result of a row
         is due that doesn't pool."""
-        batch = step.batch
+        batch, part = step.batch, step.batch.part(PoolingRows)
         for row in batch.removed.tolist():
             self._rows.pop(row, None)
-        for new in batch.added:
-            if new.pooling is not None:
-                self._check(new, new.pooling)
-                self._rows[new.row] = _Row(new.pooling)
-        if not self._rows and batch.pooled is None:
+        if part is not None:
+            for new in batch.added:
+                if (pooling := part.added.get(new.row)) is not None:
+                    self._check(new, pooling)
+                    self._rows[new.row] = _Row(pooling)
+        due = frozenset(() if part is None else part.due.tolist())
+        if not self._rows and not due:
             return None
         indices = [i for i, number in enumerate(batch.rows.tolist()) if number in self._rows]
-        due = frozenset(() if batch.pooled is None else batch.pooled.tolist())
         if not due <= set(indices):
             raise DovetailError(
                 f"step {batch.step}: the results of places {sorted(due - set(indices))} are due, "
@@ -255,14 +264,12 @@ class Pooler(StepFeature[PooledStep]):
                 parts = (Part(copy, place, place + 1),)
                 note.results[member.index] = PooledResult(parts, of_each_token=False)
 
-    def collect(
-        self, step: Step, note: PooledStep, failed: dict[int, str]
-    ) -> Mapping[int, NDArray[np.float32]]:
+    def collect(self, step: Step, note: PooledStep, failed: dict[int, str]) -> Pooled:
         results = {index: result.value() for index, result in note.results.items()}
         for index in [index for index, value in results.items() if not np.isfinite(value).all()]:
             failed[index] = "the model's hidden states hold NaN or infinity"
             del results[index]
-        return results
+        return Pooled(results)
 
     def _gathered(
         self, members: Sequence[_Member], hidden: torch.Tensor, places: Int64

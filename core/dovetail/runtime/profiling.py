@@ -45,13 +45,13 @@ def _processed(runner: Runner, batch: Batch) -> Iterator[Batch]:
         yield batch
         return
     with processors.asked_by_all() as asked:
-        yield replace(
-            batch,
-            added=tuple(
-                replace(new, sampling=replace(new.sampling, logits_processors=asked))
-                for new in batch.added
-            ),
+        added = (
+            new
+            if new.sampling is None
+            else replace(new, sampling=replace(new.sampling, logits_processors=asked))
+            for new in batch.added
         )
+        yield replace(batch, added=tuple(added))
 
 
 def biggest_batch(rows: RowState, max_tokens: int) -> Batch:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from dovetail.api.executor import HostLogprobs
+from dovetail.api.executor import PromptLogprobs
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.features import FeaturePlan, FinalStates, Loaded, StepFeature, Wanted
 from dovetail.runtime.row_state import RowState, ranges
@@ -28,10 +27,10 @@ class Asked:
     results: dict[int, LogprobsCopy] = field(default_factory=dict)  # by index in the batch
 
 
-class PromptLogprobs(StepFeature[Asked]):
+class RowsWithPromptLogprobs(StepFeature[Asked]):
     """Rows that ask for them, and their results."""
 
-    reads_states, result = True, "prompt_logprobs"
+    reads_states = True
 
     def __init__(self, rows: RowState, vocab_size: int) -> None:
         self._rows = rows
@@ -41,7 +40,7 @@ class PromptLogprobs(StepFeature[Asked]):
     def begin(self, step: Step) -> Asked | None:
         batch = step.batch
         for new in batch.added:
-            asked = None if new.pooling is not None else new.sampling.prompt_logprobs
+            asked = None if new.sampling is None else new.sampling.prompt_logprobs
             self._asked[new.row] = -1 if asked is None else asked
         starts = self._rows.computed[batch.rows]
         left = self._rows.known[batch.rows] - starts - 1
@@ -72,14 +71,12 @@ class PromptLogprobs(StepFeature[Asked]):
                 logits = states.logits(hidden, row)
                 copy.add(top_logprobs(logits, targets, int(self._asked[row])))
 
-    def collect(
-        self, step: Step, note: Asked, failed: dict[int, str]
-    ) -> Mapping[int, HostLogprobs]:
-        return {index: copy.value() for index, copy in note.results.items()}
+    def collect(self, step: Step, note: Asked, failed: dict[int, str]) -> PromptLogprobs:
+        return PromptLogprobs({index: copy.value() for index, copy in note.results.items()})
 
 
 class PromptLogprobsPlan(FeaturePlan):
     """Nothing to decide: any model that generates has them."""
 
-    def build(self, loaded: Loaded) -> PromptLogprobs:
-        return PromptLogprobs(loaded.rows, loaded.plan.vocab_size)
+    def build(self, loaded: Loaded) -> RowsWithPromptLogprobs:
+        return RowsWithPromptLogprobs(loaded.rows, loaded.plan.vocab_size)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Drafts, NewRow
 from dovetail.api.kv_cache import KVLayout
-from dovetail.api.sampler import RowHistory, RowSampling
+from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import ALIGNMENT, KernelUnavailable
@@ -293,10 +293,8 @@ class RowState:
         self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
-            sampling = (
-                new.sampling if new.pooling is None else RowSampling()
-            )  # what pools has no log-probabilities
-            self.logprobs[new.row] = -1 if sampling.logprobs is None else sampling.logprobs
+            asked = None if new.sampling is None else new.sampling.logprobs
+            self.logprobs[new.row] = -1 if asked is None else asked
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])

@@ -8,7 +8,7 @@ features add to a step is in `features` and in the files of each; what follows t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -311,11 +311,7 @@ class Runner:
             )
             for index in np.flatnonzero(yielded.broken)
         }
-        results: dict[str, Mapping[int, Any]] = {}
-        for feature, note in step.notes.items():
-            found = feature.collect(step, note, failed)
-            if feature.result:
-                results[feature.result] = found
+        parts = [feature.collect(step, note, failed) for feature, note in step.notes.items()]
         failed |= {
             index: step.refused[row]
             for index, row in enumerate(step.batch.rows.tolist())
@@ -330,7 +326,7 @@ class Runner:
             failed=failed,
             counts=yielded.counts,
             graphs=step.replayed,
-            **results,
+            parts=tuple(part for part in parts if part is not None),
         )
 
     def _check_oldest(self, step: Step) -> None:

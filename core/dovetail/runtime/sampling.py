@@ -64,7 +64,7 @@ class Sampling:
     def _change(self, step: Step, batch: Batch) -> None:
         """Remove and add the rows that are sampled; others yield no token."""
         removed = [row for row in batch.removed.tolist() if row in self._knows]
-        added = [(new.row, new.sampling) for new in batch.added if new.pooling is None]
+        added = [(new.row, new.sampling) for new in batch.added if new.sampling is not None]
         self._knows.difference_update(removed)
         self._knows.update(row for row, _ in added)
         for row in (*removed, *(row for row, _ in added)):

@@ -199,7 +199,7 @@ class Worker:
         self.check()
         try:
             runner = self._running()
-            if not self._generates and any(new.pooling is None for new in batch.added):
+            if not self._generates and any(new.sampling is not None for new in batch.added):
                 raise DovetailError("this model generates nothing, and a request wants tokens")
             if self._scales is not None and self._scales.to_calibrate and len(batch.rows):
                 with self._scales.calibrating(), runner.without_graphs():

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import (
     AdapterCapacity,
+    AdapterRows,
     Batch,
     Capacity,
     Executor,
@@ -26,7 +27,9 @@ from dovetail.api.executor import (
     ExecutorContext,
     Masks,
     NewRow,
+    Pooled,
     PoolingCapacity,
+    PoolingRows,
     Result,
     RowPooling,
 )
@@ -321,8 +324,8 @@ class FakeExecutor(Executor):
             np.array(tokens, np.int64),
             started,
             self._last_ended,
-            pooled=self._pooled.pop(step, {}),
             counts=counts,
+            parts=(Pooled(self._pooled.pop(step)),) if step in self._pooled else (),
         )
 
     def check(self) -> None:
@@ -337,7 +340,9 @@ class FakeExecutor(Executor):
         for row in batch.removed.tolist():
             self._require(row in self._rows, f"row {row} was removed but not in use")
             del self._rows[row]
-        for load in batch.adapters:
+        adapters = batch.part(AdapterRows) or AdapterRows((), {})
+        pooling = (batch.part(PoolingRows) or PoolingRows({}, batch.removed)).added
+        for load in adapters.loads:
             self._require(
                 1 <= load.slot <= self.context.config.max_adapters,
                 f"an adapter is loaded to slot {load.slot}, which there isn't",
@@ -352,18 +357,17 @@ class FakeExecutor(Executor):
                 len(new.pages) == len(self._layout.groups), "a new row has a table for each group"
             )
             tables = [pages.tolist() for pages in new.pages]
-            if new.pooling is not None:
-                self._require_poolable(new, new.pooling)
+            pools, slot = pooling.get(new.row), adapters.slots.get(new.row, 0)
+            self._require((pools is None) != (new.sampling is None), "a row samples or pools")
+            if pools is not None:
+                self._require_poolable(new, pools)
             self._require(
-                new.adapter in self._adapters,
-                f"a new row's adapter is in slot {new.adapter}, which holds none",
+                slot in self._adapters, f"a new row's adapter is in slot {slot}, which holds none"
             )
-            seed, adapter = (
-                new.sampling.seed if new.sampling else 0,
-                (new.adapter, self._adapters[new.adapter]),
-            )
+            seed = 0 if new.sampling is None else new.sampling.seed
+            adapter = slot, self._adapters[slot]
             self._rows[new.row] = _Row(
-                new.token_ids.tolist(), new.computed, tables, seed, adapter, pooling=new.pooling
+                new.token_ids.tolist(), new.computed, tables, seed, adapter, pooling=pools
             )
         for group, row, page in batch.new_pages.tolist():
             self._rows[row].tables[group].append(page)
@@ -446,8 +450,9 @@ class FakeExecutor(Executor):
             for index, row in enumerate(rows)
             if row.pooling is not None and row.computed == len(row.tokens)
         ]
+        part = batch.part(PoolingRows)
         self._require(
-            due == ([] if batch.pooled is None else batch.pooled.tolist()),
+            due == ([] if part is None else part.due.tolist()),
             "rows pool exactly when they end their prompts",
         )
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):

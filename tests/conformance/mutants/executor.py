@@ -10,19 +10,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import log
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import (
+    AdapterRows,
     Batch,
     Capacity,
     ExecutorCapabilities,
     ExecutorContext,
     HostLogprobs,
     Masks,
+    Pooled,
+    PoolingRows,
+    PromptLogprobs,
     Result,
 )
 from dovetail.api.sampler import RowSampling
@@ -36,6 +40,15 @@ from dovetail_executors.local import LocalExecutor
 from tests.conformance.mutants import mutant
 
 # Begin and end
+
+
+Carrier = TypeVar("Carrier", Batch, Result)
+
+
+def with_part(carrier: Carrier, part: object) -> Carrier:
+    """Replace the part of that type, or add it."""
+    others = (each for each in carrier.parts if type(each) is not type(part))
+    return replace(carrier, parts=(*others, part))
 
 
 @mutant(caught_by="executor.capacity")
@@ -505,7 +518,9 @@ class _WithLogprobs(FakeExecutor):
 
     def submit(self, batch: Batch) -> int:
         self._wanted |= {
-            new.row: (new.sampling.logprobs, new.sampling.prompt_logprobs) for new in batch.added
+            new.row: (new.sampling.logprobs, new.sampling.prompt_logprobs)
+            for new in batch.added
+            if new.sampling is not None
         }
         step, rows = super().submit(batch), batch.rows.tolist()
         most = max((self._wanted[row][0] or 0 for row in rows), default=0)
@@ -523,7 +538,8 @@ class _WithLogprobs(FakeExecutor):
 
     def collect(self, handle: int) -> Result:
         logprobs, prompt_logprobs = self._logprobs.pop(handle)
-        return replace(super().collect(handle), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        result = replace(super().collect(handle), logprobs=logprobs)
+        return with_part(result, PromptLogprobs(prompt_logprobs))
 
     def after(self, row: _Row, count: int) -> list[int]:
         """The known tokens after the last `count` ones computed; the last known one was just sampled, if there is one."""
@@ -591,12 +607,8 @@ class PromptLogprobsOfOneRow(_WithLogprobs):
 
     def collect(self, handle: int) -> Result:
         result = super().collect(handle)
-        return replace(
-            result,
-            prompt_logprobs={
-                place: result.prompt_logprobs[place] for place in list(result.prompt_logprobs)[:1]
-            },
-        )
+        found = result.values(PromptLogprobs)
+        return with_part(result, PromptLogprobs(dict([*found.items()][:1])))
 
 
 @mutant(caught_by="executor.logprobs")
@@ -620,11 +632,9 @@ class PromptLogprobsByRow(_WithLogprobs):
 
     def collect(self, handle: int) -> Result:
         result = super().collect(handle)
-        rows = {place: self.batches_rows[handle][place] for place in result.prompt_logprobs}
-        return replace(
-            result,
-            prompt_logprobs={rows[place]: top for place, top in result.prompt_logprobs.items()},
-        )
+        rows, found = self.batches_rows[handle], result.values(PromptLogprobs)
+        by_row = {rows[place]: top for place, top in found.items()}
+        return with_part(result, PromptLogprobs(by_row))
 
     def submit(self, batch: Batch) -> int:
         self.batches_rows = {**getattr(self, "batches_rows", {}), batch.step: batch.rows.tolist()}
@@ -869,22 +879,20 @@ def pooler_of(executor: LocalExecutor) -> Pooler:
 class PoolsInFloat64(LocalExecutor):
     def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
-        return replace(
-            result,
-            pooled={index: value.astype(np.float64) for index, value in result.pooled.items()},
-        )
+        found = result.values(Pooled)
+        wide = {index: value.astype(np.float64) for index, value in found.items()}
+        return with_part(result, Pooled(wide))
 
 
 @mutant(caught_by="executor.pooled")
 class PoolsByRow(LocalExecutor):
-    """`Result.pooled` is keyed by the row's number instead of its index in the batch."""
+    """`Pooled.values` has the row's number instead of its index in the batch."""
 
     def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
-        return replace(
-            result,
-            pooled={int(handle.rows[index]): value for index, value in result.pooled.items()},
-        )
+        found = result.values(Pooled)
+        by_row = {int(handle.rows[index]): value for index, value in found.items()}
+        return with_part(result, Pooled(by_row))
 
 
 @mutant(caught_by="executor.pooled_beside")
@@ -907,7 +915,7 @@ class SamplesOtherwiseBesideRowsThatPool(LocalExecutor):
 
     def collect(self, handle: Step) -> Result:
         result = super().collect(handle)
-        shift = int(handle.batch.pooled is not None)
+        shift = int(handle.batch.part(PoolingRows) is not None)
         return replace(
             result,
             token_ids=np.where(result.token_ids < 0, result.token_ids, result.token_ids + shift),
@@ -941,18 +949,19 @@ class WantsWhatTheFirstRowWants(LocalExecutor):
     """Treats all rows of a step alike."""
 
     def submit(self, batch: Batch) -> Step:
-        first = next((new.pooling for new in batch.added if new.pooling is not None), None)
-        added = tuple(
-            new if new.pooling is None else replace(new, pooling=first) for new in batch.added
-        )
-        return super().submit(replace(batch, added=added))
+        part = batch.part(PoolingRows)
+        if part is not None and part.added:
+            first = next(iter(part.added.values()))
+            batch = with_part(batch, replace(part, added=dict.fromkeys(part.added, first)))
+        return super().submit(batch)
 
 
 @mutant(caught_by="executor.pooled_failed")
 class PoolsNan(LocalExecutor):
     def collect(self, handle: Step) -> Result:
-        pooled = {index: result.value() for index, result in handle.pooled.items()}
-        return replace(super().collect(handle), pooled=pooled, failed={})
+        note = handle.notes[pooler_of(self)]
+        pooled = {index: result.value() for index, result in note.results.items()}
+        return with_part(replace(super().collect(handle), failed={}), Pooled(pooled))
 
 
 @mutant(caught_by="executor.failed_row")
@@ -1019,9 +1028,9 @@ class ForgetsTheLateTokenOfAStepBehindAnother(FakeExecutor):
 @mutant(caught_by="executor.adapters")
 class IgnoresAdapters(FakeExecutor):
     def _change_rows(self, batch: Batch) -> None:
-        super()._change_rows(
-            replace(batch, added=tuple(replace(new, adapter=0) for new in batch.added))
-        )
+        part = batch.part(AdapterRows)
+        without = batch if part is None else with_part(batch, replace(part, slots={}))
+        super()._change_rows(without)
 
 
 @mutant(caught_by="executor.adapters")
@@ -1038,18 +1047,18 @@ class GivesAllRowsTheAdapterOfTheFirst(FakeExecutor):
 @mutant(caught_by="executor.adapter_slots")
 class KeepsTheFirstAdapterOfASlot(FakeExecutor):
     def _change_rows(self, batch: Batch) -> None:
-        super()._change_rows(
-            replace(
-                batch,
-                adapters=tuple(load for load in batch.adapters if load.slot not in self._adapters),
-            )
-        )
+        part = batch.part(AdapterRows)
+        if part is not None:
+            fresh = tuple(load for load in part.loads if load.slot not in self._adapters)
+            batch = with_part(batch, replace(part, loads=fresh))
+        super()._change_rows(batch)
 
 
 @mutant(caught_by="executor.adapter_slots")
 class ChangesASlotUnderTheStepInFlight(FakeExecutor):
     def _change_rows(self, batch: Batch) -> None:
-        for _, tokens, *_ in self._pending if batch.adapters else ():
+        part = batch.part(AdapterRows)
+        for _, tokens, *_ in self._pending if part is not None and part.loads else ():
             tokens[:] = [(token + 1) % self.options.vocab_size for token in tokens]
         super()._change_rows(batch)
 

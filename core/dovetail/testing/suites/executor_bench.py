@@ -12,12 +12,14 @@ import numpy as np
 
 from dovetail.api.executor import (
     AdapterLoad,
+    AdapterRows,
     Batch,
     Capacity,
     Drafts,
     Executor,
     Masks,
     NewRow,
+    PoolingRows,
     Result,
     RowPooling,
 )
@@ -370,8 +372,7 @@ class Bench:
             * self.block_size
             // self.capacity.layout.groups[0].block_tokens,
             late=late,
-            adapters=tuple(loads),
-            pooled=np.array(pooled, np.int32) if pooled else None,
+            parts=_parts(added, loads, pooled),
             drafts=None
             if drafts is None
             else Drafts(
@@ -395,7 +396,19 @@ def _new_row(seat: Seat, pages: Sequence[Sequence[int]]) -> NewRow:
         prompt_len=seat.prompt_len,
         computed=seat.computed,
         pages=tuple(np.array(own, np.int32) for own in pages),
-        sampling=seat.sampling,
-        pooling=seat.pooling,
-        adapter=seat.adapter,
+        sampling=None if seat.pooling is not None else seat.sampling,
     )
+
+
+def _parts(
+    added: Sequence[Seat], loads: Sequence[AdapterLoad], pooled: Sequence[int]
+) -> tuple[Any, ...]:
+    """Return the parts of a batch that starts these seats, and in which these results are due."""
+    parts: list[Any] = []
+    pooling = {seat.row: seat.pooling for seat in added if seat.pooling is not None}
+    if pooling or pooled:
+        parts.append(PoolingRows(pooling, np.array(pooled, np.int32)))
+    slots = {seat.row: seat.adapter for seat in added if seat.adapter}
+    if slots or loads:
+        parts.append(AdapterRows(tuple(loads), slots))
+    return tuple(parts)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from dovetail.api.executor import HostLogprobs
+from dovetail.api.executor import HostLogprobs, PromptLogprobs
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_subject import LENGTHS, ExecutorSubject
 
@@ -45,7 +45,7 @@ class ExecutorLogprobs(ExecutorSubject):
 
     @check("executor.prompt_logprobs", since="0.1", capability="logprobs")
     def test_prompt_logprobs_are_of_the_token_after_each_one_computed(self) -> None:
-        """`Result.prompt_logprobs[i]` must have a line for each token that the row at position i of the batch computed, about the known token after
+        """The part `PromptLogprobs` must have, for i, a line for each token that the row at position i of the batch computed, about the known token after
         it (there is none after the last), for the rows that request them and no others; in chunks as at once."""
         for chunks in ([11], [1, 6, 4]):
             with self._bench() as bench:
@@ -57,7 +57,7 @@ class ExecutorLogprobs(ExecutorSubject):
                     result = bench.run({"c": 3, "a": chunk})
                     after = prompt[computed + 1 : computed + chunk + 1]
                     computed += chunk
-                    found: Mapping[int, HostLogprobs] = result.prompt_logprobs
+                    found: Mapping[int, HostLogprobs] = result.values(PromptLogprobs)
                     told = f"row 5, at place 1 of the batch, asks for prompt logprobs, and the places {list(found)} have them"
                     require(list(found) == [1], told)
                     _check_logprobs(
@@ -66,7 +66,9 @@ class ExecutorLogprobs(ExecutorSubject):
                         [2] * len(after),
                         f"known after those computed, in chunks of {chunks}",
                     )
-                require(not bench.run({"a": 1}).prompt_logprobs, "a decode has prompt logprobs")
+                require(
+                    not bench.run({"a": 1}).values(PromptLogprobs), "a decode has prompt logprobs"
+                )
         with self._bench() as bench:
             asked = {
                 "a": (bench.prompt(11), 11, 2),
@@ -74,7 +76,7 @@ class ExecutorLogprobs(ExecutorSubject):
             }  # the second has generated three tokens before
             for name, (tokens, prompt_len, k) in asked.items():
                 bench.add(name, tokens, prompt_len=prompt_len, prompt_logprobs=k)
-            found = bench.prefill("again", "a").prompt_logprobs
+            found = bench.prefill("again", "a").values(PromptLogprobs)
             require(
                 sorted(found) == [0, 1],
                 f"both rows of the batch ask for prompt logprobs, and the places {sorted(found)} have them",

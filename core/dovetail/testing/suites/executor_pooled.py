@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.executor import PoolingCapacity, RowPooling
+from dovetail.api.executor import Pooled, PoolingCapacity, RowPooling
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import IDS, Bench
 from dovetail.testing.suites.executor_subject import (
@@ -29,7 +29,7 @@ class ExecutorPooled(ExecutorSubject):
 
     @check("executor.pooled", since="0.7", capability="pooling")
     def test_a_row_pools_once_at_the_end_of_its_prompt(self) -> None:
-        """`Result.pooled` must have one array, float32, for each row of `Batch.pooled` and no other: as many numbers as `Capacity.pooling.size` says,
+        """The part `Pooled` must have one array, float32, for each row in `PoolingRows.due` and no other: as many numbers as `Capacity.pooling.size` says,
         or labels, in a row for each token of the prompt if the task begins with "token_". Such a row has no token."""
         with self._bench() as bench:
             can = _capacity(bench)
@@ -38,12 +38,15 @@ class ExecutorPooled(ExecutorSubject):
                 self._pools(bench, "a", "c", task=RowPooling(task))
                 first = bench.run({"c": 20, "a": LENGTHS["a"]})
                 second = bench.run({"c": LENGTHS["c"] - 20})
-                told = [sorted(first.pooled), sorted(second.pooled)]
+                told = [sorted(first.values(Pooled)), sorted(second.values(Pooled))]
                 require(
                     told == [[1], [0]],
                     f"{task}: results of the places {told} of two steps; due were those of [[1], [0]]",
                 )
-                for result, name in ((first.pooled[1], "a"), (second.pooled[0], "c")):
+                for result, name in (
+                    (first.values(Pooled)[1], "a"),
+                    (second.values(Pooled)[0], "c"),
+                ):
                     shape = (LENGTHS[name], size) if task.startswith("token_") else (size,)
                     kind = isinstance(result, np.ndarray) and result.dtype == np.float32
                     require(
@@ -91,9 +94,9 @@ class ExecutorPooled(ExecutorSubject):
                         }
                         result = bench.run(counts)
                         found |= {
-                            name: result.pooled[index]
+                            name: result.values(Pooled)[index]
                             for index, name in enumerate(counts)
-                            if index in result.pooled
+                            if index in result.values(Pooled)
                         }
                     for name in LENGTHS:
                         require_close(
@@ -109,7 +112,7 @@ class ExecutorPooled(ExecutorSubject):
                     result = bench.prefill("a", "b")
                     for index, name in enumerate("ab"):
                         require_close(
-                            result.pooled.get(index),
+                            result.values(Pooled).get(index),
                             expected[name],
                             f"{how} of {name}, in a row that another had before",
                         )
@@ -148,7 +151,7 @@ class ExecutorPooled(ExecutorSubject):
                         bench.run({"c": 5})
                         result = bench.prefill("c")
                         require_close(
-                            result.pooled.get(0),
+                            result.values(Pooled).get(0),
                             expected,
                             f"{task} by {method}, of a row that began again after {computed} tokens",
                         )
@@ -173,7 +176,7 @@ class ExecutorPooled(ExecutorSubject):
                     bench.add(name, self._prompt(bench, "a"), pooling=pooling)
                 result = bench.prefill(*wanted)
                 for index, pooling in enumerate(wanted.values()):
-                    found = result.pooled.get(index)
+                    found = result.values(Pooled).get(index)
                     cut = raw[..., : pooling.dimensions]
                     if not task.endswith("embed") and pooling.activate:
                         require(
@@ -203,10 +206,14 @@ class ExecutorPooled(ExecutorSubject):
                     bench.add("nan", [*bench.prompt(3), NAN], pooling=RowPooling(task))
                     bench.submit({"nan": 4, "a": LENGTHS["a"]})
                     result = bench.collect(broken="nan")
-                    told = f"{task}: failed are {dict(result.failed)}, and results of {sorted(result.pooled)}"
-                    require(sorted(result.failed) == [0] and sorted(result.pooled) == [1], told)
+                    told = f"{task}: failed are {dict(result.failed)}, and results of {sorted(result.values(Pooled))}"
+                    require(
+                        sorted(result.failed) == [0] and sorted(result.values(Pooled)) == [1], told
+                    )
                     require_close(
-                        result.pooled.get(1), expected, f"{task} beside a row whose states are NaN"
+                        result.values(Pooled).get(1),
+                        expected,
+                        f"{task} beside a row whose states are NaN",
                     )
                     bench.remove("nan", "a")
 
@@ -216,7 +223,7 @@ class ExecutorPooled(ExecutorSubject):
 
     def _alone(self, bench: Bench, name: str, pooling: RowPooling) -> Vector:
         self._pools(bench, name, task=pooling)
-        result = bench.prefill(name).pooled.get(0)
+        result: Vector | None = bench.prefill(name).values(Pooled).get(0)
         bench.remove(name)
         if result is None:
             fail(f"{pooling.task} of {name}: a prompt that was computed has no result")
