@@ -7,14 +7,19 @@ import re
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
+import numpy as np
 import pytest
 
-from dovetail.api.executor import Batch
+from dovetail.api.executor import Batch, Result, RowPooling
 from dovetail.api.scheduler import Refusal, Step
 from dovetail.engine import batch_builder, books, core, step
 from dovetail.engine.feature import EngineFeature
+from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
-from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.engine.pooling import Pooling
+from dovetail.errors import DovetailError
+from dovetail.sampling_params import SamplingParams
 from tests.engine.policies import always, fcfs
 from tests.engine.world import Shape, Spec, World
 
@@ -110,3 +115,55 @@ def test_a_request_that_a_feature_hides_is_held_back_and_others_are_not() -> Non
     world.drain(check=True)
     assert seen[0] == (["shown"], ["hidden"])
     assert seen[-1] == ([], [])
+
+
+def pooled_flight(requests: Sequence[LiveRequest], result: Result) -> InFlightStep:
+    """Return a step at whose end `requests` have computed their prompts, with its result."""
+    none, rows = np.zeros(0, np.int32), np.arange(len(requests), dtype=np.int32)
+    num_tokens = [len(PROMPT)] * len(requests)
+    batch = Batch(
+        *(result.step, none, (), none, (), rows, np.array(num_tokens, np.int32)),
+        yields_token=np.zeros(len(requests), np.bool_),
+        pooled=rows,
+    )
+    counts = dict.fromkeys(requests, 0)
+    figures = sum(num_tokens), 0, 0, 0, 0, 0
+    flight = InFlightStep(
+        *(result.step, batch, 0.0, [*requests], num_tokens, counts, {}, *figures, (), {}),
+        unsampled=False,
+    )
+    flight.take(result, 1.5)
+    return flight
+
+
+def pooling_request(id: str) -> LiveRequest:
+    request = LiveRequest(
+        id, PROMPT, SamplingParams(), max_tokens=1, pooling=RowPooling("embed"), arrival_time=0.0
+    )
+    request.in_flight = 1
+    return request
+
+
+def test_a_pooling_request_ends_with_its_result_and_one_that_failed_or_was_aborted_without() -> (
+    None
+):
+    requests = [pooling_request(id) for id in ("good", "failed", "aborted")]
+    good, failed, aborted = requests
+    aborted.status = Status.FINISHED
+    vector = np.ones(4, np.float32)
+    no_tokens = np.full(3, -1, np.int64)
+    result = Result(7, no_tokens, 0.0, 1.0, failed={1: "NaN"}, pooled={0: vector, 2: vector})
+    flight, delivery = pooled_flight(requests, result), Delivery()
+    assert [*flight.tokens(delivery.finished)] == []
+    Pooling().collected(flight, delivery)
+    assert delivery.pooled == [(good, vector)]
+    assert delivery.finished == {failed: Finish("error", "NaN"), good: Finish("stop")}
+    assert good.first_token_time == 1.5
+    assert flight.prefill_tokens == 2 * len(PROMPT), "what was aborted counts nowhere"
+
+
+def test_a_pooled_result_that_is_missing_is_named() -> None:
+    result = Result(7, np.full(2, -1, np.int64), 0.0, 1.0, pooled={0: np.ones(4, np.float32)})
+    flight = pooled_flight([pooling_request("a"), pooling_request("b")], result)
+    with pytest.raises(DovetailError, match=r"step 7: .* no pooled result of rows \[1\]"):
+        Pooling().collected(flight, Delivery())

@@ -315,9 +315,9 @@ class World:
                 self.drafter.answers = lambda id: self.expected(id)[0]
         drafting: Callable[[StepTimeFit, int], Drafting] = NoDrafts
         if self.drafter is not None:
-            limits = shape.max_drafts, timeout_s
+            bounds = shape.max_drafts, timeout_s
             drafting = partial(
-                Speculation, self.drafter, "tests:drafter", *limits, capacity, self.clock
+                Speculation, self.drafter, "tests:drafter", *bounds, capacity, self.clock
             )
         features = [*features_of(capacity, shape.slot_wait_s), *features]
         self.slots = next((one for one in features if isinstance(one, AdapterSlots)), None)
