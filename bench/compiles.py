@@ -430,7 +430,7 @@ def launch_sampling(dtype: torch.dtype) -> None:
     logits = torch.zeros(len(rows), VOCAB, dtype=dtype)
     lines = Lines(torch.from_numpy(host_rows), torch.zeros(len(rows), dtype=torch.int32))
     for capture in Capture:
-        sampler.sample_captured(logits, lines, capture)
+        sampler.sample(logits, lines, capture=capture)
     sampler.sample(logits, lines, host_rows)
 
 

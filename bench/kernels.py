@@ -364,7 +364,7 @@ def different(rows: int, logits: torch.Tensor) -> list[int]:
     sampler, lines = make_sampler(rows, list(SAMPLINGS.values())), lines_of(rows)
     device_rows, history = sampler._device_rows, sampler.context.history
     with dispatching(to_kernels=True):
-        ours = sampler.sample_captured(logits, lines, Capture.TOKENS).token_ids
+        ours = sampler.sample(logits, lines, capture=Capture.TOKENS).token_ids
     twins = draw_plain(
         logits, lines, device_rows.parameters(lines.rows), history, device_rows.hashes
     )
@@ -466,7 +466,7 @@ def sampler_seconds(
     sampler, lines, host_rows = make_sampler(rows, [sampling]), lines_of(rows), np.arange(rows)
     with dispatching(to_kernels=True):
         kernel = seconds_in_graph(
-            [lambda x=x: sampler.sample_captured(x, lines, Capture.TOKENS) for x in logits]
+            [lambda x=x: sampler.sample(x, lines, capture=Capture.TOKENS) for x in logits]
         )
     with dispatching(to_kernels=False):
         return median_seconds(lambda: sampler.sample(logits[0], lines, host_rows)), kernel

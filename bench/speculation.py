@@ -32,7 +32,7 @@ from bench.limits import require_gpu
 from bench.shapes import SHAPES, Shape, write_checkpoint
 from dovetail.api.component import ComponentSpec, hookimpl
 from dovetail.api.drafter import Drafter
-from dovetail.api.sampler import Capture, Lines, SampledTokens
+from dovetail.api.sampler import Capture, Lines, Process, SampledTokens
 from dovetail.request import Request
 from dovetail_samplers.default import DefaultSampler
 
@@ -63,16 +63,17 @@ def answer_id(prompt: Any, prompt_len: Any, position: Any, edits: bool) -> Any:
 class ForcedSampler(DefaultSampler):
     """Draws as the default sampler does, then returns the answers' ids."""
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        is_draft = logits[:, NOT_DRAFTED].isneginf()
-        sampled = super().sample(logits, lines, host_rows)
-        return SampledTokens(self._forced(lines, sampled.token_ids, is_draft), sampled.logprobs)
-
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    def sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: np.ndarray | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
     ) -> SampledTokens:
         is_draft = logits[:, NOT_DRAFTED].isneginf()
-        sampled = super().sample_captured(logits, lines, capture)
+        sampled = super().sample(logits, lines, host_rows, process=process, capture=capture)
         return SampledTokens(self._forced(lines, sampled.token_ids, is_draft), sampled.logprobs)
 
     def _forced(self, lines: Lines, drawn: torch.Tensor, is_draft: torch.Tensor) -> torch.Tensor:
@@ -125,7 +126,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="sampler",
             name="forced",
             target=f"{here}:ForcedSampler",
-            api="0.4",
+            api="0.5",
             summary="Answers of a rule",
         ),
         ComponentSpec(

@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +26,8 @@ from dovetail.api.executor import (
     Result,
 )
 from dovetail.api.kv_cache import CacheGroup, KVLayout
-from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler
+from dovetail.api.sampler import RowSampling, SampledTokens, Sampler
 from dovetail.errors import DovetailError
-
-if TYPE_CHECKING:
-    import torch
 
 LETTERS = 94  # token ids 1 to 94 are the characters from "!" on
 FIRST_LETTER = ord("!")
@@ -140,7 +136,7 @@ class ToySampler(Sampler):
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None: ...
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, *args: object, **kwargs: object) -> SampledTokens:
         raise NotImplementedError
 
 
@@ -159,7 +155,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="sampler",
             name="toy",
             target="bench.toy:ToySampler",
-            api="0.4",
+            api="0.5",
             summary="Samples nothing, and needs no torch",
         ),
     ]

@@ -55,7 +55,7 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     ),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
     "target-fails by its kind": components(
-        'kind="sampler", api="0.4", name="x", target="good_policy:Fair"'
+        'kind="sampler", api="0.5", name="x", target="good_policy:Fair"'
     ),
     "target-fails by its options": components(
         'kind="scheduler", api="0.4", name="x", target="good_policy:Fair", options="good_policy:Fair"'

@@ -54,7 +54,7 @@ def installed(site: Site) -> None:  # noqa: F811
         f'kind="drafter", api="0.2", name={name.lower()!r}, target="{here}:{name}"'
         for name in ("Small", "Broken", "Gone")
     ]
-    sampler = f'kind="sampler", name="without", api="0.4", target="{here}:WithoutDrafts"'
+    sampler = f'kind="sampler", name="without", api="0.5", target="{here}:WithoutDrafts"'
     executor = f'kind="executor", name="modest", api="0.9", target="{here}:Modest", options="dovetail_executors.options:LocalOptions"'
     site.install(
         "dovetail-refused", modules={"refused_plugin": components(*drafters, sampler, executor)}

@@ -226,10 +226,10 @@ def test_a_component_that_fails_in_one_rank_alone_is_named_with_what_it_raised(
         "import os",
         f"from {module} import {name}",
         f"class Sampler({name}):",
-        "    def sample(self, *args):",
+        "    def sample(self, *args, **kwargs):",
         f"        if os.getpid() != {os.getpid()}:",
         "            raise MemoryError('all is full')",
-        "        return super().sample(*args)",
+        "        return super().sample(*args, **kwargs)",
     ]
     (tmp_path / "failing_elsewhere.py").write_text("\n".join(code))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -124,7 +124,7 @@ def test_decodes_with_penalties_and_logprobs_are_replayed() -> None:
             settings, model=str(directory), dtype="bfloat16", generation_config="none"
         ) as engine:
             runner = engine.core.executor.worker.runner  # type: ignore[attr-defined]
-            runner.sampling.sampler.sample = lambda *arguments: pytest.fail("sampled as it is")
+            runner.sampling.sampler.sample = lambda *_, **__: pytest.fail("sampled as it is")
             for index, way in enumerate(WAYS):
                 engine.add_request(
                     str(index), [1, 2, 3], SamplingParams(**way, max_tokens=10, detokenize=False)

@@ -199,4 +199,4 @@ def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(
     with pytest.raises(
         UnsupportedError, match="unavailable"
     ):  # the runtime then records no such steps
-        r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)
+        r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)

@@ -125,7 +125,7 @@ def test_empty_environment_is_reported() -> None:
 
 
 def test_component_names_of_several_kinds_live_apart(site: Site) -> None:
-    source = components(scheduler("same"), 'kind="sampler", api="0.4", name="same", target="a:B"')
+    source = components(scheduler("same"), 'kind="sampler", api="0.5", name="same", target="a:B"')
     site.install("dovetail-two", modules={"two": source})
     registry = Registry.discover()
     assert registry.resolve("scheduler", "same").spec.kind == "scheduler"

@@ -18,7 +18,15 @@ from dovetail.api.draft_head import HeadArch
 from dovetail.api.executor import Batch, Drafts, Masks, NewRow, Result
 from dovetail.api.kv_cache import CacheGroup, KVLayout, PageCopy
 from dovetail.api.model import BuildContext, ParallelGroup, Tapped
-from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerContext
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    Process,
+    RowSampling,
+    SampledTokens,
+    Sampler,
+    SamplerContext,
+)
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.adapters import AdapterPlan
 from dovetail.runtime.draft_head import RunningHead
@@ -183,8 +191,15 @@ class Greedy(Sampler):
         self.rows.update(added)
 
     def sample(
-        self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: NDArray[np.int64] | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
     ) -> SampledTokens:
+        assert host_rows is not None
         assert lines.rows.tolist() == host_rows.tolist()
         self.last_logits = logits.clone()
         token_ids = logits.argmax(dim=1)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, Lines, SampledTokens, SamplerCapabilities
+from dovetail.api.sampler import Capture, Lines, Process, SampledTokens, SamplerCapabilities
+from dovetail.errors import UnsupportedError
 from dovetail.runtime import step_inputs
 from dovetail.runtime.graphs import (
     DECODE,
@@ -48,11 +49,19 @@ class CapturableGreedy(Greedy):
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
         return Capture.TOKENS
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    def sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: NDArray[np.int64] | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
     ) -> SampledTokens:
+        if capture is None:
+            return super().sample(logits, lines, host_rows)
         if capture is Capture.FULL:
-            return super().sample_captured(logits, lines, capture)
+            raise UnsupportedError("it only returns tokens")
         return SampledTokens(logits.argmax(dim=1))
 
 

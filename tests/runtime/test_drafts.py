@@ -204,7 +204,10 @@ def test_each_token_is_what_the_sampler_draws_from_the_logits_of_its_line_alone(
     bench.make_runner(sampler=sampler)
     drawn: list[torch.Tensor] = []
     draw = sampler.sample
-    sampler.sample = lambda logits, *rest: (drawn.append(logits.clone()), draw(logits, *rest))[1]  # type: ignore[method-assign]
+    sampler.sample = lambda logits, *rest, **more: (
+        drawn.append(logits.clone()),
+        draw(logits, *rest, **more),
+    )[1]  # type: ignore[method-assign]
     tokens = [list(prompt) for prompt in PROMPTS]
     result = bench.run(
         {row: len(prompt) for row, prompt in enumerate(PROMPTS)},

@@ -146,8 +146,9 @@ def replaying(
     take_kernels(patch, default, table, logprobs)
     keep_launches(patch)
     bench = bench_with_the_default_sampler(max_lines, **of_bench)
-    patch.setattr(bench.sampler, "sample", lambda *asked: pytest.fail("sampled as it is"))
-    return bench, give_graphs(bench, decode_builders(bench.runner.parts, max_lines))
+    graphs = give_graphs(bench, decode_builders(bench.runner.parts, max_lines))
+    patch.setattr(bench.sampler, "sample", lambda *_, **__: pytest.fail("sampled as it is"))
+    return bench, graphs
 
 
 @interpreted
@@ -246,7 +247,7 @@ def test_each_step_replays_the_plainest_graph_that_serves_it(
 
 
 class AsksForWhatTheDeviceLacks(GreedyWithoutLogprobs):
-    """Its `sample_captured` raises for `FULL`."""
+    """Its `sample` raises for `FULL`."""
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 

@@ -52,14 +52,21 @@ class Processing(Greedy):
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
         return Capture.TOKENS
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
+    def sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: NDArray[np.int64] | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
     ) -> SampledTokens:
-        return SampledTokens(logits.argmax(dim=1))
-
-    def sample_processed(
-        self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64], process: Process
-    ) -> SampledTokens:
+        if process is None:
+            tokens = SampledTokens(logits.argmax(dim=1))
+            return super().sample(logits, lines, host_rows) if capture is None else tokens
+        if host_rows is None:
+            process(logits, 0)
+            return SampledTokens(drawn(logits))
         processed = logits.clone()
         for start in range(0, len(logits), 2):  # in parts
             process(processed[start : start + 2], start)
@@ -70,12 +77,6 @@ class Processing(Greedy):
             if self.rows[row].logprobs is not None
         ]
         return SampledTokens(token_ids, top_logprobs(logits, token_ids, 1) if asked else None)
-
-    def sample_processed_captured(
-        self, logits: torch.Tensor, lines: Lines, process: Process
-    ) -> SampledTokens:
-        process(logits, 0)
-        return SampledTokens(drawn(logits))
 
 
 def bench_with(*names: str, graphs: bool = False, lines: int = 0) -> Bench:

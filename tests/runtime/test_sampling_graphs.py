@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, Lines, RowSampling, SampledTokens
+from dovetail.api.sampler import Capture, Lines, Process, RowSampling, SampledTokens
 from dovetail.runtime.graphs import SamplingSteps, decode_builders
 from tests.runtime.fakes import NAN_TOKEN, Bench, generate
 from tests.runtime.recorded import give_graphs
@@ -36,10 +36,16 @@ class GreedyWithoutLogprobs(CapturableGreedy):
         )
 
     def sample(
-        self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: NDArray[np.int64] | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
     ) -> SampledTokens:
-        self.launched += len(host_rows)
-        return super().sample(logits, lines, host_rows)
+        self.launched += 0 if host_rows is None else len(host_rows)
+        return super().sample(logits, lines, host_rows, process=process, capture=capture)
 
 
 def with_sampling_graphs(

@@ -1,4 +1,4 @@
-"""Rules, penalties and log-probabilities on the device alone: `sample_captured` in full gives what `sample` does, and the kernels change logits as
+"""Rules, penalties and log-probabilities on the device alone: with `Capture.FULL` a sampler draws what it does without, and the kernels change logits as
 their twins do, to the bit."""
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_what_is_captured_in_full_is_what_is_sampled(
 ) -> None:
     r = ready(rows, places[: len(rows)], dtype=dtype, device=str(DEVICE))
     assert r.sampler.capture_for(r.host_rows) is not None
-    assert_same(r, r.sampler.sample_captured(r.logits, r.lines, Capture.FULL), r.sample())
+    assert_same(r, r.sampler.sample(r.logits, r.lines, capture=Capture.FULL), r.sample())
 
 
 def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> None:
@@ -174,8 +174,8 @@ def test_what_processors_change_is_drawn_and_other_rows_stay_to_the_bit(
         [index for index, row in enumerate(rows) if index and row.sampling.logprobs is not None],
     )
     for drawn in (
-        r.sampler.sample_processed_captured(r.logits, r.lines, process),
-        r.sampler.sample_processed(r.logits, r.lines, r.host_rows, process),
+        r.sampler.sample(r.logits, r.lines, process=process, capture=Capture.FULL),
+        r.sampler.sample(r.logits, r.lines, r.host_rows, process=process),
     ):
         assert bits(seen) == twin
         assert drawn.token_ids[0] == chosen
@@ -199,7 +199,7 @@ def test_a_line_after_drafts_is_changed_and_drawn_as_a_row_that_has_them(
     ours, theirs = ready(lines, places, device=str(DEVICE)), ready(own, device=str(DEVICE))
     assert bits(changed(ours)) == bits(twin_of(ours)) == bits(changed(theirs))
     assert_same(
-        ours, ours.sampler.sample_captured(ours.logits, ours.lines, Capture.FULL), theirs.sample()
+        ours, ours.sampler.sample(ours.logits, ours.lines, capture=Capture.FULL), theirs.sample()
     )
 
 
@@ -208,13 +208,13 @@ def test_a_line_after_drafts_is_changed_and_drawn_as_a_row_that_has_them(
 @few
 def test_how_many_rows_there_is_room_for_changes_nothing(rows: list[Row], most: int) -> None:
     r = ready(rows, device=str(DEVICE))
-    expected = r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)
+    expected = r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_changes, "AT_ONCE", most * r.logits.shape[1])
         narrow = ready(rows, device=str(DEVICE))
     assert narrow.sampler._changes is not None
     assert narrow.sampler._changes.most == min(most, len(rows))
-    assert_same(r, narrow.sampler.sample_captured(r.logits, r.lines, Capture.FULL), expected)
+    assert_same(r, narrow.sampler.sample(r.logits, r.lines, capture=Capture.FULL), expected)
 
 
 @runs_kernels
@@ -239,7 +239,7 @@ def test_log_probabilities_are_captured_without_their_kernel_too(
     )
     expected = r.sample()
     monkeypatch.setattr("dovetail.nn.kernels.logprobs.top_logprobs", fail)
-    captured = r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)
+    captured = r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)
     assert captured.logprobs is not None
     assert expected.logprobs is not None
     assert captured.token_ids.tolist() == expected.token_ids.tolist()
@@ -258,7 +258,7 @@ def test_padding_changes_nothing() -> None:
     ]
     r = ready(rows, device=str(DEVICE))
     logits, index = torch.cat((r.logits, r.logits * torch.nan)), plain([0, 1, 2, 2], str(DEVICE))
-    padded = r.sampler.sample_captured(logits, index, Capture.FULL)
+    padded = r.sampler.sample(logits, index, capture=Capture.FULL)
     assert padded.token_ids[2:].tolist() == [0, 0]
     assert_same(r, replace(padded, token_ids=padded.token_ids[:2]), r.sample())
 
@@ -314,7 +314,5 @@ def test_without_kernels_nothing_is_captured_in_full(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(default, "use_kernels", lambda *tensors: False)
     r = ready([Row([0.0, 1.0], RowSampling(repetition_penalty=2.0))])
     assert r.sampler.capture_for(r.host_rows) is None
-    with pytest.raises(
-        UnsupportedError, match="DefaultSampler can't be captured in a CUDA graph: FULL"
-    ):
-        r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)
+    with pytest.raises(UnsupportedError, match="can't record FULL without Triton"):
+        r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)

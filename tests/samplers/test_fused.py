@@ -1,4 +1,4 @@
-"""Drawing on the device alone: `sample_captured` gives the tokens of `sample`, and the fused kernels those of their twin."""
+"""Drawing on the device alone: with `Capture.TOKENS` a sampler draws what it does without, and the fused kernels those of their twin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import Capture, RowHistory, RowSampling, Sampler, SamplerContext
-from dovetail.errors import UnsupportedError
 from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
 from dovetail_samplers.table import DeviceRows, Parameters, draw_plain
@@ -317,7 +316,7 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
 def test_what_is_captured_gives_the_tokens_that_are_sampled(rows: list[Row]) -> None:
     r = ready(rows)
     assert r.sampler.capture_for(r.host_rows) is Capture.TOKENS
-    captured = r.sampler.sample_captured(r.logits, r.lines, Capture.TOKENS).token_ids.tolist()
+    captured = r.sampler.sample(r.logits, r.lines, capture=Capture.TOKENS).token_ids.tolist()
     sampled = r.sampler.sample(r.logits.clone(), r.lines, r.host_rows).token_ids.tolist()
     assert all(
         mine in choices and theirs in choices
@@ -352,7 +351,7 @@ def test_what_needs_more_than_temperature_and_filters_is_not_captured(
 
 def padded(r: Ready, rows: Sequence[int]) -> list[int]:
     logits = r.logits[[min(row, len(r.logits) - 1) for row in rows]]
-    return r.sampler.sample_captured(logits, plain(rows), Capture.TOKENS).token_ids.tolist()
+    return r.sampler.sample(logits, plain(rows), capture=Capture.TOKENS).token_ids.tolist()
 
 
 def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> None:
@@ -379,10 +378,7 @@ def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> N
 def test_a_sampler_that_says_nothing_is_not_captured() -> None:
     class Plain(DefaultSampler):
         capture_for = Sampler.capture_for
-        sample_captured = Sampler.sample_captured
 
     empty = torch.zeros(1, dtype=torch.int32)
     sampler = Plain(NoOptions(), SamplerContext("cpu", 4, RowHistory(empty[None], empty, empty)))
     assert sampler.capture_for(np.array([0])) is None
-    with pytest.raises(UnsupportedError, match="Plain"):
-        sampler.sample_captured(torch.zeros(1, 4), plain([0]), Capture.TOKENS)

@@ -39,7 +39,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "kv_cache": "0.4",
     "attention": "0.5",
     "model": "0.4",
-    "sampler": "0.4",
+    "sampler": "0.5",
     "grammar": "0.1",
     "executor": "0.9",
     "observer": "0.2",

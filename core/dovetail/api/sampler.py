@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
-from dovetail.errors import UnsupportedError
-
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -92,11 +90,13 @@ class SamplerContext:
 
 @dataclass(frozen=True, slots=True)
 class SamplerCapabilities:
-    """Features that a sampler supports. `cuda_graph`: it implements `sample_captured` for `Capture.TOKENS`; otherwise no sampling is replayed as a
-    CUDA graph. `cuda_graph_full`: for `Capture.FULL` as well. `drafts`: lines with `ahead` above 0; without it, speculation is refused at load.
-    `extra_args_model`: a pydantic model that validates a request's `extra_args` on arrival, so that an invalid value fails that request. It is used
-    only for requests that set some. `processors`: it implements `sample_processed` and, with `cuda_graph_full`, `sample_processed_captured`; without
-    it, an engine with logits processors is refused at load."""
+    """Features that a sampler supports. `cuda_graph`: `sample` takes `Capture.TOKENS`; otherwise no
+    sampling is replayed as a CUDA graph. `cuda_graph_full`: it takes `Capture.FULL` as well.
+    `drafts`: lines with `ahead` above 0; without it, speculation is refused at load.
+    `extra_args_model`: a pydantic model that validates a request's `extra_args` on arrival, so that
+    an invalid value fails that request. It is used only for requests that set some. `processors`:
+    `sample` takes a `process`, and with `cuda_graph_full` also one with `Capture.FULL`; without it,
+    an engine with logits processors is refused at load."""
 
     cuda_graph: bool = False
     logprobs: bool = True
@@ -170,48 +170,43 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        """Sample one token for each of `lines` [n] (`host_rows` has the values of `lines.rows`) from logits [n, vocab_size] of any float dtype, which
-        it may overwrite; other arguments are only read. The result is valid until the sampler is called again.
-
-        The history of a line is `context.history.token_ids[row, :length]`, with its `context.history.lengths(lines)`; what follows isn't known yet.
-        The output position, which noise depends on, is length - prompt_lens. A line's result is a function of its logits, its row's parameters and
-        this history: no other line, of its row or another, changes it."""
-
-    def sample_processed(
-        self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray, process: Process
+    def sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: np.ndarray | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
     ) -> SampledTokens:
-        """Do as `sample`, and call `process` exactly once for each line, with its logits after rules and penalties and before temperature.
-        Log-probabilities remain those of the given logits. Called only if `SamplerCapabilities.processors` is declared, in steps in which a row asks
-        for a logits processor."""
-        raise UnsupportedError(
-            f"sampler {type(self).__name__} can't be used with logits processors"
-        )
+        """Sample one token for each of `lines` [n] from logits [n, vocab_size] of any float dtype,
+        which it may overwrite; other arguments are only read. The result is valid until the sampler
+        is called again.
+
+        The history of a line is `context.history.token_ids[row, :length]`, with its
+        `context.history.lengths(lines)`; what follows isn't known yet. The output position, which
+        noise depends on, is length - prompt_lens. A line's result is a function of its logits, its
+        row's parameters and this history: no other line, of its row or another, changes it.
+
+        Without a `capture`, the work is launched, and `host_rows` [n] has the values of `lines.rows`.
+
+        With a `capture`, which `capabilities` declares, a CUDA graph may record the work and replay
+        it for other lines: it consists of device operations only, with no synchronization with the
+        host, and `host_rows` is None. Each replay reads the parameters where `update` stored them,
+        and the history as it is then. Some lines may be padding; any valid id may be returned for
+        them. Log-probabilities may have any number of columns; a row's columns beyond its own
+        `RowSampling.logprobs` are undefined. Raises `UnsupportedError` for `FULL` if the device
+        lacks a required feature: then such rows are sampled without a capture.
+
+        A `process` is called exactly once for each line, with its logits after rules and penalties
+        and before temperature. Log-probabilities remain those of the given logits. It is given only
+        if `SamplerCapabilities.processors` is declared: in launched steps in which a row asks for a
+        logits processor, and with `FULL`, in a graph of its own. The executor replays that graph for
+        rows for which `capture_for` returns any capture.
+        """
 
     def capture_for(self, host_rows: np.ndarray) -> Capture | None:
-        """Return the cheapest capture in which `sample_captured` returns all that `sample` would for each of these rows [n], which may differ in what
-        they need. None, the default: no capture does."""
+        """Return the cheapest capture with which `sample` returns all that it does without one for
+        each of these rows [n], which may differ in what they need. None, the default: no capture
+        does."""
         return None
-
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
-        """Sample one token for each of `lines` [n], using only operations that a CUDA graph can record and replay for other lines, with no
-        synchronization with the host. Each replay reads the parameters where `update` stored them, and the history as it is then.
-
-        Some lines may be padding; any valid id may be returned for them. Log-probabilities may have any number of columns; a row's columns beyond
-        its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` for a capture that `capabilities` doesn't declare, and for `FULL` if
-        the device lacks a required feature: then `sample` samples such rows.
-        """
-        raise UnsupportedError(
-            f"sampler {type(self).__name__} can't be captured in a CUDA graph: {capture.name}"
-        )
-
-    def sample_processed_captured(
-        self, logits: torch.Tensor, lines: Lines, process: Process
-    ) -> SampledTokens:
-        """Do as `sample_captured` with `Capture.FULL`, and call `process` as `sample_processed` does. The executor replays the graph for rows for
-        which `capture_for` returns a capture. Called only if `cuda_graph_full` and `processors` are declared; raises as `sample_captured`."""
-        raise UnsupportedError(
-            f"sampler {type(self).__name__} can't be used with logits processors in a CUDA graph"
-        )

@@ -68,6 +68,14 @@ CHANGES: tuple[ApiChange, ...] = (
         "nothing; declare SamplerCapabilities.processors to be used with logits processors",
     ),
     ApiChange(
+        "sampler",
+        "0.4",
+        "0.5",
+        "make sample, sample_processed, sample_captured and sample_processed_captured one method: "
+        "sample(logits, lines, host_rows=None, *, process=None, capture=None)",
+        refused=True,
+    ),
+    ApiChange(
         "executor",
         "0.6",
         "0.7",

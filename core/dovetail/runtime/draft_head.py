@@ -161,7 +161,7 @@ class HeadSteps(Builder):
         positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
         lines = Lines(inputs.lines.rows, inputs.lines.ahead + 1)
         assert self.key.capture is not None
-        sample = partial(self.parts.sampling.record_draft, capture=self.key.capture)
+        sample = partial(self.parts.sampling.draft, capture=self.key.capture)
         return self._head.draft(lines, positions, sample)
 
 

@@ -167,7 +167,7 @@ class DraftSteps(Builder):
         lines = Lines(*(values[last].contiguous() for values in inputs.lines))
         assert self.key.capture is not None
         logits = self._model.logits(hidden[last].contiguous())
-        drafts = sampling.record_draft(logits, lines, self.key.capture)
+        drafts = sampling.draft(logits, lines, capture=self.key.capture)
         put_drafts(rows, lines, positions[last], drafts, sampling.vocab_size)
         return drafts
 

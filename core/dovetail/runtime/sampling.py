@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Masks
-from dovetail.api.sampler import Capture, Lines, RowSampling, SampledTokens, Sampler
+from dovetail.api.sampler import Capture, Lines, Process, RowSampling, Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import is_compiling_ahead
 from dovetail.nn.logprobs import top_logprobs
@@ -110,39 +110,28 @@ class Sampling:
 
     def draw(self, step: Step, logits: torch.Tensor, lines: Lines, hidden: torch.Tensor) -> None:
         """Launch the sampling of the step's lines [n] from logits [n, vocab], and fetch the results.
-        `hidden` [n, hidden]: of the lines' last tokens. Samplers don't know about masks: a forbidden
-        token looks like one that the model finds impossible. Log-probabilities are those of the
-        unmasked logits."""
-        host_rows, masked, raw = step.lines.rows, None, logits
+        `hidden` [n, hidden]: of the lines' last tokens. Log-probabilities are those of the unmasked
+        logits."""
+        host_rows, asks, masked, process, raw = step.lines.rows, step.asks, None, None, logits
         if step.masked is not None:
             masked = to_device(step.masked, self.rows.device)
             raw = logits.clone() if (self.rows.logprobs[host_rows] >= 0).any() else logits
-            mask_tokens(logits, masked, self.masks.words)
-        sampled = self._sampled(step, logits, lines, masked)
-        logprobs = sampled.logprobs
-        if masked is not None and logprobs is not None:
-            logprobs = top_logprobs(raw, sampled.token_ids, logprobs.token_ids.shape[1] - 1)
+        failures: dict[int, str] = {}
+        if self.processors is not None and asks is not None:
+            process = self.processors.process(lines, asks, masked, self.masks.words, failures)
         positions = last_tokens(self.rows, lines)[1]
-        tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
-        if self.processors is not None and step.asks is not None:
-            self.processors.add_wrong(tokens)
+        tokens, logprobs = self._sample(
+            logits, lines, positions, hidden, masked, process, host_rows
+        )
+        if asks is not None:
+            for index, reason in failures.items():
+                step.refused |= dict.fromkeys(host_rows[asks[:, index]].tolist(), reason)
+        if masked is not None and logprobs is not None:
+            logprobs = top_logprobs(raw, tokens[0], logprobs.token_ids.shape[1] - 1)
         self.fetch(Sampled(tokens), step)
         if logprobs is not None:
             step.logprobs = LogprobsCopy()
             step.logprobs.add(logprobs)
-
-    def _sampled(
-        self, step: Step, logits: torch.Tensor, lines: Lines, masked: torch.Tensor | None
-    ) -> SampledTokens:
-        host_rows, asks = step.lines.rows, step.asks
-        if self.processors is None or asks is None:
-            return self.sampler.sample(logits, lines, host_rows)
-        failures: dict[int, str] = {}
-        process = self.processors.process(lines, asks, masked, self.masks.words, failures)
-        sampled = self.sampler.sample_processed(logits, lines, host_rows, process)
-        for index, reason in failures.items():
-            step.refused |= dict.fromkeys(host_rows[asks[:, index]].tolist(), reason)
-        return sampled
 
     def record(
         self,
@@ -158,28 +147,49 @@ class Sampling:
         """Do as `draw`, with work that a graph can record and replay for other lines. `positions`
         [n] int64: of the lines' last tokens. `masked` [n] int64: index of the line's mask, or -1.
         `processed`: apply the processors, which needs `Capture.FULL`."""
+        process = None
+        if processed and self.processors is not None:
+            process = self.processors.process_captured(lines, masked, self.masks.words)
+        tokens, logprobs = self._sample(
+            logits, lines, positions, hidden, masked, process, capture=capture
+        )
+        return Sampled(tokens) if logprobs is None else Sampled.pack(tokens, logprobs)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        masked: torch.Tensor | None,
+        process: Process | None,
+        host_rows: Int64 | None = None,
+        capture: Capture | None = None,
+    ) -> tuple[torch.Tensor, TopLogprobs | None]:
+        """Mask the logits, sample the lines, and extend their rows. Samplers don't know about masks:
+        a forbidden token looks like one that the model finds impossible. Returns the tokens as
+        `append` does, and the log-probabilities of the masked logits."""
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
-        processors = self.processors if processed else None
-        if processors is None:
-            sampled = self.sampler.sample_captured(settled(logits), lines, capture)
-        else:
-            process = processors.process_captured(lines, masked, self.masks.words)
-            sampled = self.sampler.sample_processed_captured(settled(logits), lines, process)
+        sampled = self.sampler.sample(
+            settled(logits), lines, host_rows, process=process, capture=capture
+        )
         tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
-        if processors is not None:
-            processors.add_wrong(tokens)
-        if sampled.logprobs is None:
-            return Sampled(tokens)
-        return Sampled.pack(tokens, sampled.logprobs)
+        if process is not None and self.processors is not None:
+            self.processors.add_wrong(tokens)
+        return tokens, sampled.logprobs
 
-    def draft(self, logits: torch.Tensor, lines: Lines, host_rows: Int64) -> torch.Tensor:
-        """Launch the sampling of a draft for each of `lines` [n]. Returns ids [n] int64."""
-        return self.sampler.sample(logits, lines, host_rows).token_ids
-
-    def record_draft(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> torch.Tensor:
-        """Do as `draft`, with work that a graph can record."""
-        return settled(self.sampler.sample_captured(settled(logits), lines, capture).token_ids)
+    def draft(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: Int64 | None = None,
+        capture: Capture | None = None,
+    ) -> torch.Tensor:
+        """Sample a draft for each of `lines` [n]: launched with `host_rows`, or with work that a
+        graph can record. Returns ids [n] int64."""
+        sampled = self.sampler.sample(settled(logits), lines, host_rows, capture=capture)
+        return settled(sampled.token_ids)
 
 
 def _with_defaults(row: int) -> tuple[int, RowSampling]:

@@ -26,6 +26,7 @@ from dovetail.api.sampler import (
     Sampler,
     SamplerCapabilities,
 )
+from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
@@ -83,48 +84,17 @@ class DefaultSampler(Sampler):
         return Capture.FULL if few and self._changes is not None else None
 
     @torch.inference_mode()
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
-        if capture is Capture.TOKENS:
-            return SampledTokens(self._device_rows.draw(logits, lines, self.context.history))
-        if self._changes is None:
-            return super().sample_captured(logits, lines, capture)
-        return self._sample_fully(self._changes, logits, lines)
-
-    @torch.inference_mode()
-    def sample_processed_captured(
-        self, logits: torch.Tensor, lines: Lines, process: Process
-    ) -> SampledTokens:
-        if self._changes is None:
-            return super().sample_processed_captured(logits, lines, process)
-        return self._sample_fully(self._changes, logits, lines, process)
-
-    def _sample_fully(
+    def sample(
         self,
-        changes: DeviceChanges,
         logits: torch.Tensor,
         lines: Lines,
+        host_rows: Rows | None = None,
+        *,
         process: Process | None = None,
+        capture: Capture | None = None,
     ) -> SampledTokens:
-        token_ids = self._draw_changed(changes, logits, lines, process)
-        return SampledTokens(
-            token_ids,
-            top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, lines.rows, changes.asked_logprobs),
-        )
-
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> SampledTokens:
-        return self._sample(logits, lines, host_rows, None)
-
-    def sample_processed(
-        self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process
-    ) -> SampledTokens:
-        return self._sample(logits, lines, host_rows, process)
-
-    @torch.inference_mode()
-    def _sample(
-        self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process | None
-    ) -> SampledTokens:
+        if capture is not None:
+            return self._sample_captured(logits, lines, process, capture)
         host_rows = np.asarray(host_rows, dtype=np.int64)
         needs = self._table.needs[host_rows]
         union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
@@ -140,6 +110,22 @@ class DefaultSampler(Sampler):
             return SampledTokens(token_ids)
         k = min(int(self._table.logprobs[host_rows].max()), logits.shape[1])
         return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
+
+    def _sample_captured(
+        self, logits: torch.Tensor, lines: Lines, process: Process | None, capture: Capture
+    ) -> SampledTokens:
+        if capture is Capture.TOKENS:
+            return SampledTokens(self._device_rows.draw(logits, lines, self.context.history))
+        changes = self._changes
+        if changes is None:
+            raise UnsupportedError(
+                f"sampler default can't record {capture.name} without Triton's kernels"
+            )
+        token_ids = self._draw_changed(changes, logits, lines, process)
+        return SampledTokens(
+            token_ids,
+            top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, lines.rows, changes.asked_logprobs),
+        )
 
     def _drawn_by_kernels(
         self, logits: torch.Tensor, lines: Lines, union: Needs, process: Process | None

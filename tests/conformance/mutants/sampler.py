@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from dovetail.api.sampler import (
     Capture,
     Lines,
+    Process,
     RowHistory,
     RowSampling,
     SampledTokens,
@@ -31,7 +32,31 @@ def some(lines: Lines, index: Any) -> Lines:
     return Lines(lines.rows[index], lines.ahead[index])
 
 
-class Misread(DefaultSampler):
+class ByMode(DefaultSampler):
+    """Samples in one method without a capture, in another with one."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: np.ndarray | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
+    ) -> SampledTokens:
+        if capture is not None:
+            return self.captured(logits, lines, capture)
+        assert host_rows is not None
+        return self.launched(logits, lines, host_rows)
+
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits, lines, host_rows)
+
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        return super().sample(logits, lines, capture=capture)
+
+
+class Misread(ByMode):
     """Reads a request's parameters in its own way."""
 
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
@@ -41,17 +66,17 @@ class Misread(DefaultSampler):
         super().update(removed, [(row, self.read(row, sampling)) for row, sampling in added])
 
 
-class WithHistory(DefaultSampler):
+class WithHistory(ByMode):
     """Sees another history than the one that there is."""
 
     def told(self, history: RowHistory) -> RowHistory:
         return history
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         real = self.context
         self.context = replace(real, history=self.told(real.history))
         try:
-            return super().sample(logits, lines, host_rows)
+            return super().launched(logits, lines, host_rows)
         finally:
             self.context = real
 
@@ -60,18 +85,18 @@ class WithHistory(DefaultSampler):
 
 
 @mutant(caught_by="sampler.output")
-class SortsTheRows(DefaultSampler):
+class SortsTheRows(ByMode):
     """Samples in the order of rows, and forgets to put the result back."""
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         order = np.argsort(host_rows)
-        return super().sample(logits[order], some(lines, order), host_rows[order])
+        return super().launched(logits[order], some(lines, order), host_rows[order])
 
 
 @mutant(caught_by="sampler.output")
-class ReturnsInt32(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, lines, host_rows)
+class ReturnsInt32(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
         return replace(result, token_ids=result.token_ids.int())
 
 
@@ -85,8 +110,8 @@ class DrawsAtTemperatureZero(Misread):
 class TakesTheLastOfEquals(Misread):
     """Looks at the vocabulary from the end."""
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits.flip(-1), lines, host_rows)
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits.flip(-1), lines, host_rows)
         return replace(result, token_ids=logits.shape[1] - 1 - result.token_ids)
 
 
@@ -120,7 +145,7 @@ class KeepsNoMoreThanAHundred(Misread):
         return replace(sampling, top_k=min(sampling.top_k, 100))
 
 
-class CutsProbabilities(DefaultSampler):
+class CutsProbabilities(ByMode):
     """Does the filters by itself, on sorted probabilities."""
 
     def kept(self, probabilities: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
@@ -133,7 +158,7 @@ class CutsProbabilities(DefaultSampler):
             removed, [(row, replace(sampling, top_p=1.0, min_p=0.0)) for row, sampling in added]
         )
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         cut = logits.clone()
         for place, row in enumerate(host_rows.tolist()):
             sampling = self.asked[row]
@@ -144,7 +169,7 @@ class CutsProbabilities(DefaultSampler):
                     .sort(descending=True, stable=True)
                 )
                 cut[place, order[~self.kept(ordered, sampling)]] = -torch.inf
-        return super().sample(cut, lines, host_rows)
+        return super().launched(cut, lines, host_rows)
 
 
 @mutant(caught_by="sampler.top_p")
@@ -224,27 +249,27 @@ class NoiseBeginsAgain(DefaultSampler):
 
 
 @mutant(caught_by="sampler.extremes")
-class ForbidsByALargeNumber(DefaultSampler):
+class ForbidsByALargeNumber(ByMode):
     """-inf becomes -100, which a high temperature makes as likely as anything."""
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits.clamp(min=-100), lines, host_rows)
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().launched(logits.clamp(min=-100), lines, host_rows)
 
 
 @mutant(caught_by="sampler.extremes")
-class SpreadsNaN(DefaultSampler):
+class SpreadsNaN(ByMode):
     """Subtracts the batch's largest logit instead of the row's."""
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits - logits.max() if len(logits) else logits, lines, host_rows)
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().launched(logits - logits.max() if len(logits) else logits, lines, host_rows)
 
 
 @mutant(caught_by="sampler.dtypes")
-class NormalisesInHalfPrecision(DefaultSampler):
+class NormalisesInHalfPrecision(ByMode):
     """Makes log-probabilities in the dtype that logits come in, and samples from these."""
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits.log_softmax(-1), lines, host_rows)
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().launched(logits.log_softmax(-1), lines, host_rows)
 
 
 # ---- rules and penalties
@@ -452,12 +477,12 @@ class SeedDependsOnTheRow(Misread):
 
 
 @mutant(caught_by="sampler.batch")
-class SeedDependsOnTheBatch(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+class SeedDependsOnTheBatch(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         states = self._table.seed_states.copy()
         self._table.seed_states += len(host_rows)
         try:
-            return super().sample(logits, lines, host_rows)
+            return super().launched(logits, lines, host_rows)
         finally:
             self._table.seed_states[:] = states
 
@@ -505,9 +530,9 @@ class KeepsTheRulesOfTheRequestBefore(DefaultSampler):
 
 
 @mutant(caught_by="sampler.lines")
-class IgnoresDrafts(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(
+class IgnoresDrafts(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().launched(
             logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows
         )
 
@@ -525,11 +550,11 @@ class PenalisesKnownTokensAlone(DefaultSampler):
 
 
 @mutant(caught_by="sampler.lines_apart")
-class LeavesOutWhatComesAfterAMiss(DefaultSampler):
+class LeavesOutWhatComesAfterAMiss(ByMode):
     """Lines after one that differs from its draft get any token: they won't count anyway."""
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result, history = super().sample(logits, lines, host_rows), self.context.history
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result, history = super().launched(logits, lines, host_rows), self.context.history
         token_ids, missed = result.token_ids.clone(), False
         for index, (row, ahead) in enumerate(zip(*map(torch.Tensor.tolist, lines), strict=True)):
             missed = missed and ahead > 0
@@ -545,11 +570,11 @@ class LeavesOutWhatComesAfterAMiss(DefaultSampler):
 
 
 @mutant(caught_by="sampler.logprobs")
-class LogprobsAfterPenalties(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+class LogprobsAfterPenalties(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         changed = logits.float().clone()
         self._change_logits(changed, lines, host_rows, self._table.needs[host_rows])
-        result = super().sample(logits.clone(), lines, host_rows)
+        result = super().launched(logits.clone(), lines, host_rows)
         return replace(result, logprobs=result.logprobs and self.of(changed, result.logprobs))
 
     @staticmethod
@@ -559,16 +584,16 @@ class LogprobsAfterPenalties(DefaultSampler):
 
 @mutant(caught_by="sampler.logprobs")
 class LogprobsAfterTemperature(LogprobsAfterPenalties):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         scaled = logits.float() / torch.from_numpy(self._table.temperature[host_rows])[:, None]
         result = DefaultSampler.sample(self, logits.clone(), lines, host_rows)
         return replace(result, logprobs=result.logprobs and self.of(scaled, result.logprobs))
 
 
 @mutant(caught_by="sampler.logprobs")
-class RanksFromZero(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, lines, host_rows)
+class RanksFromZero(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
         return replace(
             result,
             logprobs=result.logprobs and replace(result.logprobs, ranks=result.logprobs.ranks - 1),
@@ -576,9 +601,9 @@ class RanksFromZero(DefaultSampler):
 
 
 @mutant(caught_by="sampler.logprobs")
-class RanksBehindItsEquals(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, lines, host_rows)
+class RanksBehindItsEquals(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         ranks = (logits >= logits.gather(1, result.token_ids[:, None])).sum(-1)
@@ -586,9 +611,9 @@ class RanksBehindItsEquals(DefaultSampler):
 
 
 @mutant(caught_by="sampler.logprobs")
-class NeverMoreThanFiveLogprobs(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, lines, host_rows)
+class NeverMoreThanFiveLogprobs(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         ids, logprobs = result.logprobs.token_ids[:, :6], result.logprobs.logprobs[:, :6]
@@ -596,13 +621,13 @@ class NeverMoreThanFiveLogprobs(DefaultSampler):
 
 
 @mutant(caught_by="sampler.logprobs")
-class LogprobsOfWhatTopKLeft(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+class LogprobsOfWhatTopKLeft(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         cut = logits.clone()
         for place, top_k in enumerate(self._table.top_k[host_rows].tolist()):
             if top_k < logits.shape[1]:
                 cut[place][logits[place] < logits[place].topk(top_k).values[-1]] = -torch.inf
-        result = super().sample(logits, lines, host_rows)
+        result = super().launched(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         return SampledTokens(
@@ -617,25 +642,21 @@ class LogprobsUseUpTheSeed(Misread):
         return replace(sampling, seed=sampling.seed + (sampling.logprobs is not None))
 
 
-class Capturing(DefaultSampler):
+class Capturing(ByMode):
     capabilities = SamplerCapabilities(cuda_graph=True)
 
 
 @mutant(caught_by="sampler.captured")
 class CapturedRowsShareTheirSeed(Capturing):
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         first = lines.rows[:1].expand(len(lines.rows))
-        return super().sample_captured(logits, lines._replace(rows=first), capture)
+        return super().captured(logits, lines._replace(rows=first), capture)
 
 
 @mutant(caught_by="sampler.captured")
 class PaddingGetsNoToken(Capturing):
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
-        token_ids = super().sample_captured(logits, lines, capture).token_ids
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        token_ids = super().captured(logits, lines, capture).token_ids
         return SampledTokens(
             token_ids.masked_fill(lines.rows >= len(self.context.history.num_tokens) - 1, -1)
         )
@@ -657,9 +678,7 @@ class LooksAtTheFirstRowAlone(Capturing):
 class CapturesItsParameters(Capturing):
     """The parameters of the rows that were captured are used for all that come after."""
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         rows_of = self._device_rows
         self.first = getattr(self, "first", None) or rows_of.parameters(lines.rows)
         return SampledTokens(
@@ -667,7 +686,7 @@ class CapturesItsParameters(Capturing):
         )
 
 
-class CapturingInFull(DefaultSampler):
+class CapturingInFull(ByMode):
     """As `sample` does it, also where there are no kernels for it: what isn't recorded may ask the host."""
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
@@ -676,13 +695,11 @@ class CapturingInFull(DefaultSampler):
         few = int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
         return super().capture_for(host_rows) or (Capture.FULL if few else None)
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if capture is Capture.TOKENS:
-            return super().sample_captured(logits, lines, capture)
+            return super().captured(logits, lines, capture)
         own = lines.rows < len(self.context.history.num_tokens) - 1
-        sampled = self.sample(logits[own], some(lines, own), lines.rows[own].cpu().numpy())
+        sampled = self.launched(logits[own], some(lines, own), lines.rows[own].cpu().numpy())
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             """Put zeros where there is padding."""
@@ -701,16 +718,12 @@ class CapturingInFull(DefaultSampler):
 
 @mutant(caught_by="sampler.fully_captured")
 class CapturesNoPenalties(CapturingInFull):
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
-        tokens = super().sample_captured(logits, lines, Capture.TOKENS)
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        tokens = super().captured(logits, lines, Capture.TOKENS)
         return (
             tokens
             if capture is Capture.TOKENS
-            else replace(
-                super().sample_captured(logits, lines, capture), token_ids=tokens.token_ids
-            )
+            else replace(super().captured(logits, lines, capture), token_ids=tokens.token_ids)
         )
 
 
@@ -721,10 +734,8 @@ class CapturesWhoeverAsksForManyLogprobs(CapturingInFull):
     def capture_for(self, host_rows: np.ndarray) -> Capture:
         return super().capture_for(host_rows) or Capture.FULL
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
-        sampled = super().sample_captured(logits, lines, capture)
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        sampled = super().captured(logits, lines, capture)
         if sampled.logprobs is None:
             return sampled
         ids, logprobs = (
@@ -737,22 +748,20 @@ class CapturesWhoeverAsksForManyLogprobs(CapturingInFull):
 @mutant(
     caught_by="sampler.full_graph", error=AssertionError if torch.cuda.is_available() else Untried
 )
-class CapturesItsPenalties(DefaultSampler):
+class CapturesItsPenalties(ByMode):
     """The rules and penalties of the rows that were captured are used for all that come after."""
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if capture is Capture.TOKENS:
-            return super().sample_captured(logits, lines, capture)
+            return super().captured(logits, lines, capture)
         if not hasattr(self, "first"):
             self.first = copy(self._changes)
             self.first._records = self._changes._records.clone()
         now, self._changes = self._changes, self.first
         try:
-            return super().sample_captured(logits, lines, capture)
+            return super().captured(logits, lines, capture)
         finally:
             self._changes = now
 
@@ -811,9 +820,9 @@ class RaisesWhenItSamples(Warmer):
         self.given[row] = sampling.extra_args.get("warmth", 1)
         return sampling
 
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         shares = [1 / self.given[row] for row in host_rows.tolist()]
-        return super().sample(logits * torch.tensor(shares)[:, None], lines, host_rows)
+        return super().launched(logits * torch.tensor(shares)[:, None], lines, host_rows)
 
 
 @mutant(caught_by="sampler.extra_args")
@@ -884,9 +893,9 @@ class NoTemperatureBelowAHundredth(Misread):
 
 
 @mutant(caught_by="sampler.read_only")
-class AppendsToTheHistory(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result, history = super().sample(logits, lines, host_rows), self.context.history
+class AppendsToTheHistory(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result, history = super().launched(logits, lines, host_rows), self.context.history
         history.token_ids[lines.rows, history.num_tokens[lines.rows].long()] = (
             result.token_ids.int()
         )
@@ -969,9 +978,7 @@ class HasThirtyTwoColumns(Misread):
 class CapturesTheFirstParameters(Capturing):
     """Uses the parameters that rows had when they were first captured."""
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if not hasattr(self, "first"):
             self.first = {}
         key, rows_of = tuple(lines.rows.tolist()), self._device_rows
@@ -985,16 +992,14 @@ class CapturesTheFirstParameters(Capturing):
 class CapturesTheFirstRules(CapturingInFull):
     """Returns what it returned before to rows that were captured in full before."""
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if not hasattr(self, "kept"):
             self.kept: dict[tuple[int, ...], SampledTokens] = {}
         if capture is Capture.TOKENS:
-            return super().sample_captured(logits, lines, capture)
+            return super().captured(logits, lines, capture)
         key = tuple(lines.rows.tolist())
         if key not in self.kept:
-            self.kept[key] = super().sample_captured(logits, lines, capture)
+            self.kept[key] = super().captured(logits, lines, capture)
         return self.kept[key]
 
 
@@ -1017,9 +1022,9 @@ class KeepsWhatTheRowWasGiven(Warmer):
 
 
 @mutant(caught_by="sampler.read_only")
-class SortsHostRows(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, lines, host_rows)
+class SortsHostRows(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
         host_rows.sort()
         return result
 
@@ -1042,9 +1047,9 @@ class KeepsOneWordOfEachBeginning(Misread):
 
 
 @mutant(caught_by="sampler.logprobs")
-class NoLogprobsForZero(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, lines, host_rows)
+class NoLogprobsForZero(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
         return (
             result
             if (self._table.logprobs[host_rows] > 0).any()
@@ -1082,9 +1087,7 @@ class CapturesLongWordsAsTheyWere(CapturingInFull):
             row: seen for row, seen in getattr(self, "seen", {}).items() if row not in dict(added)
         }
 
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         history, told = self.context.history, []
         for row in lines.rows[lines.rows < len(history.num_tokens) - 1].tolist():
             seen = self.seen.setdefault(
@@ -1099,25 +1102,23 @@ class CapturesLongWordsAsTheyWere(CapturingInFull):
             told.append((row, replace(sampling, bad_words=tuple(words))))
         DefaultSampler.update(self, [], told)
         try:
-            return super().sample_captured(logits, lines, capture)
+            return super().captured(logits, lines, capture)
         finally:
             DefaultSampler.update(self, [], [(row, self.samplings[row]) for row, _ in told])
 
 
 @mutant(caught_by="sampler.captured")
 class CountsOnPaddingAtTheEnd(Capturing):
-    def sample_captured(
-        self, logits: torch.Tensor, lines: Lines, capture: Capture
-    ) -> SampledTokens:
+    def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         own = int((lines.rows < len(self.context.history.num_tokens) - 1).sum())
-        ids = super().sample_captured(logits[:own], some(lines, slice(own)), capture).token_ids
+        ids = super().captured(logits[:own], some(lines, slice(own)), capture).token_ids
         return SampledTokens(torch.cat((ids, ids.new_zeros(len(lines.rows) - own))))
 
 
 @mutant(caught_by="sampler.logprobs")
-class HasALeastLogprob(DefaultSampler):
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, lines, host_rows)
+class HasALeastLogprob(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         return replace(

@@ -74,23 +74,22 @@ CLAUSES: Marks = {
         "output position": held("seed", "lines"),
         "The history of a line": held("lines", "stale_history", "preemption"),
         "A line's result": held("lines", "lines_apart", "batch"),
-    },
-    "Sampler.sample_processed": UNPROCESSED,
-    "Sampler.sample_processed_captured": UNPROCESSED,
-    "Sampler.capture_for": held("capturable", "captured", "fully_captured"),
-    "Sampler.sample_captured": {
-        "Raises `UnsupportedError`": unchecked(
-            "it isn't called for what a sampler doesn't declare, and a device that lacks a feature can't be simulated"
-        ),
-        "Each replay": held("captured_again", "fully_captured_again", "graph", "full_graph"),
-        "any valid id": held("captured", "fully_captured"),
-        "any number of columns": held("fully_captured", "full_graph"),
-        "*": held(
+        "Without a `capture`": held("output", "read_only"),
+        "With a `capture`": held(
             "captured",
             "graph",
             "fully_captured",
             "full_graph",
             but="without a GPU no graph is captured",
         ),
+        "Each replay": held("captured_again", "fully_captured_again", "graph", "full_graph"),
+        "any valid id": held("captured", "fully_captured"),
+        "any number of columns": held("fully_captured", "full_graph"),
+        "Raises `UnsupportedError`": unchecked("a device that lacks a feature can't be simulated"),
+        "A `process`": UNPROCESSED,
+        "those of the given logits": UNPROCESSED,
+        "`SamplerCapabilities.processors`": UNPROCESSED,
+        "replays that graph": UNPROCESSED,
     },
+    "Sampler.capture_for": held("capturable", "captured", "fully_captured"),
 }

@@ -123,14 +123,20 @@ class Bench(RowsBench):
         tokens: list[int] = self.sample(some).token_ids.tolist()
         return tokens
 
+    def capture(self) -> Capture | None:
+        """Return what `capture_for` does for all lines; None if the sampler doesn't declare it."""
+        can, capture = self.sampler.capabilities, self.sampler.capture_for(self.host_rows)
+        declared = can.cuda_graph if capture is Capture.TOKENS else can.cuda_graph_full
+        return capture if declared else None
+
     def captured(self, capture: Capture, rows: Sequence[int] | None = None) -> SampledTokens:
-        """Return the result of `sample_captured`, for all lines, or for the first of each of `rows`, which may contain `max_rows`: padding, with the
-        first line's logits."""
+        """Return the result of `sample` with this `capture`, for all lines, or for the first of
+        each of `rows`, which may contain `max_rows`: padding, with the first line's logits."""
         if rows is None:
-            return self.sampler.sample_captured(self.logits.clone(), self.lines, capture)
+            return self.sampler.sample(self.logits.clone(), self.lines, capture=capture)
         where = [self.places.index(row) if row in self.places else 0 for row in rows]
         lines = Lines(torch.tensor(rows, device=self.logits.device), self.lines.ahead[where])
-        return self.sampler.sample_captured(self.logits[where].clone(), lines, capture)
+        return self.sampler.sample(self.logits[where].clone(), lines, capture=capture)
 
 
 def draws(

@@ -17,12 +17,13 @@ from dovetail.testing.suites.sampler_subject import SamplerSubject, near, said
 
 
 class SamplerGraphs(SamplerSubject):
-    """Checks that captured sampling returns the same as `sample`."""
+    """Checks that `sample` returns the same with a capture as without."""
 
     @check("sampler.captured", since="0.1", capability="cuda_graph")
     def test_captured(self) -> None:
-        """`sample_captured` returns the tokens of `sample` if `capture_for` returns `TOKENS`, and padding rows (`max_rows`) get some id of the
-        vocabulary and change nothing."""
+        """`sample` with `TOKENS` returns the tokens that it does without a capture if `capture_for`
+        returns `TOKENS`, and padding rows (`max_rows`) get some id of the vocabulary and change
+        nothing."""
         bench, rows = self.capturable(mixed_rows(), Capture.TOKENS)
         require(rows, "capture_for() returned TOKENS for no row, not even plain ones")
         _require_captured(bench, rows, Capture.TOKENS)
@@ -48,7 +49,7 @@ class SamplerGraphs(SamplerSubject):
                 for sampling in (plain, replace(plain, **fields), plain)
             ]
             bench = self.bench(rows)
-            if (capture := bench.sampler.capture_for(bench.host_rows)) is not None:
+            if (capture := bench.capture()) is not None:
                 _require_same(
                     rows,
                     bench.captured(capture),
@@ -58,8 +59,9 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.captured_again", since="0.2", capability="cuda_graph")
     def test_captured_again(self) -> None:
-        """`sample_captured` called again returns the tokens of `sample` at that time: for the same rows, after `update`, after the history grew, and
-        for tied logits."""
+        """`sample` with `TOKENS`, called again, returns the tokens that it does without a capture
+        at that time: for the same rows, after `update`, after the history grew, and for tied
+        logits."""
         bench, rows = self.capturable(mixed_rows(), Capture.TOKENS)
         if not rows:
             raise Untried("cuda_graph", f"capture_for() says TOKENS to no rows on {self.place}")
@@ -67,8 +69,10 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.fully_captured_again", since="0.2", capability="cuda_graph_full")
     def test_fully_captured_again(self) -> None:
-        """`sample_captured` with `FULL`, called again, returns all that `sample` does at that time, as in `sampler.captured_again`; also where rows
-        exchange their numbers of log-probabilities, and rules, and where one more token completes or undoes words of several tokens."""
+        """`sample` with `FULL`, called again, returns all that it does without a capture at that
+        time, as in `sampler.captured_again`; also where rows exchange their numbers of
+        log-probabilities, and rules, and where one more token completes or undoes words of several
+        tokens."""
         for some in (
             [row for asked in (None, 0, 3) for row in _asking(mixed_rows()[::2], asked)],
             rows_with_long_words(),
@@ -91,8 +95,9 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
     def test_fully_captured(self) -> None:
-        """`sample_captured` with `FULL` returns all that `sample` does if `capture_for` returns a capture: tokens, and the log-probabilities of each
-        row that requests them, with at least as many columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change
+        """`sample` with `FULL` returns all that it does without a capture if `capture_for` returns
+        one: tokens, and the log-probabilities of each row that requests them, with at least as many
+        columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change
         nothing."""
         bench, rows = self.fully_capturable(
             [row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)]
@@ -135,12 +140,13 @@ class SamplerGraphs(SamplerSubject):
     def replay(
         self, bench: Bench, rows: Sequence[Row], others: Sequence[Row], capture: Capture
     ) -> None:
-        """Record sampling for `rows`, and require that its replay for `others` in their places returns what `sample` does."""
+        """Record sampling for `rows`, and require that its replay for `others` in their places
+        returns what launched sampling does."""
         bench.captured(capture)
         torch.cuda.synchronize()
         graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
         with torch.cuda.graph(graph):
-            out = bench.sampler.sample_captured(logits, bench.lines, capture)
+            out = bench.sampler.sample(logits, bench.lines, capture=capture)
         bench.sampler.update(
             bench.places,
             [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)],
@@ -151,7 +157,8 @@ class SamplerGraphs(SamplerSubject):
 
 
 def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> None:
-    """Require the results of `sample`, also with padding, which gets ids of the vocabulary."""
+    """Require the results of launched sampling, also with padding, which gets ids of the
+    vocabulary."""
     expected = bench.sample()
     _require_same(rows, bench.captured(capture), expected)
     padded = bench.captured(capture, [*bench.places, bench.max_rows, bench.max_rows])
@@ -177,7 +184,8 @@ def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> No
 
 
 def _require_captured_again(bench: Bench, rows: Sequence[Row], capture: Capture) -> None:
-    """Call `sample_captured` again each time that something has changed, and require what `sample` gives then."""
+    """Sample with the `capture` again each time that something has changed, and require what
+    launched sampling gives then."""
     bench.captured(capture)
     _require_same(rows, bench.captured(capture), bench.sample(), "called again, ")
     others = [
@@ -215,7 +223,7 @@ def _require_same(
 ) -> None:
     """Require the same token of each row, and equal log-probabilities, as many as the row requests."""
     tokens, expected = captured.token_ids[: len(rows)].tolist(), sampled.token_ids.tolist()
-    require(tokens == expected, f"{when}sample() gave {expected}, sample_captured() {tokens}")
+    require(tokens == expected, f"{when}sample() gave {expected}, with a capture {tokens}")
     for place, row in enumerate(rows):
         if row.sampling.logprobs is None:
             continue
@@ -235,5 +243,5 @@ def _require_same(
         )
         require(
             same,
-            f"{when}{said(row.sampling)}: the log-probabilities of sample_captured() aren't those of sample()",
+            f"{when}{said(row.sampling)}: with a capture, the log-probabilities aren't those without",
         )

@@ -22,9 +22,10 @@ class SamplerLines(SamplerSubject):
 
     @check("sampler.lines", since="0.3", capability="drafts")
     def test_lines(self) -> None:
-        """A line after drafts isn't sampled as a row whose output ends with these, bit for bit: the drafts are in the history, after `num_tokens`,
-        and count for the output position, penalties, bad words and `min_tokens`. `history.lengths(lines)` tells how many tokens a line follows. Also
-        in `sample_captured`, where `capture_for` names a capture."""
+        """A line after drafts isn't sampled as a row whose output ends with these, bit for bit: the
+        drafts are in the history, after `num_tokens`, and count for the output position, penalties,
+        bad words and `min_tokens`. `history.lengths(lines)` tells how many tokens a line follows.
+        Also with a capture, where `capture_for` names one."""
         for rows in (mixed_rows(), rows_with_long_words()):
             lines, places = lines_of(rows)
             own = [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
@@ -33,7 +34,7 @@ class SamplerLines(SamplerSubject):
             for row in sorted(set(places)):
                 some = [index for index, place in enumerate(places) if place == row]
                 alone = self.bench([lines[index] for index in some], [0] * len(some))
-                if (capture := alone.sampler.capture_for(alone.host_rows)) is not None:
+                if (capture := alone.capture()) is not None:
                     captured = alone.captured(capture).token_ids.tolist()
                     expected = [others.tokens([index])[0] for index in some]
                     told = f"{said(rows[row].sampling)}: captured ({capture.name}), its lines got {captured}, rows that end with the drafts {expected}"

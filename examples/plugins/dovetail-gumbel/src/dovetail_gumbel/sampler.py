@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    Process,
+    RowSampling,
+    SampledTokens,
+    Sampler,
+    SamplerCapabilities,
+)
 from dovetail.nn.logprobs import top_logprobs
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
@@ -55,7 +63,16 @@ class GumbelSampler(Sampler):
                 self._ruled[row] = sampling
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> SampledTokens:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: Rows | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
+    ) -> SampledTokens:
+        assert host_rows is not None  # without `cuda_graph` nothing is captured
         lengths = self.context.history.lengths(lines)  # [n] tokens before each line
         scores = logits.double()  # [n, vocab]
         for index, row in enumerate(host_rows.tolist()):

@@ -4,7 +4,15 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    Process,
+    RowSampling,
+    SampledTokens,
+    Sampler,
+    SamplerCapabilities,
+)
 from dovetail.nn.logprobs import top_logprobs
 from numpy.typing import NDArray
 
@@ -28,7 +36,16 @@ class AcmeSampler(Sampler):
             self._sampling[row] = sampling
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]) -> SampledTokens:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: NDArray[np.int64] | None = None,
+        *,
+        process: Process | None = None,
+        capture: Capture | None = None,
+    ) -> SampledTokens:
+        assert host_rows is not None  # without `cuda_graph` nothing is captured
         samplings = [self._sampling[row] for row in host_rows.tolist()]
         lengths = self.context.history.lengths(lines)  # [n] tokens before each line
         scores = logits.double()  # [n, vocab]
