@@ -55,6 +55,7 @@ SLOW_CHECKS = {
     "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_check[kv_cache-CountsTheFirstGroupForAll]": MANY_CASES,
     "tests/models/test_transformers.py::test_the_table_of_types_is_true[gemma3n_text]": MANY_CASES,
     "tests/grammars/test_bounded_strings.py::test_every_mask_of_an_answer_is_the_library_s_own[one-compact-byte-level]": MANY_CASES,
+    "tests/e2e/test_same_tokens.py::test_tokens_are_the_same_whatever_is_around_them[vtc or mlfq]": MANY_CASES,
     "tests/lab/test_calibrate.py::test_known_step_times_are_found_out[few decodes]": MANY_CASES,
 }
 
