@@ -199,6 +199,8 @@ class Greedy(Sampler):
         process: Process | None = None,
         capture: Capture | None = None,
     ) -> SampledTokens:
+        assert process is None, "it declares no processors"
+        assert capture is None, "it declares no cuda_graph"
         assert host_rows is not None
         assert lines.rows.tolist() == host_rows.tolist()
         self.last_logits = logits.clone()
