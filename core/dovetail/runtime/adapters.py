@@ -177,7 +177,7 @@ class AdapterWork(DeviceWork):
 class Adapters(StepFeature[Literal[True]]):
     """Adapters of the rows, in a bank. Steps without any don't notice it."""
 
-    axis = AdapterWork.axis
+    part, axis = AdapterRows, AdapterWork.axis
 
     def __init__(self, bank: AdapterBank, rows: RowState) -> None:
         """The rows have a column `COLUMN`."""
@@ -232,24 +232,6 @@ class AdapterPlan(FeaturePlan):
         dtype, device = loaded.plan.dtype, loaded.device
         bank = AdapterBank(loaded.model, self.slots, self.max_rank, dtype, device)
         return Adapters(bank, loaded.rows)
-
-
-class NoAdapters(StepFeature[None]):
-    """Refuses batches with adapters: the device has no bank."""
-
-    def begin(self, step: Step) -> None:
-        if step.batch.part(AdapterRows) is not None:
-            raise DovetailError(
-                f"step {step.number} has adapters, and the executor has no slots for any "
-                "(max_adapters is 0)"
-            )
-
-
-class NoAdapterPlan(FeaturePlan):
-    """Of a device without a bank."""
-
-    def build(self, loaded: Loaded) -> NoAdapters:
-        return NoAdapters()
 
 
 def _modules_in(tensors: Iterator[str]) -> list[str]:

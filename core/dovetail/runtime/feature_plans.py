@@ -7,7 +7,7 @@ import torch
 from dovetail.api.executor import ExecutorContext
 from dovetail.api.model import ParallelGroup
 from dovetail.errors import UnsupportedError
-from dovetail.runtime.adapters import AdapterPlan, NoAdapterPlan
+from dovetail.runtime.adapters import AdapterPlan
 from dovetail.runtime.draft_head import HeadPlan
 from dovetail.runtime.draft_model import DraftPlan
 from dovetail.runtime.features import FeaturePlan
@@ -24,8 +24,6 @@ def feature_plans(
     config, plans = context.config, list[FeaturePlan]()
     if config.max_adapters:
         plans.append(AdapterPlan(config.max_adapters, config.max_adapter_rank))
-    else:
-        plans.append(NoAdapterPlan())
     if config.max_drafts:
         _check_drafts(plan)
     if config.draft_head is not None:

@@ -69,6 +69,8 @@ class StepFeature(ABC, Generic[Note]):
     a note, in the order of features. Decisions depend on batches and rows alone, so that all ranks
     decide alike."""
 
+    part: type | None = None  # of a batch, that it reads; None: it reads none
+    idle: bool = False  # True while it needn't see batches without parts
     axis: str | None = None  # its device work is only in recordings with this name
     reads_states: bool = False  # True: no step with a note is replayed as a whole
     work: DeviceWork | None = None  # None: nothing for the device

@@ -120,7 +120,7 @@ class PooledStep:
 class Pooler(StepFeature[PooledStep]):
     """Rows that pool, of one device. Its memory is allocated when first needed."""
 
-    reads_states = True
+    part, idle, reads_states = PoolingRows, True, True
 
     def __init__(
         self,
@@ -167,6 +167,7 @@ class Pooler(StepFeature[PooledStep]):
                 if (pooling := part.added.get(new.row)) is not None:
                     self._check(new, pooling)
                     self._rows[new.row] = _Row(pooling)
+        self.idle = not self._rows
         due = frozenset(() if part is None else part.due.tolist())
         if not self._rows and not due:
             return None

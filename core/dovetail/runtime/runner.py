@@ -35,11 +35,10 @@ from dovetail.runtime.graphs import SHARED, Graph, Graphs, StepParts
 from dovetail.runtime.kv_pool import KVPool
 from dovetail.runtime.sampling import Sampling
 from dovetail.runtime.state_plan import StatePlan
-from dovetail.runtime.step import DeviceSpan, GraphKey, ModelInputs, ModelOutputs, Step
+from dovetail.runtime.step import DeviceSpan, GraphKey, ModelInputs, ModelOutputs, Step, Yielded
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs, HostLines
 from dovetail.runtime.step_model import StepModel
 from dovetail.runtime.transfer import all_to_device, to_device
-from dovetail.runtime.yielded import Yielded
 
 SHARING_WORTH = 4096  # tokens of K and V saved; with fewer, sharing costs more than it saves
 Int64 = NDArray[np.int64]
@@ -137,11 +136,22 @@ class Runner:
         step = Step(batch, ids, lines, started, self.graphs, span)
         if batch.copies:
             self.pool.copy(batch.copies)
+        self._check_parts(batch)
         for feature in self.features:
+            if feature.idle and not batch.parts:
+                continue
             if (note := feature.begin(step)) is not None:
                 step.notes[feature] = note
         step.axes = frozenset(feature.axis for feature in step.notes if feature.axis is not None)
         return step
+
+    def _check_parts(self, batch: Batch) -> None:
+        """Raise `DovetailError` if the batch has a part that no feature of this device reads."""
+        for part in batch.parts:
+            if not any(type(part) is feature.part for feature in self.features):
+                raise DovetailError(
+                    f"step {batch.step} has {type(part).__name__}, which this executor can't use"
+                )
 
     def _check_drafts(self, batch: Batch) -> None:
         """Raise `DovetailError` if the batch has unknown token ids as drafts, or a step with drafts
