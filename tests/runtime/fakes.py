@@ -213,6 +213,10 @@ class Greedy(Sampler):
         )
 
 
+def no_processors(rows: RowState) -> LogitsProcessors:
+    return LogitsProcessors((), VOCAB, rows, 0)
+
+
 def layout(*groups: tuple[int, int | None, int] | int) -> KVLayout:
     """Groups of (block_tokens, window, pages_per_block); a number: block_tokens of a full group."""
     settings = [(group, None, 1) if isinstance(group, int) else group for group in groups]
@@ -281,7 +285,7 @@ class Bench:
         self.sampler: Greedy = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
         self.sampler.prepare(self.max_rows)
         self.features: list[StepFeature[Any]] = []
-        self.sampling = Sampling(self.sampler, self.rows, VOCAB)
+        self.sampling = Sampling(self.sampler, self.rows, VOCAB, no_processors(self.rows))
         if drafter is not None:
             self.features.append(
                 DraftModel(drafter, drafting, self.backend, self.sampling, self.max_tokens)
@@ -303,6 +307,7 @@ class Bench:
         """Take a new runner, with more features, or another of these."""
         if sampler is not None or processors is not None:
             self.sampler = self.sampler if sampler is None else sampler  # type: ignore[assignment]
+            processors = no_processors(self.rows) if processors is None else processors
             self.sampling = Sampling(self.sampler, self.rows, VOCAB, processors)
         self.model = self.model if model is None else model
         own = [*features, *self.features, RowsWithPromptLogprobs(self.rows, VOCAB)]

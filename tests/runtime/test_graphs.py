@@ -119,7 +119,8 @@ def graphs(
     model = load_model(plan, asked, splitter.wrap(pool.wrap(backend.make_layer)), SINGLE, device)
     rows = RowState(MAX_ROWS, plan.max_model_len, pool.planned.layout, device)
     sampler = parts.sampler.ref().make(SamplerContext("cpu", plan.vocab_size, rows.history))
-    sampling = Sampling(sampler, rows, plan.vocab_size)
+    processors = LogitsProcessors((), plan.vocab_size, rows, 0)
+    sampling = Sampling(sampler, rows, plan.vocab_size, processors)
     runner = Runner(model, backend, pool, sampling, WallClock())
     for module in list(
         sys.modules.values()

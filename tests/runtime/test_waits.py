@@ -22,7 +22,7 @@ from dovetail.runtime.sampling import Sampling
 from dovetail.testing.recording import nothing_asked
 from dovetail_attention.flash import FlashAttention
 from tests.attention import fake_flash
-from tests.runtime.fakes import HIDDEN, VOCAB, Bench, spec_of
+from tests.runtime.fakes import HIDDEN, VOCAB, Bench, no_processors, spec_of
 from tests.runtime.test_decode_graphs import with_graphs
 
 SPECS = [spec_of(index, window) for index, window in enumerate((None, 9))]
@@ -65,7 +65,7 @@ def bench_of(backend: AttentionBackend) -> Bench:
     backend.prepare(4, 256, 600)
     bench.rows = RowState(4, 600, pool.planned.layout, torch.device("cpu"))
     bench.rows.pool_allocated(80)
-    sampling = Sampling(bench.sampler, bench.rows, VOCAB)
+    sampling = Sampling(bench.sampler, bench.rows, VOCAB, no_processors(bench.rows))
     bench.runner = Runner(bench.model, backend, pool, sampling, WallClock())
     return bench
 

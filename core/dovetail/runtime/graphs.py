@@ -266,7 +266,7 @@ def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     few, sharing = half_of(sizes), sharing_row_sizes(most_lines)
     # Sampling beside plain one: with everything, and with logits processors, too.
     more = [frozenset[str]()] if can.cuda_graph_full else []
-    if can.cuda_graph_full and processors is not None and processors.captured:
+    if can.cuda_graph_full and processors.captured:
         more.append(PROCESSED)
     model = DecodeSteps(MODEL, few, parts)
     builders: list[Builder] = [DecodeSteps(DECODE, sizes, parts)]

@@ -40,11 +40,7 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
 @contextmanager
 def _processed(runner: Runner, batch: Batch) -> Iterator[Batch]:
     """Apply all logits processors in a step of new rows, which ask for those whose arguments have defaults."""
-    processors = runner.sampling.processors
-    if processors is None:
-        yield batch
-        return
-    with processors.asked_by_all() as asked:
+    with runner.sampling.processors.asked_by_all() as asked:
         added = (
             new
             if new.sampling is None

@@ -32,9 +32,8 @@ class Sampling:
         sampler: Sampler,
         rows: RowState,
         vocab_size: int,
-        processors: LogitsProcessors | None = None,
+        processors: LogitsProcessors,
     ) -> None:
-        """`processors`: None if the engine has none."""
         self.sampler, self.rows, self.processors = sampler, rows, processors
         self.vocab_size = vocab_size
         self.masks = MaskBuffer(rows.max_lines, vocab_size, rows.device)
@@ -53,8 +52,7 @@ class Sampling:
         step.told, batch = True, step.batch
         if len(batch.removed) or batch.added:
             self._change(step, batch)
-        if self.processors is not None:
-            step.asks = self.processors.asked_by(step.lines.rows)
+        step.asks = self.processors.asked_by(step.lines.rows)
         for row in self._refused.keys() & set(batch.rows.tolist()) if self._refused else ():
             name = self.rows.request_ids[row]
             raise DovetailError(
@@ -71,9 +69,7 @@ class Sampling:
             self._refused.pop(row, None)
         name = f"sampler {type(self.sampler).__name__}"
         refused = update_rows(name, self.sampler.update, removed, added, _with_defaults)
-        if self.processors is not None:
-            refused = self.processors.update(removed, added) | refused
-        step.refused = refused
+        step.refused = self.processors.update(removed, added) | refused
 
     def mask(self, step: Step, masks: Masks) -> None:
         """Enqueue the copy of a late step's masks."""
@@ -83,7 +79,7 @@ class Sampling:
 
     def capture_for(self, host_rows: Int64, asks: Asks | None) -> Capture | None:
         """Return the capture that serves lines of these rows; None if none does."""
-        if asks is not None and (self.processors is None or not self.processors.can_capture(asks)):
+        if asks is not None and not self.processors.can_capture(asks):
             return None
         return self.sampler.capture_for(host_rows)
 
@@ -102,7 +98,7 @@ class Sampling:
 
     def why_broken(self, step: Step, flags: int, line: int) -> str:
         """Return why a line has no token, for a client. `flags`: see `decode_rows.append`."""
-        if flags == WRONG and self.processors is not None and step.asks is not None:
+        if flags == WRONG and step.asks is not None:
             return self.processors.reason(step.asks, line)
         return "the model's hidden state holds NaN"
 
@@ -117,7 +113,7 @@ class Sampling:
             masked = to_device(step.masked, self.rows.device)
             raw = logits.clone() if (self.rows.logprobs[host_rows] >= 0).any() else logits
         failures: dict[int, str] = {}
-        if self.processors is not None and asks is not None:
+        if asks is not None:
             process = self.processors.process(lines, asks, masked, self.masks.words, failures)
         positions = last_tokens(self.rows, lines)[1]
         tokens, logprobs = self._sample(
@@ -148,7 +144,7 @@ class Sampling:
         [n] int64: of the lines' last tokens. `masked` [n] int64: index of the line's mask, or -1.
         `processed`: apply the processors, which needs `Capture.FULL`."""
         process = None
-        if processed and self.processors is not None:
+        if processed:
             process = self.processors.process_captured(lines, masked, self.masks.words)
         tokens, logprobs = self._sample(
             logits, lines, positions, hidden, masked, process, capture=capture
@@ -175,7 +171,7 @@ class Sampling:
             settled(logits), lines, host_rows, process=process, capture=capture
         )
         tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
-        if process is not None and self.processors is not None:
+        if process is not None:
             self.processors.add_wrong(tokens)
         return tokens, sampled.logprobs
 

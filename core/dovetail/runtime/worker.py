@@ -321,14 +321,13 @@ class Worker:
                 f"speculation: sampler {name} can't check drafts (SamplerCapabilities.drafts)"
             )
         sampler.prepare(rows.max_rows)
-        processors = None
-        if refs := self.context.logits_processors:
-            if not sampler.capabilities.processors:
-                raise UnsupportedError(
-                    f"logits_processors: sampler {name} can't apply them "
-                    "(SamplerCapabilities.processors)"
-                )
-            processors = LogitsProcessors(refs, plan.vocab_size, rows, config.max_drafts)
+        refs = self.context.logits_processors
+        if refs and not sampler.capabilities.processors:
+            raise UnsupportedError(
+                f"logits_processors: sampler {name} can't apply them "
+                "(SamplerCapabilities.processors)"
+            )
+        processors = LogitsProcessors(refs, plan.vocab_size, rows, config.max_drafts)
         return Sampling(sampler, rows, plan.vocab_size, processors)
 
     def _make_pool(self, num_pages: int) -> None:
