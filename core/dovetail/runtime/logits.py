@@ -34,7 +34,8 @@ class LogitsProcessors:
     def __init__(
         self, refs: Sequence[ComponentRef], vocab_size: int, rows: RowState, max_drafts: int
     ) -> None:
-        """Create and prepare the processors, if there are any. Raises `PluginError` that names the one that failed."""
+        """Create and prepare the processors, if there are any. Raises `PluginError` that names the
+        one that failed."""
         self.names = tuple(ref.name for ref in refs)
         context = LogitsProcessorContext(str(rows.device), vocab_size, rows.history, max_drafts)
         self._made = tuple(_made(ref, context, rows.max_rows) for ref in refs)
