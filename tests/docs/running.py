@@ -33,7 +33,8 @@ from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of
 from tests.support import FULL
 
 NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that pages make up
-LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
+# "py": an excerpt of a file, as a test compares it; it isn't run
+LANGUAGES = {"python", "py", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
 SIMULATE_OFTEN = (

@@ -17,7 +17,7 @@ from tests.docs.pages import DOCS, ROOT
 from tests.small_model import small_demo
 
 STOP = re.compile(
-    r"^## (\d+)\. .+?\n\n`([^`]+\.py)`, `([\w.]+)`: .+?```python\n(.+?)```",
+    r"^## (\d+)\. .+?\n\n`([^`]+\.py)`, `(\w+)` of `(\w+)`: .+?```py\n(.+?)```",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -32,7 +32,7 @@ class Stop:
 def stops() -> list[Stop]:
     found = STOP.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
     assert [int(number) for number, *_ in found] == list(range(1, 11))
-    return [Stop(ROOT / path, function, lines) for _, path, function, lines in found]
+    return [Stop(ROOT / path, method, lines) for _, path, method, _, lines in found]
 
 
 @pytest.mark.parametrize("stop", stops(), ids=lambda stop: stop.function)
@@ -45,7 +45,7 @@ def test_the_lines_of_a_stop_are_those_of_its_file(stop: Stop) -> None:
 
 
 def test_a_prompt_visits_the_stops_in_their_order() -> None:
-    wanted = [(str(stop.path), stop.function.rpartition(".")[2]) for stop in stops()]
+    wanted = [(str(stop.path), stop.function) for stop in stops()]
     visited: dict[tuple[str, str], None] = {}
 
     def called(frame: FrameType, event: str, argument: Any) -> None:
