@@ -147,7 +147,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="toy",
             target="bench.toy:ToyExecutor",
-            api="0.7",
+            api="0.9",
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         ),
