@@ -35,7 +35,7 @@ from dovetail.runtime.features import Proposes, StepFeature
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.logits import LogitsProcessors
 from dovetail.runtime.prompt_logprobs import RowsWithPromptLogprobs
-from dovetail.runtime.row_state import RowState
+from dovetail.runtime.row_state import Column, RowState
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.sampling import Sampling
 from dovetail.runtime.step import Step
@@ -241,6 +241,7 @@ class Bench:
     draft_windows: tuple[int | None, ...] = (None, None)
     head: bool = False  # a `TinyHead` drafts
     attention: type[AttentionBackend] = RecordableAttention
+    columns: Mapping[str, Column] = field(default_factory=dict)  # of features, beside adapters
     step: int = 0
     free_blocks: list[int] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)  # row -> blocks
@@ -278,7 +279,7 @@ class Bench:
             self.layout,
             device,
             max_lines=self.max_lines,
-            columns=AdapterPlan.columns,
+            columns={**AdapterPlan.columns, **self.columns},
         )
         self.backend.prepare(self.rows.max_lines, self.max_tokens, self.max_len)
         self.rows.pool_allocated(num_pages)

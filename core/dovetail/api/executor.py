@@ -105,6 +105,9 @@ class ExecutorConfig:
     )  # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
     max_adapters: int = 0  # slots for LoRA adapters on the device; 0: none
     max_adapter_rank: int = 16
+    # Features of an executor's own, for its workers: each is called with the arguments of
+    # `dovetail.runtime.feature_plans.feature_plans`, and returns a `FeaturePlan`. Picklable.
+    features: tuple[Callable[..., Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,13 @@ class Capacity:
     # prompt tokens per second, a cautious guess: the core cuts prompts so that a step takes some seconds, by this and then by what it measures.
     # None: steps may be as large as `max_num_batched_tokens`
     prompt_rate: float | None = None
+    # What further features offer, one object of a type each. Its method `feature` makes their side
+    # of the loop, a `dovetail.engine.feature.EngineFeature`
+    parts: tuple[Any, ...] = ()
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return the part of that type; None if there is none."""
+        return _part_of(self.parts, kind)
 
 
 @dataclass(frozen=True, slots=True)

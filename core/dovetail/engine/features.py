@@ -1,4 +1,5 @@
-"""The features of an engine: a new one is named here, and nowhere else in the loop."""
+"""The features of an engine: a new one is named here, or by its executor, and nowhere else in the
+loop."""
 
 from __future__ import annotations
 
@@ -19,4 +20,4 @@ def features_of(capacity: Capacity, slot_wait_s: float = 0.0) -> list[EngineFeat
         features.append(Pooling())
     if capacity.adapters is not None:
         features.append(AdapterSlots(capacity.adapters.slots, slot_wait_s))
-    return features
+    return [*features, *(part.feature() for part in capacity.parts)]

@@ -260,8 +260,11 @@ class Assembly:
         )
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the values that a request carries for components, validated by their own models. Raises `RequestError`."""
-        checked = {}
+        """Return the values that a request carries for components, validated by their own models. Raises `RequestError`.
+
+        Validators find the engine's `Capacity` in their context, as "capacity".
+        """
+        checked, context = {}, {"capacity": self.capacity}
         for distribution, values in (extra or {}).items():
             model = self.extra_models.get(distribution)
             if model is None:
@@ -269,9 +272,9 @@ class Assembly:
                 raise RequestError(
                     f"extra: {shown(distribution)} reads nothing from requests; those that do: {known}"
                 )
-            checked[distribution] = validated(model, values, f"extra.{distribution}").model_copy(
-                deep=True
-            )  # nothing of it is the caller's any more
+            checked[distribution] = validated(
+                model, values, f"extra.{distribution}", context
+            ).model_copy(deep=True)  # nothing of it is the caller's any more
         return checked
 
     def extra_with(
@@ -404,7 +407,7 @@ def assemble(
             },
             extra_models={
                 part.distribution: model
-                for part in (parts.scheduler, parts.kv_cache, *parts.observers)
+                for part in (parts.scheduler, parts.kv_cache, parts.executor, *parts.observers)
                 if (model := part.request_extra()) is not None
             },
             parts={

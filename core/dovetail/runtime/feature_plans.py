@@ -31,7 +31,8 @@ def feature_plans(
     elif config.draft_model is not None:
         models, quantizations = context.models, context.quantizations
         plans.append(DraftPlan.of(config, plan, models, group, device, quantizations))
-    return [*plans, PromptLogprobsPlan(), PoolerPlan(plan.pooling)]
+    own = [make(context, plan, group, device) for make in config.features]
+    return [*plans, *own, PromptLogprobsPlan(), PoolerPlan(plan.pooling)]
 
 
 def _check_drafts(plan: ModelPlan) -> None:

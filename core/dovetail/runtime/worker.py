@@ -165,7 +165,9 @@ class Worker:
         )
         for feature in features:
             details.update(feature.details)
-            capacity = replace(capacity, **feature.capacity)
+            fields = feature.capacity
+            parts = (*capacity.parts, *fields.get("parts", ()))
+            capacity = replace(capacity, **{**fields, "parts": parts})
         return capacity
 
     def allocate(self, num_pages: int) -> None:

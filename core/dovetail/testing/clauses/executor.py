@@ -23,6 +23,7 @@ CLAUSES: Marks = {
     "ExecutorConfig.max_adapters": held("adapters", "adapter_slots", "adapter_merged"),
     "ExecutorConfig.draft_model": unchecked("no executor of the suite runs one"),
     "ExecutorConfig.draft_head": unchecked("no executor of the suite runs one"),
+    "ExecutorConfig.features": unchecked("the suite gives none; the engine's own tests do"),
     "ExecutorConfig.quantization": unchecked("the suite's checkpoint is plain"),
     "ExecutorContext": TOLD,
     "ExecutorCapabilities": {
@@ -55,6 +56,7 @@ CLAUSES: Marks = {
     "Capacity.max_lines": held("drafts_limits", "drafts"),
     "Capacity.line_costs": unchecked("suites don't judge times"),
     "Capacity.draft_costs": unchecked("suites don't judge times"),
+    "Capacity.parts": unchecked("the suite's executors have no features of their own"),
     "Capacity.prompt_rate": unchecked("suites don't judge times"),
     "Capacity": {
         "may be submitted": held("order", "capacity"),
@@ -79,6 +81,7 @@ CLAUSES: Marks = {
     "AdapterRows": held("adapters", "adapter_slots", "adapter_merged"),
     "Pooled": held("pooled", "pooled_failed"),
     "PromptLogprobs": held("prompt_logprobs"),
+    "Capacity.part": TOLD,
     "Batch.part": TOLD,
     "Result.part": TOLD,
     "Result.values": TOLD,
