@@ -1,4 +1,4 @@
-"""An engine with the feature, installed as a stranger's distribution, and what it should generate."""
+"""Engines with the feature, a stranger's distribution, and what they should generate."""
 
 from __future__ import annotations
 

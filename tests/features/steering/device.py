@@ -30,8 +30,8 @@ class SteeringWork(DeviceWork):
     axis = "steered"
 
     def __init__(self, bank: torch.Tensor, slots: torch.Tensor, block: Any) -> None:
-        """`bank` [slots + 1, hidden]; `slots` [max_rows + 1] int32, of the rows; 0: none. `block`: a
-        layer of a `dovetail_models` decoder, whose `add_to` is replaced."""
+        """`bank` [slots + 1, hidden]; `slots` [max_rows + 1] int32, of the rows; 0: none.
+        `block`: a layer of a `dovetail_models` decoder, whose `add_to` is replaced."""
         self._bank, self._slots = bank, slots
         self._vectors: torch.Tensor | None = None  # [tokens, hidden], of a step that has any
         plain = block.add_to
@@ -124,7 +124,7 @@ class SteeringPlan(FeaturePlan):
 
 @dataclass(frozen=True)
 class MakesSteeringPlan:
-    """Reads the vectors, once the model is known and before its weights are read. Each rank does."""
+    """Reads the vectors on each rank, once the model is known and before its weights are read."""
 
     files: Mapping[str, str]
     layer: int

@@ -70,7 +70,7 @@ def with_graphs(bench: Bench) -> WatchedGraphs:
 
 
 def generated(bench: Bench, vectors: Sequence[str | None], steps: int = 4) -> list[list[int]]:
-    """Return the tokens of a row for each vector, all with the same prompt. The last step is late."""
+    """Return the tokens of a row for each vector, after the same prompt. The last step is late."""
     rows = range(len(vectors))
     before = [row for row in rows if row in bench.blocks]
     added = [bench.new(row, [3, 1, 4]) for row in rows]
