@@ -114,6 +114,8 @@ class FakeEngine:
         prompt: Prompt,
         params: SamplingParams,
         listener: Listener,
+        *,
+        owner: int = 0,
         **fields: Any,
     ) -> None:
         self.check_health()

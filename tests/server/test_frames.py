@@ -89,7 +89,7 @@ def test_a_request_is_the_same_at_the_other_end(fields: dict[str, Any]) -> None:
     params = SamplingParams(output_kind="delta", **fields)
     given = RequestFields(1.5, -3, "client", 9.0, "salt", 12, 8.0, 0.25)
     checked = intake().check("name", [1, 2, 999], params, given, None)
-    message = decode_to_engine(encode(add_of(7, checked, 5, ((1, 2), (3,)), {"d": {"x": [1]}})))
+    message = decode_to_engine(encode(add_of(7, checked, 5, ((1, 2), (3,)), {"d": {"x": [1]}}, -8)))
     assert isinstance(message, Add)
     assert (message.number, message.seed, message.bad_words, message.extra) == (
         7,
@@ -97,6 +97,7 @@ def test_a_request_is_the_same_at_the_other_end(fields: dict[str, Any]) -> None:
         [[1, 2], [3]],
         {"d": {"x": [1]}},
     )
+    assert message.owner == -8
     other = request_of(message)
     assert other.prompt_array.tolist() == [1, 2, 999]
     assert (other.request_id, other.params, other.max_tokens, other.fields) == (

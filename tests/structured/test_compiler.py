@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.api.grammar import Grammar, GrammarSpec
 from dovetail.errors import RequestError
-from dovetail.front.grammar_trials import GrammarTrials, TrialTimeoutError
+from dovetail.front.grammar_trials import GrammarTrials, TrialEndedError, TrialTimeoutError
 from dovetail.front.grammars import MAX_SLOW, GrammarCompiler
 from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
@@ -149,9 +149,79 @@ def test_slow_ones_that_wait_are_few(toy: Toy) -> None:
 
 def test_who_waits_when_the_engine_is_closed_is_told(toy: Toy) -> None:
     compiler = GrammarCompiler(toy, Limits(), threads=1)
-    compiler.compile(choice("hangs"))
+    hanging = compiler.compile(choice("hangs"))
     assert toy.begun.acquire(timeout=PATIENCE_S)
     waiting = compiler.compile(choice("a"))
     compiler.close()
     assert "closed" in error_of(waiting)
     assert "closed" in error_of(compiler.compile(choice("b")))
+    assert not hanging.done()
+
+
+def test_what_no_request_waits_for_any_more_is_not_compiled(toy: Toy) -> None:
+    compiler = GrammarCompiler(toy, Limits(), threads=1)
+    hanging = compiler.compile(choice("hangs"))
+    assert toy.begun.acquire(timeout=PATIENCE_S)
+    for index in range(100):
+        compiler.compile(choice(f"left {index}"))
+    kept = compiler.compile(choice("a"))
+    toy.release.set()
+    kept.result(PATIENCE_S)
+    assert hanging.done()
+    assert toy.compiled == ['["hangs"]', '["a"]']
+
+
+def test_clients_are_served_in_turn(toy: Toy) -> None:
+    compiler = GrammarCompiler(toy, Limits(), threads=1)
+    hanging = compiler.compile(choice("hangs"), "greedy")
+    assert toy.begun.acquire(timeout=PATIENCE_S)
+    flood = [compiler.compile(choice(f"{index}"), "greedy") for index in range(100)]
+    shared = compiler.compile(choice("99"), "modest")
+    others = compiler.compile(choice("a"), "other")
+    toy.release.set()
+    shared.result(PATIENCE_S)
+    others.result(PATIENCE_S)
+    assert hanging.done()
+    assert {*toy.compiled[1:4]} == {'["0"]', '["99"]', '["a"]'}
+    for future in flood:
+        future.result(PATIENCE_S)
+    assert len(toy.compiled) == 102
+
+
+def test_slow_rules_of_one_client_keep_no_other_out(toy: Toy) -> None:
+    trials = ToyTrials()
+    compiler = GrammarCompiler(toy, Limits(), threads=1, trials=trials)
+    slow = [compiler.compile(choice(f"slow {index}"), "greedy") for index in range(MAX_SLOW)]
+    more = compiler.compile(choice("slow and more"), "modest")
+    assert "are waiting already" in error_of(slow[-1])
+    trials.release.set()
+    for future in [*slow[:-1], more]:
+        future.result(PATIENCE_S)
+
+
+def test_slow_rules_that_nobody_waits_for_keep_no_other_out(toy: Toy) -> None:
+    trials = ToyTrials()
+    compiler = GrammarCompiler(toy, Limits(), threads=1, trials=trials)
+    for index in range(MAX_SLOW + 1):
+        left = compiler.compile(choice(f"slow {index}"))
+        while len(trials.tried) <= index:
+            assert not left.done()
+    kept = compiler.compile(choice("slow but wanted"))
+    trials.release.set()
+    kept.result(PATIENCE_S)
+
+
+def test_what_ended_its_process_is_tried_again(toy: Toy) -> None:
+    trials = EndingTrials()
+    compiler = GrammarCompiler(toy, Limits(), trials=trials)
+    assert "ended the process" in error_of(compiler.compile(choice("a")))
+    compiler.compile(choice("a")).result(PATIENCE_S)
+
+
+class EndingTrials(ToyTrials):
+    """Trials of which the first loses its process."""
+
+    def check(self, spec: GrammarSpec, seconds: float) -> None:
+        super().check(spec, seconds)
+        if len(self.tried) == 1:
+            raise TrialEndedError("compiling it ended the process that did")

@@ -164,6 +164,31 @@ def test_who_goes_away_while_it_waits_leaves_nothing() -> None:
         toy_of(assembly).release.set()
 
 
+def test_rules_of_requests_that_were_aborted_are_not_compiled() -> None:
+    engine, assembly = toy_engine()
+
+    def add(request_id: str, word: str) -> None:
+        params = SamplingParams(n=2, max_tokens=2, structured=Structured(choice=[word]))
+        engine.add_request(request_id, [1, 2], params)
+
+    with engine:
+        for index in range(8):  # at least as many as there are threads
+            add(f"hanging {index}", f"hangs {index}")
+        toy = toy_of(assembly)
+        assert toy.begun.acquire(timeout=30)
+        for index in range(20):
+            add("left", f"left {index}")
+            engine.step()
+            engine.abort_request("left")
+        add("last", "last")
+        toy.release.set()
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert '["last"]' in toy.compiled
+        left = [text for text in toy.compiled if "left" in text]
+        assert len(left) <= 1, "an engine may keep the request that ended last"
+
+
 def test_a_panic_of_the_library_ends_its_request_alone() -> None:
     engine, _ = toy_engine()
     with engine:

@@ -47,7 +47,7 @@ class Feeder:
         )
         self._constraints: list[Constraint] = []  # of the request being added
         if simulated is not None:
-            engine.constraints_of = lambda params: self._constraints
+            engine.constraints_of = lambda params, client=None: self._constraints
         self._followers = Followers(trace)
         self._released: list[Released] = []  # followers with an arrival time, a heap
         self._coming: Iterator[TraceRequest] = iter(

@@ -132,10 +132,12 @@ class ServedEngine(Protocol):
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         listener: Listener,
+        *,
+        owner: int = 0,
         **fields: Any,
     ) -> None:
-        """Submit a request. Outputs are deltas, whatever `params.output_kind`. `fields`: those of `RequestFields`, and `extra`. Text is tokenized in
-        the calling thread: make long texts by `source` first.
+        """Submit a request. Outputs are deltas, whatever `params.output_kind`. `owner`: hash of the client that sent it. `fields`: those of
+        `RequestFields`, and `extra`. Text is tokenized in the calling thread: make long texts by `source` first.
 
         Raises `RequestError` for an invalid request, `EngineDeadError` if the engine is dead. Cancellation aborts the request.
         """

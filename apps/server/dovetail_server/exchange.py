@@ -493,7 +493,9 @@ class Exchange:
         fields: Mapping[str, Any],
     ) -> None:
         try:
-            await self.engine.submit(request_id, prompt, params, listener, **fields)
+            await self.engine.submit(
+                request_id, prompt, params, listener, owner=hash(self.client), **fields
+            )
         except Exception as error:
             if listener.meter is not None:
                 listener.meter.refused()

@@ -45,6 +45,7 @@ class Add(msgspec.Struct, array_like=True, tag=1):
     confirms: bool  # the front end waits for `Accepted` or `Refused`; otherwise only refusals are reported
     pooling: RowPooling | None = None  # what it pools, if it does
     indivisible: bool = False  # its prompt is computed in one step
+    owner: int = 0  # hash of the client that sent it: rules are compiled for each in turn
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2):
@@ -256,6 +257,7 @@ def add_of(
     seed: int,
     bad_words: Sequence[Sequence[int]],
     extra: Mapping[str, Any] | None,
+    owner: int = 0,
 ) -> Add:
     """Return the message for a checked request. `extra` is checked by the engine, so the sender must wait for its confirmation."""
     params = request.params
@@ -276,6 +278,7 @@ def add_of(
         confirms=bool(extra),
         pooling=request.pooling,
         indivisible=request.indivisible,
+        owner=owner,
     )
 
 

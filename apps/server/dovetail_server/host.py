@@ -303,7 +303,7 @@ class EngineHost:
             arrival,
             [None] * request.params.n,
             extra,
-            self._constraints(request.params),
+            self._constraints(request.params, add.owner),
             adapter,
         )
         for index, sample in enumerate(samples):
@@ -371,9 +371,9 @@ class EngineHost:
     def _served_adapters(self) -> Adapters:
         return Adapters({name: request.lora_path for name, (request, _) in self._adapters.items()})
 
-    def _constraints(self, params: SamplingParams) -> Sequence[Constraint]:
+    def _constraints(self, params: SamplingParams, owner: int) -> Sequence[Constraint]:
         try:
-            return self._assembly.constraints(params)
+            return self._assembly.constraints(params, owner)
         except (RequestError, UnsupportedError):
             raise
         except DovetailError:  # `Assembly.prepare_grammars` has logged the cause

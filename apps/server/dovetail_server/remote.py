@@ -266,6 +266,8 @@ class RemoteEngine:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         listener: Listener,
+        *,
+        owner: int = 0,
         **fields: Any,
     ) -> None:
         self.check_health()
@@ -285,7 +287,7 @@ class RemoteEngine:
             params = changed_unchecked(params, output_kind=OutputKind.DELTA)
         checked = self._intake.check(request_id, prompt, params, given, extra)
         self._check_free(checked.request_id)
-        entry = self._give(checked, listener, extra)
+        entry = self._give(checked, listener, extra, owner)
         if entry.confirmed is not None:
             try:
                 await entry.confirmed
@@ -317,14 +319,19 @@ class RemoteEngine:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def _give(
-        self, checked: CheckedRequest, listener: Listener, extra: Mapping[str, Any] | None
+        self,
+        checked: CheckedRequest,
+        listener: Listener,
+        extra: Mapping[str, Any] | None,
+        owner: int,
     ) -> _Open:
         """Send the engine a request. If it raises `RequestError`, nothing has changed."""
         params = checked.params
         texts = self._intake.texts(params, checked.token_ids)
         bad_words = self._intake.bad_word_ids(params)
         number, came = self._next_number, checked.fields.arrival_time
-        self._line.send(add_of(number, checked, self._intake.seed_of(params), bad_words, extra))
+        seed = self._intake.seed_of(params)
+        self._line.send(add_of(number, checked, seed, bad_words, extra, owner))
         self._next_number += params.n
         samples = [
             Sample(

@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -185,9 +185,10 @@ class Assembly:
             gc.freeze()
         return tokenizer
 
-    def constraints(self, params: SamplingParams) -> list[Constraint]:
+    def constraints(self, params: SamplingParams, client: Hashable = None) -> list[Constraint]:
         """Return what holds each sample of a request to its rule; nothing if it has none. The first call that needs the grammar backend makes it,
-        which may take a second for a large vocabulary; a bound without a rule needs none. Raises `RequestError` if the backend can't do what is
+        which may take a second for a large vocabulary; a bound without a rule needs none. `client`: in whose turn the rule is compiled.
+        Raises `RequestError` if the backend can't do what is
         asked, `MissingExtraError` without its package, `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there
         is none."""
         if params.structured is None:
@@ -195,7 +196,7 @@ class Assembly:
         structured = Structured.of(params.structured)
         if structured.kind is None:
             return bounds(structured, params.n, self.tokenizer(), self._spelled)
-        return self.grammars().constraints(params)
+        return self.grammars().constraints(params, client)
 
     @cached_property
     def _spelled(self) -> list[bytes]:

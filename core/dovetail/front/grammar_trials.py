@@ -30,6 +30,10 @@ class TrialTimeoutError(Exception):
     """A spec takes longer to compile than it was given."""
 
 
+class TrialEndedError(RequestError):
+    """The process that compiled a spec has ended, which the state of the machine may also cause."""
+
+
 class Trials(Protocol):
     """What `GrammarCompiler` needs. Thread safe."""
 
@@ -68,9 +72,9 @@ class GrammarTrials:
             case "time":
                 raise TrialTimeoutError
             case "memory":
-                raise RequestError(f"it takes more than {MEMORY_BYTES >> 20} MiB to compile")
+                raise TrialEndedError(f"it takes more than {MEMORY_BYTES >> 20} MiB to compile")
             case _:
-                raise RequestError("compiling it ended the process that did")
+                raise TrialEndedError("compiling it ended the process that did")
 
     def prepare(self) -> None:
         with self._processes.one():

@@ -6,19 +6,25 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary, ref
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, SpecKind
 from dovetail.checks import shown
 from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError, UnsupportedError, describe
 from dovetail.front.detokenizer import byte_pieces
-from dovetail.front.grammar_trials import GrammarTrials, Trials, TrialTimeoutError
+from dovetail.front.grammar_trials import (
+    GrammarTrials,
+    TrialEndedError,
+    Trials,
+    TrialTimeoutError,
+)
 from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
@@ -74,7 +80,11 @@ def _constraints(
 
 class GrammarCompiler:
     """Compiles each spec once, in a few threads. Each is first compiled on trial, in a process that can be ended: for at most `QUICK_S`, and if that
-    doesn't suffice, once more in a thread for such specs. So what takes long delays only its like. Thread safe."""
+    doesn't suffice, once more in a thread for such specs. So what takes long delays only its like.
+
+    Clients are served in turn. A spec is forgotten, and not compiled, when the last request that
+    waits for it has ended: only its requests refer to its future. Thread safe.
+    """
 
     def __init__(
         self,
@@ -102,10 +112,10 @@ class GrammarCompiler:
         self._limits = limits
         self._trials = trials
         self._cache = _Cache(cache_bytes)
+        self._pending: WeakValueDictionary[GrammarSpec, _Pending] = WeakValueDictionary()
         self._lock = threading.Lock()
-        self._quick = ThreadPoolExecutor(threads or _threads(), "dovetail-grammars")
-        self._slow = ThreadPoolExecutor(1, "dovetail-slow-grammars")
-        self._num_slow = 0  # specs in `_slow`, waiting ones included
+        self._quick = _Lane(threads or _threads(), "dovetail-grammars", self._compile_quickly)
+        self._slow = _Lane(1, "dovetail-slow-grammars", self._compile_slowly, MAX_SLOW)
         self._closed = False
 
     @classmethod
@@ -137,16 +147,16 @@ class GrammarCompiler:
             trials=GrammarTrials(part.ref(), context, _threads() + 1) if _CAN_FORK else None,
         )
 
-    def constraints(self, params: SamplingParams) -> list[Constraint]:
+    def constraints(self, params: SamplingParams, client: Hashable = None) -> list[Constraint]:
         """Return a constraint for each sample of a request with structured output, which waits for the grammar, and fails with the reason if it
-        doesn't compile. Raises `RequestError` for a kind of spec that the backend doesn't support."""
+        doesn't compile. `client`: in whose turn it is compiled. Raises `RequestError` for a kind of spec that the backend doesn't support."""
         structured = Structured.of(params.structured)
         if structured.kind not in (None, *(kinds := self.backend.capabilities.kinds)):
             raise RequestError(
                 f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}"
             )
         return _constraints(
-            self.compile(spec_of(structured)),
+            self.compile(spec_of(structured), client),
             self.backend,
             structured,
             params.n,
@@ -154,19 +164,24 @@ class GrammarCompiler:
             self._encode,
         )
 
-    def compile(self, spec: GrammarSpec) -> Future[Grammar]:
-        """Return a future of the grammar. Its exception is a `RequestError` whose text begins with "structured"."""
+    def compile(self, spec: GrammarSpec, client: Hashable = None) -> Future[Grammar]:
+        """Return a future of the grammar, which is compiled in the client's turn if the caller keeps the future. Its exception is a `RequestError`
+        whose text begins with "structured"."""
         with self._lock:
             known = self._cache.get(spec)
             if known is not None:
                 return known
-            future: Future[Grammar] = Future()
-            if self._closed:
-                future.set_exception(_closed())
-                return future
-            self._cache.put(spec, future)
-            self._submit(self._quick, self._compile_quickly, spec, future)
-            return future
+            pending = self._pending.get(spec)
+            if pending is None:
+                pending = _Pending(spec)
+                if self._closed:
+                    pending.set_exception(_closed())
+                    return pending
+                self._pending[spec] = pending
+            if client not in pending.clients and not pending.begun:
+                pending.clients.add(client)
+                self._quick.put(client, pending)
+            return pending
 
     def prepare(self) -> None:
         """Start what the first spec would wait for. Raises `DovetailError` if that fails."""
@@ -177,88 +192,169 @@ class GrammarCompiler:
         """End the threads after their present compilations, and the processes. What waits fails."""
         with self._lock:
             self._closed = True
-        self._quick.shutdown(wait=False, cancel_futures=True)
-        self._slow.shutdown(wait=False, cancel_futures=True)
+            waiting = [one for one in self._quick.close() if not one.begun]
+            for one in waiting:
+                one.begun = True  # so that no thread begins it
+            waiting += self._slow.close()
+        for one in waiting:
+            one.set_exception(_closed())
         if self._trials is not None:
             self._trials.close()
 
-    def _submit(
-        self,
-        threads: ThreadPoolExecutor,
-        work: Callable[[GrammarSpec, Future[Grammar]], None],
-        spec: GrammarSpec,
-        future: Future[Grammar],
-    ) -> None:
-        def fail_if_cancelled(done: Future[None]) -> None:
-            if done.cancelled():
-                future.set_exception(_closed())
-
-        threads.submit(work, spec, future).add_done_callback(fail_if_cancelled)
-
     # In a thread
 
-    def _compile_quickly(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
+    def _compile_quickly(self, pending: _Pending, client: Hashable) -> None:
+        with self._lock:
+            if pending.begun:  # in another client's turn
+                return
+            pending.begun = True
         most_s = self._limits.max_grammar_s
         try:
-            self._compile(spec, future, min(most_s, QUICK_S))
+            self._compile(pending, min(most_s, QUICK_S))
         except TrialTimeoutError:
             if most_s <= QUICK_S:
-                self._fail(spec, future, self._too_slow())
-            elif not self._compile_later(spec, future):
+                self._fail(pending, self._too_slow())
+                return
+            if (refused := self._compile_later(pending, client)) is not None:
                 self._fail(
-                    spec,
-                    future,
+                    refused,
                     f"it takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW} rules that do are waiting already; try again later",
                 )
 
-    def _compile_later(self, spec: GrammarSpec, future: Future[Grammar]) -> bool:
-        """Leave a spec to the thread for those that take long. Returns False if too many wait."""
+    def _compile_later(self, pending: _Pending, client: Hashable) -> _Pending | None:
+        """Leave a spec to the thread for those that take long. Return one that it has no room for, if any."""
         with self._lock:
-            if self._closed:
-                future.set_exception(_closed())
-                return True
-            if self._num_slow >= MAX_SLOW:
-                return False
-            self._num_slow += 1
-            self._submit(self._slow, self._compile_slowly, spec, future)
-            return True
+            if not self._closed:
+                return self._slow.put(client, pending)
+        pending.set_exception(_closed())
+        return None
 
-    def _compile_slowly(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
+    def _compile_slowly(self, pending: _Pending, client: Hashable) -> None:
         try:
-            self._compile(spec, future, self._limits.max_grammar_s)
+            self._compile(pending, self._limits.max_grammar_s)
         except TrialTimeoutError:
-            self._fail(spec, future, self._too_slow())
-        finally:
-            with self._lock:
-                self._num_slow -= 1
+            self._fail(pending, self._too_slow())
 
-    def _compile(self, spec: GrammarSpec, future: Future[Grammar], seconds: float) -> None:
-        """Set the result or the exception of `future`. Raises `TrialTimeoutError` if a trial takes longer than `seconds`."""
+    def _compile(self, pending: _Pending, seconds: float) -> None:
+        """Set the result or the exception of `pending`. Raises `TrialTimeoutError` if a trial takes longer than `seconds`."""
+        spec = pending.spec
         try:
             if self._trials is not None and spec.text:
                 self._trials.check(spec, seconds)
             grammar = self.backend.compile(spec)
         except TrialTimeoutError:
             raise
+        except TrialEndedError as error:
+            self._fail(pending, str(error))
         except RequestError as error:
-            future.set_exception(_named(spec, str(error)))
+            self._keep(pending)
+            pending.set_exception(_named(spec, str(error)))
         except (
             BaseException
         ) as error:  # a panic of a native library, too: it is this request's alone
             logger.exception("a grammar backend failed")
-            self._fail(spec, future, f"the grammar backend failed: {describe(error)}")
+            self._fail(pending, f"the grammar backend failed: {describe(error)}")
         else:
-            future.set_result(grammar)
+            self._keep(pending)
+            pending.set_result(grammar)
 
     def _too_slow(self) -> str:
         return f"it takes longer than {self._limits.max_grammar_s:g} s (limits.max_grammar_s) to compile"
 
-    def _fail(self, spec: GrammarSpec, future: Future[Grammar], why: str) -> None:
+    def _keep(self, pending: _Pending) -> None:
+        with self._lock:
+            self._pending.pop(pending.spec, None)
+            self._cache.put(pending.spec, pending)
+
+    def _fail(self, pending: _Pending, why: str) -> None:
         """Refuse a spec, but not the next time: it may be due to the state of this machine."""
+        spec = pending.spec
         logger.warning("a rule of kind %s with %d characters: %s", spec.kind, len(spec.text), why)
         with self._lock:
-            self._cache.remove(spec)
-        future.set_exception(_named(spec, why))
+            self._pending.pop(spec, None)
+        pending.set_exception(_named(spec, why))
+
+
+class _Pending(Future[Grammar]):
+    """Future of a spec's grammar."""
+
+    def __init__(self, spec: GrammarSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.clients: set[Hashable] = set()  # in whose turns it waits
+        self.begun = False
+
+
+class _Lane:
+    """Threads that compile what waits, clients in turn, and skip what no request waits for any
+    more. Thread safe."""
+
+    def __init__(
+        self,
+        threads: int,
+        name: str,
+        work: Callable[[_Pending, Hashable], None],
+        most: int | None = None,
+    ) -> None:
+        """`most`: the most specs that are worked on or wait; None: no limit."""
+        self._most_threads, self._work, self._most = threads, work, most
+        self._threads = ThreadPoolExecutor(threads, name)
+        self._lock = threading.Lock()
+        self._queues: OrderedDict[Hashable, deque[ref[_Pending]]] = OrderedDict()
+        self._num_threads = 0  # that look for work
+        self._num_begun = 0
+
+    def put(self, client: Hashable, pending: _Pending) -> _Pending | None:
+        """Let a spec wait. Return one that there is no room for, if any: the newest of the client
+        that has most."""
+        with self._lock:
+            queue = self._queues.setdefault(client, deque())
+            while queue and queue[-1]() is None:
+                queue.pop()
+            queue.append(ref(pending))
+            refused = None if self._most is None else self._shrink(self._most)
+            if self._num_threads < self._most_threads:
+                self._threads.submit(self._run)
+                self._num_threads += 1
+            return refused
+
+    def close(self) -> list[_Pending]:
+        """End the threads after their present work. Return what waits."""
+        with self._lock:
+            left = [one for queue in self._queues.values() for each in queue if (one := each())]
+            self._queues.clear()
+        self._threads.shutdown(wait=False)
+        return [*dict.fromkeys(left)]
+
+    def _shrink(self, most: int) -> _Pending | None:
+        for client, queue in [*self._queues.items()]:
+            self._queues[client] = deque(each for each in queue if each() is not None)
+        if self._num_begun + sum(map(len, self._queues.values())) <= most:
+            return None
+        return max(self._queues.values(), key=len).pop()()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            try:
+                self._work(*taken)
+            finally:
+                with self._lock:
+                    self._num_begun -= 1
+            del taken  # the last reference, if no request waits
+
+    def _take(self) -> tuple[_Pending, Hashable] | None:
+        """Take the next spec of the client whose turn it is. None, and this thread ends, if none is left."""
+        with self._lock:
+            while self._queues:
+                client, queue = self._queues.popitem(last=False)
+                pending = queue.popleft()() if queue else None
+                if queue:
+                    self._queues[client] = queue
+                if pending is not None:
+                    self._num_begun += 1
+                    return pending, client
+            self._num_threads -= 1
+            return None
 
 
 def _threads() -> int:
@@ -287,10 +383,6 @@ class _Cache:
         if future is not None:
             self._futures.move_to_end(spec)
         return future
-
-    def remove(self, spec: GrammarSpec) -> None:
-        if self._futures.pop(spec, None) is not None:
-            self._bytes -= _size(spec)
 
     def put(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
         """Add a new one; the least used go, until there is room. One that is larger than all room stays until the next comes."""

@@ -309,7 +309,7 @@ class LLMEngine(SaysWhatIsMissing):
         sampling = self._assembly.sampling(
             params, self._intake.seed_of(params), self._intake.bad_word_ids(params)
         )
-        constraints = self.constraints_of(params)
+        constraints = self.constraints_of(params, fields.client)
         watchers = [text if params.stop else None for text in texts]
         adapter = None
         if checked.fields.lora_request is not None and self._assembly.adapters is not None:
