@@ -11,6 +11,12 @@ from tests.features.steering.device import MakesSteeringPlan
 from tests.features.steering.parts import LocalSteering, Steering, TensorSteering
 
 
+def with_steering(options: Steering, context: ExecutorContext) -> ExecutorContext:
+    make = MakesSteeringPlan(options.vectors, options.layer, options.slots)
+    config = context.config
+    return replace(context, config=replace(config, features=(*config.features, make)))
+
+
 class SteeredLocal(LocalExecutor):
     options: LocalSteering
 
@@ -23,9 +29,3 @@ class SteeredTensor(TensorExecutor):
 
     def __init__(self, options: TensorSteering, context: ExecutorContext) -> None:
         super().__init__(options, with_steering(options, context))
-
-
-def with_steering(options: Steering, context: ExecutorContext) -> ExecutorContext:
-    make = MakesSteeringPlan(options.vectors, options.layer, options.slots)
-    config = context.config
-    return replace(context, config=replace(config, features=(*config.features, make)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from dovetail import LLMEngine
 from dovetail.errors import RequestError, UnsupportedError
 from tests.adapters import install_fake
+from tests.docs.pages import DOCS
+from tests.features.steering import executors
 from tests.features.steering.conftest import Oracle, Settings
 from tests.features.steering.parts import DISTRIBUTION
 from tests.features.steering.test_tokens import PROMPTS, Engine, add, finished
@@ -59,6 +62,12 @@ def test_an_engine_whose_executor_cant_steer_refuses_requests_by_name(
         with pytest.raises(RequestError, match=f"extra: '{DISTRIBUTION}' reads nothing from"):
             add(made, "one", [5, 17], "calm")
         assert not made.has_unfinished_requests()
+
+
+def test_the_page_for_authors_shows_the_example_as_it_is() -> None:
+    page = (DOCS / "plugins" / "executor.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```py title=.+?\n(.+?)```", page, re.DOTALL)
+    assert shown in Path(executors.__file__).read_text(encoding="utf-8")
 
 
 @pytest.fixture
