@@ -315,6 +315,11 @@ class Bench:
         self.runner = Runner(self.model, self.backend, self.pool, self.sampling, WallClock(), own)
 
     @property
+    def recordings(self) -> list[Any]:
+        """Of the features: what `decode_builders` takes."""
+        return [feature.recordings for feature in self.runner.features]
+
+    @property
     def proposer(self) -> Any:
         """The draft model, or the head."""
         (found,) = (each for each in self.features if isinstance(each, Proposes))

@@ -24,9 +24,9 @@ from dovetail.runtime.graphs import (
     Graphs,
     decode_builders,
 )
+from dovetail.runtime.model_io import GraphKey
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step import GraphKey
 from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines
 from dovetail.runtime.token_sizes import (
     ALWAYS_TOKENS,
@@ -75,7 +75,9 @@ def with_graphs(bench: Bench, max_rows: int | None = None) -> WatchedGraphs:
 def decode_steps(bench: Bench, max_rows: int | None = None) -> list[Builder]:
     return [
         builder
-        for builder in decode_builders(bench.runner.parts, max_rows or bench.max_rows)
+        for builder in decode_builders(
+            bench.runner.parts, max_rows or bench.max_rows, bench.recordings
+        )
         if isinstance(builder, DecodeSteps)
     ]
 

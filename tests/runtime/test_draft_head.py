@@ -57,7 +57,10 @@ class Drafting:
     def with_graphs(self) -> WatchedGraphs:
         self.bench.sampler.__class__ = CapturableGreedy
         parts = self.bench.runner.parts
-        builders = [*mixed_builders(parts, LayerSplitter(), 32), *decode_builders(parts, MAX_LINES)]
+        builders = [
+            *mixed_builders(parts, LayerSplitter(), 32),
+            *decode_builders(parts, MAX_LINES, self.bench.recordings),
+        ]
         return give_graphs(self.bench, builders)
 
     def begin(self, *rows: int) -> None:

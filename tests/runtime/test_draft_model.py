@@ -46,7 +46,9 @@ class Drafting:
 
     def with_graphs(self) -> WatchedGraphs:
         self.bench.sampler.__class__ = CapturableGreedy
-        return give_graphs(self.bench, decode_builders(self.bench.runner.parts, MAX_LINES))
+        return give_graphs(
+            self.bench, decode_builders(self.bench.runner.parts, MAX_LINES, self.bench.recordings)
+        )
 
     def begin(self, *rows: int) -> None:
         result = self.bench.run(

@@ -37,7 +37,9 @@ class Rows:
 
     def with_graphs(self) -> WatchedGraphs:
         self.bench.sampler.__class__ = CapturableGreedy
-        return give_graphs(self.bench, decode_builders(self.bench.runner.parts, MAX_LINES))
+        return give_graphs(
+            self.bench, decode_builders(self.bench.runner.parts, MAX_LINES, self.bench.recordings)
+        )
 
     def begin(self, *rows: int) -> None:
         added = [self.bench.new(row, PROMPTS[row]) for row in rows]

@@ -146,7 +146,7 @@ def replaying(
     take_kernels(patch, default, table, logprobs)
     keep_launches(patch)
     bench = bench_with_the_default_sampler(max_lines, **of_bench)
-    graphs = give_graphs(bench, decode_builders(bench.runner.parts, max_lines))
+    graphs = give_graphs(bench, decode_builders(bench.runner.parts, max_lines, bench.recordings))
     patch.setattr(bench.sampler, "sample", lambda *_, **__: pytest.fail("sampled as it is"))
     return bench, graphs
 

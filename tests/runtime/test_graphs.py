@@ -45,12 +45,13 @@ from dovetail.runtime.graphs import (
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.logits import LogitsProcessors
+from dovetail.runtime.model_io import GraphKey
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.sampling import Sampling
-from dovetail.runtime.step import GraphKey, Step
+from dovetail.runtime.step import Step
 from dovetail_attention import triton_backend
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER
@@ -323,7 +324,7 @@ def test_recordings_of_steps_with_prompts_have_memory_of_their_own() -> None:
     bench.sampler.__class__ = CapturableGreedy
     builders = [
         *mixed_builders(bench.runner.parts, LayerSplitter(), 64),
-        *decode_builders(bench.runner.parts, 4),
+        *decode_builders(bench.runner.parts, 4, bench.recordings),
     ]
     pools = {str(builder.key): builder.pool for builder in builders}
     mixed = pools.pop("mixed")
@@ -342,7 +343,7 @@ def test_all_recordings_are_in_one_list_each_with_its_sizes() -> None:
     processors = LogitsProcessors(refs, VOCAB, bench.rows, 4)
     step_adapters = StepAdapters()
     bench.make_runner(Axis(step_adapters, bench.rows.columns[COLUMN]), processors=processors)
-    graphs = Graphs.of(bench.runner.parts, LayerSplitter(), 64, 600_000_000)
+    graphs = Graphs.of(bench.runner.parts, LayerSplitter(), 64, 600_000_000, bench.recordings)
     mixed, lines, drafting = (32, 64), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 4)
     few = (1, 2, 3, 4, 5, 6, 8, 12)
     assert [(str(key), sizes) for key, sizes in graphs.keys] == [

@@ -89,7 +89,9 @@ def bench_with(*names: str, graphs: bool = False, lines: int = 0) -> Bench:
     if refs:
         bench.make_runner(processors=LogitsProcessors(refs, VOCAB, bench.rows, 4))
     if graphs:
-        give_graphs(bench, decode_builders(bench.runner.parts, bench.rows.max_lines))
+        give_graphs(
+            bench, decode_builders(bench.runner.parts, bench.rows.max_lines, bench.recordings)
+        )
     return bench
 
 

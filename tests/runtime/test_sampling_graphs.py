@@ -56,7 +56,7 @@ def with_sampling_graphs(
         bench,
         [
             builder
-            for builder in decode_builders(bench.runner.parts, bench.max_rows)
+            for builder in decode_builders(bench.runner.parts, bench.max_rows, bench.recordings)
             if isinstance(builder, SamplingSteps)
         ],
     )

@@ -28,10 +28,12 @@ from dovetail.nn.adapters import LayerAdapters, Outputs, StepAdapters
 from dovetail.nn.embedding import LMHead
 from dovetail.nn.linear import LinearLayer
 from dovetail.nn.parameter import Part
-from dovetail.runtime.features import DeviceWork, FeaturePlan, Loaded, StepFeature
+from dovetail.runtime.device_work import DeviceWork
+from dovetail.runtime.features import FeaturePlan, Loaded, StepFeature
 from dovetail.runtime.memory import readable_bytes
+from dovetail.runtime.model_io import ModelInputs
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step import ModelInputs, Step
+from dovetail.runtime.step import Step
 
 HEAD = "lm_head"  # the output layer's name in checkpoints
 RANK_MULTIPLE = 16  # ranks are padded to it: the least that matrix units multiply

@@ -26,13 +26,15 @@ from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.api.sampler import Lines
 from dovetail.errors import DovetailError, PluginError, UnsupportedError, describe
 from dovetail.runtime.decode_rows import last_tokens, put_drafts
+from dovetail.runtime.device_work import DeviceWork
 from dovetail.runtime.draft_model import asks_model, captures, check_drafts, draft_sizes, moved
-from dovetail.runtime.features import DeviceWork, FeaturePlan, Loaded, StepFeature
+from dovetail.runtime.features import FeaturePlan, Loaded, StepFeature
 from dovetail.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.loading import ModelPlan, load_into, num_parameters
+from dovetail.runtime.model_io import GraphKey, ModelOutputs, TappedStates
 from dovetail.runtime.sampling import Sampling, settled
-from dovetail.runtime.step import GraphKey, ModelOutputs, Step, TappedStates
+from dovetail.runtime.step import Step
 from dovetail.runtime.step_inputs import DecodeInputs, HostInputs, HostLines
 from dovetail.targets import import_target
 
@@ -133,13 +135,6 @@ class HeadWork(DeviceWork):
         assert outputs.tapped is not None
         self._head.follow(outputs.tapped)
 
-    def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
-        sizes = draft_sizes(parts.rows, most_lines)
-        return [
-            HeadSteps(GraphKey("draft", capture), sizes, parts, self._head)
-            for capture in captures(parts.sampling.sampler)
-        ]
-
 
 class HeadSteps(Builder):
     """One draft for each of `size` rows. A line of its inputs is one token short of the line that
@@ -191,6 +186,13 @@ class RunningHead(StepFeature[Literal[True]]):
     def details(self) -> Mapping[str, str]:
         return {"draft_model": f"{self._name}, {num_parameters(self.model) / 1e6:.1f}M"}
 
+    def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
+        sizes = draft_sizes(parts.rows, most_lines)
+        return [
+            HeadSteps(GraphKey("draft", capture), sizes, parts, self)
+            for capture in captures(parts.sampling.sampler)
+        ]
+
     def begin(self, step: Step) -> Literal[True]:
         """Forget the states of earlier requests, for those that might draft at once: they have run
         before, in other rows."""
@@ -200,9 +202,9 @@ class RunningHead(StepFeature[Literal[True]]):
         check_drafts(step.batch)
         return True
 
-    def before_inputs(self, step: Step, note: Literal[True]) -> None:
+    def before_inputs(self, step: Step, note: Literal[True], graphs: Graphs | None) -> None:
         if step.batch.drafts is not None:
-            self.propose(step.batch.drafts, step.rows, step.graphs)
+            self.propose(step.batch.drafts, step.rows, graphs)
 
     def follow(self, tapped: TappedStates) -> None:
         """Enqueue the storing of K and V of a step's tokens, and keep each row's state of its last known token but one. Rows have grown by what was

@@ -24,13 +24,15 @@ from dovetail.api.model import ParallelGroup
 from dovetail.api.sampler import Capture, Lines, Sampler
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.runtime.decode_rows import last_tokens, put_drafts
-from dovetail.runtime.features import DeviceWork, FeaturePlan, FinalStates, Loaded, StepFeature
+from dovetail.runtime.device_work import DeviceWork
+from dovetail.runtime.features import FeaturePlan, FinalStates, Loaded, StepFeature
 from dovetail.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.loading import ModelPlan, load_model, num_parameters
+from dovetail.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampling import Sampling, settled
-from dovetail.runtime.step import GraphKey, ModelInputs, ModelOutputs, Step
+from dovetail.runtime.step import Step
 from dovetail.runtime.step_inputs import DecodeInputs, HostInputs, HostLines
 from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail.runtime.transfer import to_device
@@ -135,14 +137,6 @@ class DraftWork(DeviceWork):
     def after_model(self, inputs: ModelInputs, outputs: ModelOutputs) -> None:
         self._model(inputs.token_ids, inputs.positions, inputs.wanted)
 
-    def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
-        sizes = draft_sizes(parts.rows, most_lines)
-        return [
-            DraftSteps(GraphKey("draft", capture, axes), sizes, parts, self._model)
-            for capture in captures(parts.sampling.sampler)
-            for axes in (FIRST, NEXT)
-        ]
-
 
 class DraftSteps(Builder):
     """One draft for each of `size` rows: the draft model, a sample, and its place after the row's
@@ -201,6 +195,14 @@ class DraftModel(StepFeature[Literal[True]]):
     def details(self) -> Mapping[str, str]:
         return {"draft_model": f"{self._name}, {num_parameters(self.model) / 1e6:.1f}M"}
 
+    def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
+        sizes = draft_sizes(parts.rows, most_lines)
+        return [
+            DraftSteps(GraphKey("draft", capture, axes), sizes, parts, self.model)
+            for capture in captures(parts.sampling.sampler)
+            for axes in (FIRST, NEXT)
+        ]
+
     def begin(self, step: Step) -> Literal[True]:
         """It is assumed that blocks with K and V of the target have those of the draft model, too."""
         if added := step.batch.added:
@@ -208,9 +210,9 @@ class DraftModel(StepFeature[Literal[True]]):
         check_drafts(step.batch)
         return True
 
-    def before_inputs(self, step: Step, note: Literal[True]) -> None:
+    def before_inputs(self, step: Step, note: Literal[True], graphs: Graphs | None) -> None:
         if step.batch.drafts is not None:
-            self.propose(step.batch.drafts, step.rows, step.graphs)
+            self.propose(step.batch.drafts, step.rows, graphs)
 
     def after_model(self, step: Step, note: Literal[True], states: FinalStates) -> None:
         """Take note if the draft model has run over the step's tokens."""

@@ -12,38 +12,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerSpec
 from dovetail.api.executor import Batch, Drafts, ExecutorConfig
 from dovetail.api.model import ParallelGroup
+from dovetail.runtime.device_work import DeviceWork
+from dovetail.runtime.graphs import Builder, Graphs, StepParts
+from dovetail.runtime.loading import ModelPlan
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step import ModelInputs, ModelOutputs, PartOfStep, Step
-from dovetail.runtime.step_inputs import DecodeInputs, DeviceInputs, HostInputs, HostLines
-
-if TYPE_CHECKING:
-    from dovetail.runtime.graphs import Builder, Graphs, StepParts
-    from dovetail.runtime.loading import ModelPlan
-    from dovetail.runtime.sampling import Sampling
+from dovetail.runtime.sampling import Sampling
+from dovetail.runtime.step import Step
+from dovetail.runtime.step_inputs import HostInputs
 
 Int64 = NDArray[np.int64]
 Note = TypeVar("Note")  # what a feature remembers of one step: two may be in flight
-MODEL_PARTS: frozenset[PartOfStep] = frozenset({"mixed", "model", "decode"})
 
 
 class Wanted(NamedTuple):
@@ -80,8 +69,9 @@ class StepFeature(ABC, Generic[Note]):
         """Take note of rows that came and went, and of what the step asks. None: it doesn't concern
         this feature. Raises `DovetailError` if the batch doesn't fit."""
 
-    def before_inputs(self, step: Step, note: Note) -> None:
-        """Enqueue work before the step's inputs. It may plan attention; nothing after it may."""
+    def before_inputs(self, step: Step, note: Note, graphs: Graphs | None) -> None:
+        """Enqueue work before the step's inputs. It may plan attention; nothing after it may.
+        `graphs`: recordings that it may replay."""
 
     def wants(self, step: Step, note: Note, host: HostInputs) -> Wanted | None:
         """Return which final states `after_model` reads; None: none."""
@@ -99,6 +89,11 @@ class StepFeature(ABC, Generic[Note]):
         """Return a part of the result, once the device has passed the step; None: there is none. May
         add rows to `failed`, index in the batch -> reason."""
         return None
+
+    def recordings(self, parts: StepParts, most_lines: int) -> Sequence[Builder]:
+        """Return builders of recordings of its own, for steps of up to `most_lines` lines. The
+        sampler can be captured."""
+        return ()
 
     def biggest(self, batch: Batch) -> Iterator[Batch]:
         """Yield steps of the largest memory, made of the plain one, to be measured at start."""
@@ -122,29 +117,6 @@ class Proposes(Protocol):
     def propose(self, drafts: Drafts, rows: NDArray[np.int32], graphs: Graphs | None) -> None:
         """Enqueue the computation of the drafts of `rows` [b] that are -1, and write them after the
         rows' known tokens. No step is in flight, and the sampler knows all rows."""
-
-
-class DeviceWork:
-    """Device work of a feature, around the model of a step. The base class does nothing."""
-
-    parts: frozenset[PartOfStep] = MODEL_PARTS  # in which it runs
-    axis: str | None = None  # as the feature's
-    taps: Sequence[int] = ()  # layers after which it reads states: `CausalLM.forward_tapped`
-
-    def around(self, inputs: ModelInputs) -> AbstractContextManager[None] | None:
-        """Return a context in which the model, or its output layer, runs on these tokens."""
-        return None
-
-    def after_model(self, inputs: ModelInputs, outputs: ModelOutputs) -> None:
-        """Run after the model, on the same tokens."""
-
-    def after_growth(self, outputs: ModelOutputs) -> None:
-        """Run once the step's tokens are in the rows; the plan of attention is still valid."""
-
-    def recordings(self, parts: StepParts, most_lines: int) -> Sequence[Builder]:
-        """Return builders of recordings of its own, for steps of up to `most_lines` lines. The
-        sampler can be captured."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -176,40 +148,6 @@ class FeaturePlan(ABC):
     @abstractmethod
     def build(self, loaded: Loaded) -> StepFeature[Any]:
         """Return the feature. Raises `ModelLoadError` or `UnsupportedError` if it can't be."""
-
-
-class LayerPlan:
-    """What layers of one kind read in a step: attention's, or that of recurrent layers. The base
-    class does nothing."""
-
-    def plan(
-        self, step: Step, host: HostInputs, inputs: DeviceInputs, attention: AttentionBatch
-    ) -> None:
-        """Plan a step that is launched."""
-
-    def plan_recorded(self, inputs: DecodeInputs, attention: AttentionBatch) -> None:
-        """Plan a decode step of padding, to be recorded."""
-
-    def replayed(self, step: Step, lines: HostLines, inputs: DecodeInputs) -> None:
-        """Take note that the step of these lines is replayed with these inputs."""
-
-    def settle(self, step: Step) -> None:
-        """Enqueue what follows the sampling."""
-
-
-@dataclass(frozen=True)
-class AttentionPlan(LayerPlan):
-    """Attention's part. Replays plan it themselves."""
-
-    backend: AttentionBackend
-
-    def plan(
-        self, step: Step, host: HostInputs, inputs: DeviceInputs, attention: AttentionBatch
-    ) -> None:
-        self.backend.plan(attention)
-
-    def plan_recorded(self, inputs: DecodeInputs, attention: AttentionBatch) -> None:
-        self.backend.plan(attention)
 
 
 @dataclass

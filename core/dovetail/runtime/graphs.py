@@ -28,13 +28,19 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail.runtime.decode_rows import last_tokens
-from dovetail.runtime.features import MODEL_PARTS, LayerPlan
+from dovetail.runtime.layer_plans import LayerPlan
 from dovetail.runtime.logits import Asks
+from dovetail.runtime.model_io import (
+    MODEL_PARTS,
+    GraphKey,
+    ModelInputs,
+    ModelOutputs,
+    PartOfStep,
+)
 from dovetail.runtime.recording import LayerSplitter, Recording, record
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled
 from dovetail.runtime.sampling import Sampling, settled
-from dovetail.runtime.step import GraphKey, ModelInputs, ModelOutputs, PartOfStep
 from dovetail.runtime.step_inputs import DecodeInputs, HostLines, MixedInputs, SamplingInputs
 from dovetail.runtime.step_model import StepModel
 from dovetail.runtime.token_sizes import (
@@ -255,7 +261,12 @@ def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) 
     return builders
 
 
-def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
+OfFeature = Callable[[StepParts, int], Sequence[Builder]]  # see `StepFeature.recordings`
+
+
+def decode_builders(
+    parts: StepParts, most_lines: int, of_features: Sequence[OfFeature] = ()
+) -> list[Builder]:
     """Return the builders for decode steps of up to `most_lines` lines, for sampling as many, and
     those of features, if the sampler can be captured. Sampling comes after the model and reads its
     states: later recordings in a pool don't reuse the memory of outputs that are kept."""
@@ -278,8 +289,8 @@ def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     for axes in more:
         key = GraphKey("sampling", Capture.FULL, axes)
         builders.append(SamplingSteps(key, few, parts, model))
-    for work in parts.model.works:
-        builders += work.recordings(parts, most_lines)
+    for recordings in of_features:
+        builders += recordings(parts, most_lines)
     return builders
 
 
@@ -323,7 +334,12 @@ class Graphs:
 
     @classmethod
     def of(
-        cls, parts: StepParts, splitter: LayerSplitter, max_tokens: int, parameters: int
+        cls,
+        parts: StepParts,
+        splitter: LayerSplitter,
+        max_tokens: int,
+        parameters: int,
+        of_features: Sequence[OfFeature] = (),
     ) -> Graphs:
         """Return graphs of all keys that the parts support, for steps of up to `max_tokens` tokens.
         `parameters`: number of parameters that the model uses per token. The backend must support
@@ -332,7 +348,10 @@ class Graphs:
         # The kernels of states have grids that depend on the rows of a step.
         if parts.rows.states is None:
             mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
-        builders = [*mixed, *decode_builders(parts, min(parts.rows.max_lines, max_tokens))]
+        builders = [
+            *mixed,
+            *decode_builders(parts, min(parts.rows.max_lines, max_tokens), of_features),
+        ]
         return cls([*builders, *with_axes_of_features(builders, parts)], parts)
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +26,8 @@ from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import ALIGNMENT, KernelUnavailable
+from dovetail.runtime.states import States
 from dovetail.runtime.transfer import all_to_device
-
-if TYPE_CHECKING:
-    from dovetail.runtime.states import States
 
 Int64 = NDArray[np.int64]
 Column = Callable[[Batch], Sequence[int]]  # values of the batch's new rows, in their order

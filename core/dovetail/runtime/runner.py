@@ -22,20 +22,20 @@ from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch, Masks, Result
 from dovetail.api.sampler import Lines
 from dovetail.errors import DovetailError
+from dovetail.runtime.device_work import DeviceWork
 from dovetail.runtime.features import (
-    AttentionPlan,
-    DeviceWork,
     FinalStates,
-    LayerPlan,
     Proposes,
     StepFeature,
     WantedStates,
 )
 from dovetail.runtime.graphs import SHARED, Graph, Graphs, StepParts
 from dovetail.runtime.kv_pool import KVPool
+from dovetail.runtime.layer_plans import AttentionPlan, LayerPlan
+from dovetail.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
 from dovetail.runtime.sampling import Sampling
 from dovetail.runtime.state_plan import StatePlan
-from dovetail.runtime.step import DeviceSpan, GraphKey, ModelInputs, ModelOutputs, Step, Yielded
+from dovetail.runtime.step import DeviceSpan, Step, Yielded
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs, HostLines
 from dovetail.runtime.step_model import StepModel
 from dovetail.runtime.transfer import all_to_device, to_device
@@ -86,7 +86,7 @@ class Runner:
             if graph is None:  # those of recorded steps come with their inputs
                 self.rows.put_drafts(batch.rows, batch.drafts)
         for feature, note in step.notes.items():
-            feature.before_inputs(step, note)
+            feature.before_inputs(step, note, self.graphs)
         if graph is not None:
             self._replay(graph, step)
         else:
@@ -133,7 +133,7 @@ class Runner:
         self.rows.update(batch)
         self.rows.check(batch)
         ids, lines = self.rows.request_ids, HostLines.of(batch)
-        step = Step(batch, ids, lines, started, self.graphs, span)
+        step = Step(batch, ids, lines, started, span)
         if batch.copies:
             self.pool.copy(batch.copies)
         self._check_parts(batch)
@@ -175,21 +175,21 @@ class Runner:
     def _whole_graph(self, step: Step) -> Graph | None:
         """Return the recording that computes the step, or if it is late its model; None if none
         does. The sampler must know all rows before it is asked what it can replay."""
-        if step.graphs is None or not step.is_plain_decode:
+        if self.graphs is None or not step.is_plain_decode:
             return None
         self.sampling.tell(step)
         axes = step.axes | (SHARED if self._shared_blocks(step) else frozenset())
-        return step.graphs.for_decode(step.lines.rows, axes, late=step.batch.late, asks=step.asks)
+        return self.graphs.for_decode(step.lines.rows, axes, late=step.batch.late, asks=step.asks)
 
     def _replay(self, graph: Graph, step: Step) -> None:
         """Replay with the longest rows first: kernels that compute a row in one program start with
         these, and short ones fill the gaps at the end."""
-        assert step.graphs is not None
+        assert self.graphs is not None
         # A row's lines stay neighbours.
         order = np.argsort(-self.rows.known[step.lines.rows], kind="stable")
         lines = step.lines.sorted(order)
         attention = graph.inputs.fill(lines, self._shared_blocks(step))
-        outputs = step.graphs.replay(graph, attention)
+        outputs = self.graphs.replay(graph, attention)
         for layers in self.parts.layers:
             layers.replayed(step, lines, graph.inputs)
         if step.batch.late:
@@ -203,14 +203,14 @@ class Runner:
         wanted = WantedStates.of_step(step, host, self.rows.max_lines)
         shared = self._shared_blocks(step)
         graph = None
-        if step.graphs is not None and not wanted.extra:
+        if self.graphs is not None and not wanted.extra:
             axes = step.axes | (SHARED if shared else frozenset())
-            graph = step.graphs.for_model(host.num_tokens, axes, all_states=wanted.every)
-        if step.graphs is not None and graph is not None:
+            graph = self.graphs.for_model(host.num_tokens, axes, all_states=wanted.every)
+        if self.graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted.tokens)
             whole = graph.whole
             attention = host.attention_batch(self.rows, inputs, shared, mixed_graph=whole)
-            outputs = step.graphs.replay(graph, attention).without_padding(host.num_tokens)
+            outputs = self.graphs.replay(graph, attention).without_padding(host.num_tokens)
             step.key, wanted.every = graph.key, graph.inputs.all_states
         else:
             step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
@@ -256,8 +256,8 @@ class Runner:
             self.parts.model.after_growth(outputs, step.key)
         if step.batch.drafts is None:  # how many tokens rows with drafts get is known to `collect`
             self.rows.known[step.lines.rows] += 1
-        if step.graphs is not None:
-            step.replayed = step.graphs.take_replayed()
+        if self.graphs is not None:
+            step.replayed = self.graphs.take_replayed()
         for layers in self.parts.layers:
             layers.settle(step)
         if step.span is not None:
@@ -271,12 +271,12 @@ class Runner:
         lines = step.lines
         around = self._around_logits(step, lines.rows)
         graph = None
-        if step.graphs is not None and not around:
+        if self.graphs is not None and not around:
             masked = step.masked is not None
-            graph = step.graphs.for_sampling(lines.rows, masked=masked, asks=step.asks)
-        if step.graphs is not None and graph is not None:
+            graph = self.graphs.for_sampling(lines.rows, masked=masked, asks=step.asks)
+        if self.graphs is not None and graph is not None:
             graph.inputs.fill(hidden, step.line_places, lines, step.masked)
-            self.sampling.fetch(step.graphs.replay(graph), step)
+            self.sampling.fetch(self.graphs.replay(graph), step)
             return
         rows, ahead, places = all_to_device(
             [lines.rows, lines.ahead, step.line_places], self.device

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBatch
 from dovetail.api.executor import Batch
 from dovetail.errors import DovetailError
-from dovetail.runtime.features import LayerPlan
+from dovetail.runtime.layer_plans import LayerPlan
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.states import CheckedDrafts, States
 from dovetail.runtime.step import Step

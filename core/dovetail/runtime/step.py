@@ -1,104 +1,27 @@
-"""One step of a device: what was asked, what its parts have computed, and the key of its recording.
+"""One step of a device: what was asked, and what its parts have computed.
 
 Results are copied to the host while later steps run; `Step` holds them until `Runner.collect`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, HostLogprobs
-from dovetail.api.sampler import Capture, TopLogprobs
+from dovetail.api.sampler import TopLogprobs
 from dovetail.runtime.logits import Asks
+from dovetail.runtime.model_io import LAUNCHED, GraphKey, ModelOutputs
 from dovetail.runtime.sampled import SampledCopy
+from dovetail.runtime.states import CheckedDrafts
 from dovetail.runtime.step_inputs import HostLines
 from dovetail.runtime.transfer import HostCopy
 
-if TYPE_CHECKING:
-    from dovetail.runtime.graphs import Graphs
-    from dovetail.runtime.states import CheckedDrafts
-
 Int64 = NDArray[np.int64]
-PartOfStep = Literal["mixed", "model", "decode", "sampling", "draft"]
-
-
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    """What a recording computes. A step whose key has no recording is launched kernel by kernel.
-
-    `part`: "mixed" is the model, for any step; "decode" a whole decode step, with or without drafts:
-    model, sampling, growth of the rows; "model" the model of a decode step; "sampling" the rest of a
-    step after its model; "draft" a draft of each of some rows. `capture`: how tokens are sampled;
-    None: they aren't. `axes`: names of device work that the recording contains and others of its
-    part don't: "shared" (attention reads a prefix of all rows once), "processed" (by logits
-    processors), "first" (of a row's drafts), and those of features.
-    """
-
-    part: PartOfStep
-    capture: Capture | None = None
-    axes: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        full = ["full"] if self.capture is Capture.FULL and "processed" not in self.axes else []
-        return "_".join([self.part, *full, *sorted(self.axes)])
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """Inputs of the model for [tokens] tokens, on the device. What only some device work reads is
-    computed when it is first read."""
-
-    token_ids: torch.Tensor  # [tokens] int64
-    positions: torch.Tensor  # [tokens] int64
-    row_width: int  # see `RowState`
-    indices: torch.Tensor | None = None  # [tokens] int64: see `HostInputs.token_indices`
-    line_rows: torch.Tensor | None = None  # [tokens] int64, if `indices` is None
-    wanted: torch.Tensor | None = None  # as of `CausalLM.forward`
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other inputs of the model
-
-    @cached_property
-    def token_indices(self) -> torch.Tensor:
-        """[tokens] int64: see `HostInputs`."""
-        if self.indices is not None:
-            return self.indices
-        assert self.line_rows is not None
-        return self.line_rows * self.row_width + self.positions
-
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """[tokens] int64 the tokens' rows."""
-        if self.line_rows is not None:
-            return self.line_rows
-        return self.token_indices // self.row_width
-
-
-class TappedStates(NamedTuple):
-    """States of a step's tokens, which may be padded: see `dovetail.api.model.Tapped`."""
-
-    token_indices: torch.Tensor  # [tokens] int64: see `HostInputs`
-    positions: torch.Tensor  # [tokens] int64
-    states: torch.Tensor  # [tokens, taps * hidden]
-    num_tokens: int | None = None  # without padding; None: padding is of the row `max_rows`
-
-
-class ModelOutputs(NamedTuple):
-    """Results of the model in a step."""
-
-    hidden: torch.Tensor  # final states [any, hidden]
-    tapped: TappedStates | None = None  # of all tokens, if any device work reads them
-
-    def without_padding(self, num_tokens: int) -> ModelOutputs:
-        """Return the outputs of a step of `num_tokens` tokens, whose padding is of no row."""
-        if self.tapped is None:
-            return self
-        return ModelOutputs(self.hidden, self.tapped._replace(num_tokens=num_tokens))
 
 
 @dataclass(slots=True)
@@ -155,7 +78,6 @@ class Step:
     request_ids: list[str]  # of all rows: by `collect` a row may have another request
     lines: HostLines  # [n]
     started: float  # when submitted, in seconds on the engine's clock
-    graphs: Graphs | None = None  # recordings that it may replay
     span: DeviceSpan | None = None  # on a GPU
     notes: dict[Any, Any] = field(default_factory=dict)  # of the features that it concerns
     axes: frozenset[str] = frozenset()  # of these features
@@ -165,7 +87,7 @@ class Step:
     # [n] the lines' rows in the masks, or -1; None: no line is masked
     masked: NDArray[np.int64] | None = None
     asks: Asks | None = None  # which logits processors the lines' rows ask for; None: none
-    key: GraphKey = GraphKey("decode")  # of what computed the model
+    key: GraphKey = LAUNCHED  # of what has computed the model
     outputs: ModelOutputs | None = None  # until the tokens are sampled
     # [n] where in `outputs` the lines' last tokens are
     line_places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 
-from dovetail.runtime.features import DeviceWork
+from dovetail.runtime.device_work import DeviceWork
+from dovetail.runtime.model_io import GraphKey, ModelInputs, ModelOutputs, TappedStates
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step import GraphKey, ModelInputs, ModelOutputs, TappedStates
 
 
 class StepModel:

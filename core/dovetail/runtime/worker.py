@@ -363,11 +363,13 @@ class Worker:
             return (
                 None  # torch's operations on states with drafts ask the device how many there are
             )
+        runner = self._running()
         graphs = Graphs.of(
-            self._running().parts,
+            runner.parts,
             splitter,
             config.max_num_batched_tokens,
             parameters_of_a_token(model),
+            [feature.recordings for feature in runner.features],
         )
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
