@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from dovetail.api.executor import Batch, Result, RowPooling
+from dovetail.api.executor import Batch, Pooled, PoolingRows, Result, RowPooling
 from dovetail.api.scheduler import Refusal, Step
 from dovetail.engine import batch_builder, books, core, step
 from dovetail.engine.feature import EngineFeature
@@ -124,7 +124,7 @@ def pooled_flight(requests: Sequence[LiveRequest], result: Result) -> InFlightSt
     batch = Batch(
         *(result.step, none, (), none, (), rows, np.array(num_tokens, np.int32)),
         yields_token=np.zeros(len(requests), np.bool_),
-        pooled=rows,
+        parts=(PoolingRows({}, rows),),
     )
     counts = dict.fromkeys(requests, 0)
     figures = sum(num_tokens), 0, 0, 0, 0, 0
@@ -152,7 +152,8 @@ def test_a_pooling_request_ends_with_its_result_and_one_that_failed_or_was_abort
     aborted.status = Status.FINISHED
     vector = np.ones(4, np.float32)
     no_tokens = np.full(3, -1, np.int64)
-    result = Result(7, no_tokens, 0.0, 1.0, failed={1: "NaN"}, pooled={0: vector, 2: vector})
+    parts = (Pooled({0: vector, 2: vector}),)
+    result = Result(7, no_tokens, 0.0, 1.0, failed={1: "NaN"}, parts=parts)
     flight, delivery = pooled_flight(requests, result), Delivery()
     assert [*flight.tokens(delivery.finished)] == []
     Pooling().collected(flight, delivery)
@@ -163,7 +164,8 @@ def test_a_pooling_request_ends_with_its_result_and_one_that_failed_or_was_abort
 
 
 def test_a_pooled_result_that_is_missing_is_named() -> None:
-    result = Result(7, np.full(2, -1, np.int64), 0.0, 1.0, pooled={0: np.ones(4, np.float32)})
+    parts = (Pooled({0: np.ones(4, np.float32)}),)
+    result = Result(7, np.full(2, -1, np.int64), 0.0, 1.0, parts=parts)
     flight = pooled_flight([pooling_request("a"), pooling_request("b")], result)
     with pytest.raises(DovetailError, match=r"step 7: .* no pooled result of rows \[1\]"):
         Pooling().collected(flight, Delivery())
