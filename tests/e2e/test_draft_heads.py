@@ -239,7 +239,7 @@ def test_drafts_after_a_prefix_hit_are_those_after_a_miss(
     monkeypatch.setattr(
         RunningHead,
         "__init__",
-        lambda head, *args: (made(head, *args), head_rows.insert(0, args[-1]))[0],
+        lambda head, *args: (made(head, *args), head_rows.insert(0, args[4].rows))[0],
     )
     monkeypatch.setattr(RunningHead, "propose", recorded)
     one = [(11 * i + 5) % 61 for i in range(30)]

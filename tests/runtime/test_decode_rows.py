@@ -17,6 +17,7 @@ from dovetail.runtime import decode_rows_kernels as kernels
 from dovetail.runtime.row_state import RowState
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, runs_kernels, take_kernels
 from tests.runtime.fakes import Bench, generate, layout
+from tests.runtime.recorded import keep_launches
 from tests.runtime.test_decode_graphs import PROMPTS, begin, with_graphs
 from tests.support import examples
 
@@ -234,7 +235,8 @@ def test_rows_grow_by_what_was_sampled_up_to_a_draft_that_differs_and_nobody_sta
     reason="without the interpreter, test_decode_graphs says so of the twins, and tests/gpu of real graphs",
 )
 @pytest.mark.usefixtures("with_kernels")
-def test_decodes_with_the_kernels_say_the_same() -> None:
+def test_decodes_with_the_kernels_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_launches(monkeypatch)
     bench = Bench(max_rows=4)
     with_graphs(bench)
     tokens = begin(bench, PROMPTS)
