@@ -26,8 +26,8 @@ HIGH_WATER = 65_536
 class Connection(asyncio.Transport):
     """A transport that keeps what is written, like a client that reads nothing."""
 
-    def __init__(self, burst: Burst) -> None:
-        super().__init__()
+    def __init__(self, burst: Burst, address: str) -> None:
+        super().__init__({"peername": (address, 1)})
         self.written = bytearray()
         self.is_reading = True
         self.is_cut = False
@@ -87,8 +87,8 @@ class Burst:
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
         await send({"type": "http.response.body", "body": self._answer})
 
-    def connections(self, count: int) -> list[Connection]:
-        return [Connection(self) for _ in range(count)]
+    def connections(self, count: int, address: str = "10.0.0.1") -> list[Connection]:
+        return [Connection(self, address) for _ in range(count)]
 
 
 async def iterations_until(is_done: Callable[[], bool], most: int) -> int:
@@ -137,6 +137,18 @@ async def test_a_request_waits_for_one_visit_of_each_connection(sent: bytes) -> 
     await iterations_until(lambda: b" 200 OK" in late.written, 200 // wire.VISITS + 5)
 
 
+@pytest.mark.parametrize("sent", [CHUNKED + CHUNK * 10_000, GET * wire.MAX_AHEAD])
+async def test_a_request_does_not_wait_for_many_connections_of_another_address(
+    sent: bytes,
+) -> None:
+    burst = Burst()
+    for connection in burst.connections(200):
+        connection.send(sent)
+    [late] = burst.connections(1, "10.0.0.2")
+    late.send(GET)
+    await iterations_until(lambda: b" 200 OK" in late.written, 5)
+
+
 async def test_heads_of_many_headers_are_refused_and_begin_no_request() -> None:
     burst = Burst()
     connections = burst.connections(60)
@@ -182,3 +194,18 @@ async def test_answers_for_slow_readers_are_bounded_together(
         assert held <= wire.MAX_UNREAD_BYTES + len(answer)
     assert connections[0].is_cut  # it has been behind longest
     assert not connections[-1].is_cut
+
+
+async def test_a_slow_reader_is_not_cut_for_the_unread_answers_of_another_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MAX_UNREAD_BYTES", 1 << 20)
+    burst = Burst(b"a" * 100_000)
+    [modest] = burst.connections(1, "10.0.0.2")
+    greedy = burst.connections(50)
+    for number, connection in enumerate([modest, *greedy], 1):
+        connection.send(GET)
+        await iterations_until(lambda number=number: burst.begun == number, 5)  # type: ignore[misc]
+        await asyncio.sleep(0)
+    assert not modest.is_cut
+    assert sum(one.is_cut for one in greedy) > 30

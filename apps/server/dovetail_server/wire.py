@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable
 from functools import partial
+from heapq import heapify, heappop, heappush
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,14 +39,16 @@ PARSED_BYTES = 2_048  # which are counted each time that so many bytes have been
 
 class Turns:
     """Lets connections parse what they received, and start requests, in turn, so that bursts over
-    many connections don't hold the event loop. While there is little to do, nothing waits."""
+    many connections don't hold the event loop. Addresses take turns, and the connections of each.
+    While there is little to do, nothing waits."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], bool]] = deque()
+        self._waiting: OrderedDict[Hashable, deque[Callable[[], bool]]] = OrderedDict()
+        self._num_waiting = 0
         self._left = VISITS  # in this iteration of the event loop
         self._is_scheduled = False
 
-    def run(self, visit: Callable[[], bool]) -> bool:
+    def run(self, address: Hashable, visit: Callable[[], bool]) -> bool:
         """Call `visit` until it returns True, at most once per turn. Return False if it will be
         called again, in later iterations of the event loop."""
         self._schedule()
@@ -53,8 +56,20 @@ class Turns:
             self._left -= 1
             if visit():
                 return True
-        self._waiting.append(visit)
+        self._wait(address, visit)
         return False
+
+    def _wait(self, address: Hashable, visit: Callable[[], bool]) -> None:
+        self._waiting.setdefault(address, deque()).append(visit)
+        self._num_waiting += 1
+
+    def _next(self) -> tuple[Hashable, Callable[[], bool]]:
+        address, visits = self._waiting.popitem(last=False)
+        visit = visits.popleft()
+        self._num_waiting -= 1
+        if visits:
+            self._waiting[address] = visits
+        return address, visit
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -63,12 +78,12 @@ class Turns:
 
     def _turn(self) -> None:
         self._is_scheduled = False
-        visits = min(VISITS, len(self._waiting))
+        visits = min(VISITS, self._num_waiting)
         try:
             for _ in range(visits):
-                visit = self._waiting.popleft()
+                address, visit = self._next()
                 if not visit():
-                    self._waiting.append(visit)
+                    self._wait(address, visit)
         finally:
             self._left = VISITS - visits
             if self._waiting:
@@ -85,8 +100,8 @@ class UnreadAnswers:
         self._total = 0
 
     def note(self, connection: DirectProtocol) -> None:
-        """Count a slow reader's unread bytes. Beyond `MAX_UNREAD_BYTES`, close the connections
-        that have been behind longest, until a quarter of it is free."""
+        """Count a slow reader's unread bytes. Beyond `MAX_UNREAD_BYTES`, close connections of the
+        client with most of them, that behind longest first, until a quarter of it is free."""
         size = connection.transport.get_write_buffer_size()
         self._total += size - self._sizes.get(connection, 0)
         self._sizes[connection] = size
@@ -98,12 +113,22 @@ class UnreadAnswers:
         self._total -= self._sizes.pop(connection, 0)
 
     def _shrink(self) -> None:
+        held: Counter[Hashable] = Counter()
+        behind: dict[Hashable, deque[DirectProtocol]] = {}
         for connection in self._sizes:
-            self._sizes[connection] = connection.transport.get_write_buffer_size()
-        self._total = sum(self._sizes.values())
-        for connection in list(self._sizes):
-            if self._total <= MAX_UNREAD_BYTES * 3 // 4:
-                return
+            size = connection.transport.get_write_buffer_size()
+            self._sizes[connection] = size
+            held[connection.owner] += size
+            behind.setdefault(connection.owner, deque()).append(connection)
+        self._total = held.total()
+        # A heap, as there may be thousands: numbers, since owners have no order.
+        greediest = [(-size, number, owner) for number, (owner, size) in enumerate(held.items())]
+        heapify(greediest)
+        while self._total > MAX_UNREAD_BYTES * 3 // 4:
+            size, number, owner = heappop(greediest)
+            connection = behind[owner].popleft()
+            if behind[owner]:
+                heappush(greediest, (size + self._sizes[connection], number, owner))
             self.forget(connection)
             connection.loop.call_soon(connection.transport.abort)  # not within its own write
 
@@ -197,6 +222,7 @@ class DirectProtocol(HttpToolsProtocol):
         self.flow = _Flow(transport)
         self._turns = _TURNS.setdefault(self.server_state, Turns())
         self._unread = _UNREAD.setdefault(self.server_state, UnreadAnswers())
+        self._address = self.client and self.client[0]
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -208,6 +234,15 @@ class DirectProtocol(HttpToolsProtocol):
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
+
+    @property
+    def owner(self) -> Hashable:
+        """The client's API key and address, by its latest request."""
+        if self._running is None:
+            return None, self._address
+        scope = self._running.scope
+        address = scope["client"] or (None,)  # as a proxy says, if it is trusted
+        return scope.get("dovetail.key"), address[0]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -222,7 +257,7 @@ class DirectProtocol(HttpToolsProtocol):
             self._received += data
         else:
             self._received = data
-            if not self._turns.run(self._parse_some):
+            if not self._turns.run(self._address, self._parse_some):
                 self.flow.hold()
 
     def _parse_some(self) -> bool:
@@ -349,7 +384,7 @@ class DirectProtocol(HttpToolsProtocol):
         if self._is_parsing:
             self._start(cycle, app)
         else:  # a pipelined request, whose turn begins with the end of the last answer
-            self._turns.run(partial(self._start, cycle, app))
+            self._turns.run(self._address, partial(self._start, cycle, app))
 
     def _start(self, cycle: RequestResponseCycle, app: Any) -> bool:
         if cycle.disconnected:
