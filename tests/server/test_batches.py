@@ -329,6 +329,24 @@ async def test_a_batch_that_is_cancelled_keeps_what_has_come(
             await client.batches.cancel(batch.id)
 
 
+def test_a_cancellation_of_a_batch_that_ends_meanwhile_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = BatchStore(tmp_path, 1 << 20), BatchStore.batch
+    file = store.add_file("a.jsonl", lambda to: to.write(b"{}\n"))
+    made = StoredBatch(new_id("batch_"), "/v1/chat/completions", file.id, 1, 2)
+    store.add_batch(made)
+
+    def batch(self: BatchStore, batch_id: str) -> StoredBatch:
+        seen = found(self, batch_id)
+        self.end_batch(msgspec.structs.replace(made, status="completed", completed_at=2))
+        return seen
+
+    monkeypatch.setattr(BatchStore, "batch", batch)
+    assert store.cancel(made.id).status == "completed"
+    assert store.open_batches() == Open([], set())
+
+
 async def test_a_cancellation_that_was_seen_holds(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

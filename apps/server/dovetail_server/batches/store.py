@@ -263,7 +263,11 @@ class BatchStore:
             )
         with _disk():
             self._cancel_path(batch_id).touch(mode=0o600)
-        return self.batch(batch_id)
+        batch = self.batch(batch_id)
+        if batch.status in ENDED:  # meanwhile
+            with _disk():
+                self._cancel_path(batch_id).unlink(missing_ok=True)
+        return batch
 
     def delete_batch(self, batch_id: str) -> None:
         """Delete a finished batch and its answers. Raises `HttpError` 409 if it is unfinished."""
