@@ -3,6 +3,8 @@ others."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -63,6 +65,19 @@ def test_the_least_used_goes_when_there_is_no_room(toy: Toy) -> None:
     for word in ("a", "b", "ab", "a", "ba", "a", "b"):
         compiler.compile(choice(word)).result(PATIENCE_S)
     assert toy.compiled == ['["a"]', '["b"]', '["ab"]', '["ba"]', '["b"]']
+
+
+def test_grammars_that_have_grown_are_forgotten(toy: Toy) -> None:
+    """Only Linux tells how much memory a process has."""
+    compiler = GrammarCompiler(toy, Limits(), grown_bytes=32 << 20)
+    grown = compiler.compile(choice("a"))
+    compiler.compile(choice("b")).result(PATIENCE_S)
+    assert compiler.compile(choice("a")) is grown
+    grown.result(PATIENCE_S).memory = b"a" * (64 << 20)  # type: ignore[attr-defined]
+    freed = weakref.ref(grown)
+    del grown
+    compiler.compile(choice("ab")).result(PATIENCE_S)
+    assert (freed() is None) == (sys.platform == "linux")
 
 
 def test_a_refusal_names_the_rule(toy: Toy) -> None:

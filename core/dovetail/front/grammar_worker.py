@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from dovetail.api.grammar import GrammarBackend, GrammarSpec
 from dovetail.errors import RequestError, describe
-from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process
+from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process, own_memory
 from dovetail.process_watch import die_with
 
 
@@ -74,7 +74,7 @@ def _compile_for(
         1,
     ):  # those of the parent, which end with it, and which no library may write to
         os.dup2(nowhere, number)
-    bound_process(memory_bytes + _address_space())
+    bound_process(memory_bytes + own_memory().address_bytes)
     for line in requests.makefile("rb"):
         request = json.loads(line)
         # By a thread of C: also amidst a single call, and with the parent gone.
@@ -99,15 +99,6 @@ def _answer(backend: GrammarBackend, request: dict[str, Any]) -> dict[str, str]:
     except BaseException as error:  # a panic of a native library, too
         return {"failed": describe(error)}
     return {}
-
-
-def _address_space() -> int:
-    """Return the bytes of address space that this process has; 0 where the system doesn't tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -25,6 +25,7 @@ from dovetail.front.grammar_trials import (
     Trials,
     TrialTimeoutError,
 )
+from dovetail.front.worker_processes import own_memory
 from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
@@ -39,6 +40,7 @@ QUICK_S = 0.5  # of a trial; what takes longer is left to the thread for such sp
 MAX_SLOW = 16  # specs in that thread, waiting ones included
 _CAN_FORK = hasattr(os, "fork")  # not on Windows, where nothing is tried
 CACHE_BYTES = 256 * 2**20
+GROWN_BYTES = 2**30  # by which this process may grow before it forgets compiled grammars
 _BASE_BYTES, _BYTES_A_CHAR = 65_536, 256  # of a compiled grammar: a guess, as backends don't tell
 
 
@@ -97,10 +99,12 @@ class GrammarCompiler:
         trials: Trials | None = None,
         threads: int | None = None,
         cache_bytes: int = CACHE_BYTES,
+        grown_bytes: int = GROWN_BYTES,
     ) -> None:
         """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens included; None: those of the backend's context.
         `encode`: returns the token ids of a text; without it, `Structured.after_tokens` is refused. `trials`: None means that the backend is trusted
-        with any spec. `threads`: None means half of the cores, from two to four; there is one more for what takes long."""
+        with any spec. `threads`: None means half of the cores, from two to four; there is one more for what takes long.
+        `grown_bytes`: how much the process may grow before cached grammars are forgotten, since those in use may grow."""
         self.backend = backend
         self._name = name or type(backend).__name__
         self._spelled = (
@@ -112,6 +116,8 @@ class GrammarCompiler:
         self._limits = limits
         self._trials = trials
         self._cache = _Cache(cache_bytes)
+        self._grown_bytes = grown_bytes
+        self._least_bytes = own_memory().resident_bytes  # since grammars were last forgotten
         self._pending: WeakValueDictionary[GrammarSpec, _Pending] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._quick = _Lane(threads or _threads(), "dovetail-grammars", self._compile_quickly)
@@ -263,8 +269,20 @@ class GrammarCompiler:
 
     def _keep(self, pending: _Pending) -> None:
         with self._lock:
+            forgotten = self._cache.clear() if self._has_grown() else []
             self._pending.pop(pending.spec, None)
             self._cache.put(pending.spec, pending)
+        if forgotten:
+            logger.warning("compiled rules have grown: %d are forgotten", len(forgotten))
+            while forgotten:
+                forgotten.pop()  # one at a time: other threads run between them
+            self._least_bytes = own_memory().resident_bytes
+
+    def _has_grown(self) -> bool:
+        """Return True if grammars take too much memory. Backends don't tell how much they take; it grows with the texts that are matched."""
+        resident_bytes = own_memory().resident_bytes
+        self._least_bytes = min(self._least_bytes, resident_bytes)
+        return resident_bytes - self._least_bytes > self._grown_bytes
 
     def _fail(self, pending: _Pending, why: str) -> None:
         """Refuse a spec, but not the next time: it may be due to the state of this machine."""
@@ -383,6 +401,13 @@ class _Cache:
         if future is not None:
             self._futures.move_to_end(spec)
         return future
+
+    def clear(self) -> list[Future[Grammar]]:
+        """Empty the cache, and return what was in it."""
+        futures = [*self._futures.values()]
+        self._futures.clear()
+        self._bytes = 0
+        return futures
 
     def put(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
         """Add a new one; the least used go, until there is room. One that is larger than all room stays until the next comes."""

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dovetail.errors import DovetailError
 
@@ -176,3 +176,21 @@ def bound_process(memory_bytes: int, cpu_s: float | None = None) -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
     except (ImportError, OSError, ValueError):
         pass
+
+
+class OwnMemory(NamedTuple):
+    """Memory of this process, in bytes: of its address space, and what is resident of it."""
+
+    address_bytes: int
+    resident_bytes: int
+
+
+def own_memory() -> OwnMemory:
+    """Return the memory of this process; zeros where the system doesn't tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            address, resident = file.read().split()[:2]
+    except OSError:
+        return OwnMemory(0, 0)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return OwnMemory(int(address) * page_bytes, int(resident) * page_bytes)
