@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -169,7 +169,12 @@ async def test_an_answer_that_breaks_off_is_not_told_as_whole() -> None:
             await client.post(COMPLETIONS, json={})
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"nonsense\r\n\r\n"])
+UPGRADE = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: other\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"nonsense\r\n\r\n", UPGRADE]
+)
 async def test_a_router_that_does_not_answer_is_a_503(answer: bytes) -> None:
     async with gate(telling([], answer)) as client:
         told = await client.post(COMPLETIONS, json={})
@@ -178,6 +183,19 @@ async def test_a_router_that_does_not_answer_is_a_503(answer: bytes) -> None:
             "router_down",
             "1",
         )
+
+
+@pytest.mark.parametrize("endless", [b"a" * (1 << 20), b"a:\r\n" * (1 << 18)])
+async def test_an_answer_whose_head_does_not_end_is_a_503(endless: bytes) -> None:
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nx: " + endless)
+        with suppress(ConnectionError):
+            await reader.read()  # until the gate gives up
+        writer.close()
+
+    async with gate(play) as client:
+        assert (await client.post(COMPLETIONS, json={})).status_code == 503
 
 
 async def test_a_client_that_goes_away_ends_its_request_to_the_router() -> None:

@@ -58,6 +58,7 @@ ASKED = {
     "/v1/models/{model:path}": None,
 }  # the router's path; None: the same
 READ_BYTES = 2**16
+MAX_HEAD_BYTES = 2**18  # of a response: the parser copies a header with each piece of it
 _OWN = frozenset(
     {b"authorization", b"x-api-key", b"host", b"content-length", b"expect"}
 )  # headers that the gate sets
@@ -226,12 +227,17 @@ class Forward:
         answer = _Answer()
         parser = httptools.HttpResponseParser(answer)
         is_begun = False
+        head_bytes = 0
         while not answer.is_whole:
             try:
                 data = await reader.read(READ_BYTES)
                 parser.feed_data(data)
-            except (OSError, httptools.HttpParserError):
+            except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade):
                 data = b""
+            if not answer.has_head:
+                head_bytes += len(data)
+                if head_bytes > MAX_HEAD_BYTES:
+                    data = b""
             if watch.done():
                 return
             if not data:
