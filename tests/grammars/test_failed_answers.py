@@ -53,3 +53,20 @@ def test_forced_tokens_end_where_none_fits_and_the_matcher_stays(name: str) -> N
     assert list(matcher.forced()) == [0, 1]
     assert mask(matcher) == 0b001
     assert matcher.accept(0)
+
+
+def test_an_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
+    """Each further token adds a position at which the next may begin: the time of a mask grows with their square."""
+    words = [bytes(b"ab"[number >> bit & 1] for bit in range(8)) for number in range(256)]
+    context = GrammarContext([*words, None], frozenset({256}), 257)
+    spec = GrammarSpec("grammar", 'start: a\na: a a | "a" | "b"\n')
+    matcher = BACKENDS["llguidance"](GrammarOptions(), context).compile(spec).begin()
+    line = np.zeros(9, dtype=np.uint32)
+
+    def go_on() -> None:
+        for token in range(30):
+            matcher.fill(line)
+            matcher.accept(token)
+
+    with pytest.raises(DovetailError, match="too ambiguous for the backend llguidance"):
+        go_on()

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
 ESCAPES = 'nrbtf\\"'
 MAX_MULTIPLE = 10_000  # largest `multipleOf`: it needs a state per remainder, and 20 ms to compile; a million would take ten seconds
+MOST_ITEMS = (
+    20_000  # of the parser for one mask: an ambiguous grammar takes time that is quadratic in them
+)
 BLAMING_S = 0.5  # time limit for compiling parts of a schema separately to find the faulty one
 ANY_TEXT = "/(?s:.*)/"
 
@@ -102,8 +105,10 @@ class LLGuidance(GrammarBackend):
         )
 
     def _made(self, tokenizer: Any, lark: str, most_states: int) -> Any:
-        # Limits per request, in the library's units: some 20 ms to compile, and 15 ms per mask. Exceeding them is an error.
-        limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=most_states)
+        # Limits per request, in the library's units: some 20 ms to compile, and 30 ms per mask. Exceeding them is an error.
+        limits = llguidance.LLParserLimits(
+            verbose_errors=False, max_lexer_states=most_states, step_max_items=MOST_ITEMS
+        )
         make = partial(llguidance.LLMatcher, tokenizer, lark, log_level=0, limits=limits)
         return in_deep_thread(make, len(lark))
 

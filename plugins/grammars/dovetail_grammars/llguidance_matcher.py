@@ -50,6 +50,10 @@ _IN_PLAIN_WORDS = (  # the library's message -> its meaning to the author of a s
         r"Parser Error: Current row has .*",
         "more alternatives at one place than the backend llguidance follows (2000)",
     ),
+    (
+        r"(?i:parser error: )?Too many items .*",
+        "it is too ambiguous for the backend llguidance",
+    ),
     (r"lexer error", "not valid Lark from here on"),
 )
 
