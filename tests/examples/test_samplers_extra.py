@@ -27,13 +27,11 @@ OF_ALL_KINDS = {
 }  # take a process each: third_party.sh runs the whole suites
 
 for file in ("test_samplers_extra.py", "test_engine.py"):
-    globals().update(
-        {
-            name: value
-            for name, value in runpy.run_path(str(PACKAGE / "tests" / file)).items()
-            if name.startswith("test_")
-        }
-    )
+    for name, value in runpy.run_path(str(PACKAGE / "tests" / file)).items():
+        if name.startswith("test_"):
+            of_engine = file == "test_engine.py"
+            slow = pytest.mark.slow("generates with an engine of this package's processors")
+            globals()[name] = slow(value) if of_engine else value
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -97,6 +97,7 @@ def test_one_adapter_for_all(make: Callable[..., LLM], tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow("makes an engine and generates with adapters")
 def test_add_request_takes_one_and_samples_share_it(
     make: Callable[..., LLM], tmp_path: Path
 ) -> None:
