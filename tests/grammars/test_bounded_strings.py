@@ -102,7 +102,15 @@ def structural(name: str) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow("a large table"))
+        if name == "byte-level"
+        else name
+        for name in MAKERS
+    ],
+)
 @pytest.mark.parametrize("whitespace", ["compact", "flexible"])
 @pytest.mark.parametrize(
     "walks",
