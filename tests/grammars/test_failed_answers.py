@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import DovetailError
+from dovetail_grammars import xgrammar_backend
 from dovetail_grammars.options import GrammarOptions
 from tests.grammars.helpers import BACKENDS
 
@@ -70,3 +71,26 @@ def test_an_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
 
     with pytest.raises(DovetailError, match="too ambiguous for the backend llguidance"):
         go_on()
+
+
+def test_a_grammar_whose_masks_take_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [bytes(b"ab"[number >> bit & 1] for bit in range(8)) for number in range(256)]
+    backend = BACKENDS["xgrammar"](
+        GrammarOptions(), GrammarContext([*words, None], frozenset({256}), 257)
+    )
+    ambiguous, plain = (
+        backend.compile(GrammarSpec("grammar", text)).begin()
+        for text in ('root ::= a\na ::= a a | "a" | "b"', "root ::= [ab]*")
+    )
+    lines = np.zeros((2, 9), dtype=np.uint32)
+    for token in range(20):
+        backend.fill_many([ambiguous, plain], lines)
+        assert ambiguous.accept(token)
+        assert plain.accept(token)
+    monkeypatch.setattr(xgrammar_backend, "MOST_MASK_S", 0.0)
+    with pytest.raises(DovetailError, match="too ambiguous for the backend xgrammar"):
+        backend.fill_many([ambiguous, plain], lines)
+    monkeypatch.undo()
+    with pytest.raises(DovetailError, match="too ambiguous"):
+        ambiguous.fill(lines[0])
+    plain.fill(lines[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,8 @@ _PART = re.compile(
     rf"Regex\((?P<regex>{_STRING}), json_string=true\)|(?P<text>{_STRING})|(?P<others>\[\^(?:[^\]\\]|\\.)*\])|\[(?:[^\]\\]|\\.)*\]"
 )
 _LARK = re.compile(r"^\s*(%|start\s*(\[[^\]]*\]\s*)?:(?!:))", re.MULTILINE)
+
+MOST_MASK_S = 0.25  # of a core; an ambiguous grammar's masks take longer with each token, without a limit of the library
 
 
 class XGrammar(GrammarBackend):
@@ -88,6 +91,7 @@ class XGrammar(GrammarBackend):
             words.fill(0)
         if self._batch is None:
             self._batch = xgrammar.BatchGrammarMatcher(self.options.threads or "auto")
+        begun = time.monotonic()
         with self._masks.in_full(words) as wide:
             self._batch.batch_fill_next_token_bitmask(
                 [matcher.inner for matcher, _ in running],
@@ -96,6 +100,8 @@ class XGrammar(GrammarBackend):
             )
         for matcher, line in running:
             matcher.check(words[line])
+        if time.monotonic() - begun > MOST_MASK_S:  # find out whether it is the fault of one
+            super().fill_many(matchers, words)
 
     def _compiled(self, spec: GrammarSpec) -> Any:
         if spec.kind == "json_schema":
@@ -232,7 +238,12 @@ class _Matcher(Failing):
         if not self.running:
             words.fill(0)
             return
+        begun = time.thread_time()
         self._masks.fill(self.inner, words)
+        if time.thread_time() - begun > MOST_MASK_S:
+            raise DovetailError(
+                f"a mask takes more than {MOST_MASK_S:g} s: it is too ambiguous for the backend xgrammar"
+            )
         self.check(words)
 
     def check(self, words: UInt32) -> None:
