@@ -91,6 +91,8 @@ class WorkerProcess:
                 self._process.stdin.write(request + b"\n")
                 self._process.stdin.flush()
             line = self._process.stdout.readline()
+        except ValueError:  # another thread has closed the pipes: `WorkerProcesses.close`
+            line = b""
         finally:
             overdue.cancel()
         if line.endswith(b"\n") and line != OUT_OF_MEMORY:
