@@ -429,3 +429,17 @@ def test_this_machine_is_asked() -> None:
     assert re.match(
         "no CUDA device; ranks|1 CUDA device|[2-9] CUDA devices", str(look_at_machine(60))
     )
+
+
+@pytest.mark.parametrize(
+    ("named", "told"), [([], True), (["Dovetail_LLM"], True), (["another"], False)]
+)
+def test_the_machine_is_described_unless_another_distribution_is_named(
+    named: list[str], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "dovetail.registry.doctor.examine"
+    monkeypatch.setattr(f"{module}.examine", lambda *given, **settings: Diagnosis((), ()))
+    monkeypatch.setattr(f"{module}.look_at_machine", lambda limit_s: "a machine")
+    result = CliRunner().invoke(dovetail_app, ["plugins", "doctor", *named])
+    assert result.exit_code == 0, result.output
+    assert ("this machine: a machine" in result.output) == told
