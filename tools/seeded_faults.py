@@ -48,7 +48,7 @@ COMPUTED = {
 }
 WITHOUT_TESTS_ON_A_CPU = ("kernels", "triton", "flash", "ray_", "templates")
 TESTS = {  # of packages whose tests aren't in tests/<last part of the name> alone
-    "dovetail": ["config", "front", "structured"],
+    "dovetail": ["config", "front", "structured", "test_*.py"],
     "dovetail.api": ["api", "engine", "schedulers"],
     "dovetail.compat": ["e2e"],
     "dovetail.engine": ["engine", "e2e"],
@@ -170,7 +170,8 @@ def choose(count: int, seed: int) -> list[Fault]:
 
 def tests_of(package: str) -> list[str]:
     folders = TESTS.get(package, [package.rpartition(".")[2].removeprefix("dovetail_")])
-    return [f"tests/{folder}" for folder in folders]
+    found = (sorted((ROOT / "tests").glob(folder)) for folder in folders)
+    return [str(path) for paths in found for path in paths]
 
 
 def finds(fault: Fault, profile: str) -> dict[str, object]:
