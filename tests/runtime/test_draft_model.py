@@ -128,6 +128,7 @@ def test_a_prefix_that_was_computed_has_the_draft_models_k_and_v_too() -> None:
     bench.blocks[1] = bench.blocks[0][:1]
     first = bench.run({1: 1}, [bench.new(1, prompt, computed=bench.block_size)])
     result = bench.check({1: 1}, {1: [-1] * 3})
+    assert result.parts == (), "drafts are no part of a result"
     assert result.counts is not None
     assert result.counts[0] - 1 == right(
         (*prompt, *first.token_ids.tolist()), tuple(answer(prompt)[1:4])

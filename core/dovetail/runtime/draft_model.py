@@ -221,12 +221,11 @@ class DraftModel(StepFeature[Literal[True]]):
             follows = self._computed[rows] == self._rows.computed[rows]
             self._computed[rows] += step.batch.num_tokens * follows
 
-    def collect(self, step: Step, note: Literal[True], failed: dict[int, str]) -> Mapping[int, Any]:
+    def collect(self, step: Step, note: Literal[True], failed: dict[int, str]) -> None:
         """Take note of checked drafts: K and V of rejected ones are worthless."""
         if step.batch.drafts is not None:
             rows = step.rows
             self._computed[rows] = np.minimum(self._computed[rows], self._rows.computed[rows])
-        return {}
 
     def propose(self, drafts: Drafts, rows: Int32, graphs: Graphs | None) -> None:
         """Enqueue the computation of the drafts of `rows` [b] that are -1, and write them after the rows' known tokens. No step is in flight, and the
