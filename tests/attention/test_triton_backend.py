@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
-from dovetail.runtime.graphs import MIXED, SHARED
+from dovetail.runtime.model_io import MIXED, SHARED
 from dovetail_attention import triton_backend, triton_schedule, triton_trial
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER, DecodeTiling

@@ -31,7 +31,7 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.adapters import AdapterPlan
 from dovetail.runtime.draft_head import RunningHead
 from dovetail.runtime.draft_model import DraftModel
-from dovetail.runtime.features import Proposes, StepFeature
+from dovetail.runtime.features import Proposer, StepFeature
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.logits import LogitsProcessors
 from dovetail.runtime.prompt_logprobs import RowsWithPromptLogprobs
@@ -322,7 +322,7 @@ class Bench:
     @property
     def proposer(self) -> Any:
         """The draft model, or the head."""
-        (found,) = (each for each in self.features if isinstance(each, Proposes))
+        (found,) = (each for each in self.features if isinstance(each, Proposer))
         return found
 
     def new(

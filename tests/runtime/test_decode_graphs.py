@@ -15,16 +15,8 @@ from numpy.typing import NDArray
 from dovetail.api.sampler import Capture, Lines, Process, SampledTokens, SamplerCapabilities
 from dovetail.errors import UnsupportedError
 from dovetail.runtime import step_inputs
-from dovetail.runtime.graphs import (
-    DECODE,
-    MIXED,
-    MODEL,
-    Builder,
-    DecodeSteps,
-    Graphs,
-    decode_builders,
-)
-from dovetail.runtime.model_io import GraphKey
+from dovetail.runtime.graphs import Builder, DecodeSteps, Graphs, decode_builders
+from dovetail.runtime.model_io import DECODE, MIXED, MODEL, GraphKey
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines

@@ -34,18 +34,11 @@ from dovetail.registry.registry import Registry
 from dovetail.runtime import graphs as graphs_module
 from dovetail.runtime.adapters import COLUMN, AdapterWork
 from dovetail.runtime.features import StepFeature
-from dovetail.runtime.graphs import (
-    DECODE,
-    MODEL,
-    Builder,
-    Graphs,
-    decode_builders,
-    mixed_builders,
-)
+from dovetail.runtime.graphs import Builder, Graphs, decode_builders, mixed_builders
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.logits import LogitsProcessors
-from dovetail.runtime.model_io import GraphKey
+from dovetail.runtime.model_io import DECODE, MODEL, GraphKey
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState

@@ -28,7 +28,8 @@ from dovetail.api.executor import (
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.graphs import MIXED, Graph, mixed_builders
+from dovetail.runtime.graphs import Graph, mixed_builders
+from dovetail.runtime.model_io import MIXED
 from dovetail.runtime.pooler import Pooler
 from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.recording import LayerSplitter

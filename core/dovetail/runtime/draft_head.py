@@ -9,7 +9,7 @@ It draws with the target's sampler, at the same output positions, so with the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from dovetail.errors import DovetailError, PluginError, UnsupportedError, descri
 from dovetail.runtime.decode_rows import last_tokens, put_drafts
 from dovetail.runtime.device_work import DeviceWork
 from dovetail.runtime.draft_model import asks_model, captures, check_drafts, draft_sizes, moved
-from dovetail.runtime.features import FeaturePlan, Loaded, StepFeature
+from dovetail.runtime.features import FeaturePlan, Loaded, Proposer
 from dovetail.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail.runtime.kv_scales import CacheScales
-from dovetail.runtime.loading import ModelPlan, load_into, num_parameters
+from dovetail.runtime.loading import ModelPlan, load_into
 from dovetail.runtime.model_io import GraphKey, ModelOutputs, TappedStates
 from dovetail.runtime.sampling import Sampling, settled
 from dovetail.runtime.step import Step
@@ -160,7 +160,7 @@ class HeadSteps(Builder):
         return self._head.draft(lines, positions, sample)
 
 
-class RunningHead(StepFeature[Literal[True]]):
+class RunningHead(Proposer):
     """The draft head of one rank."""
 
     def __init__(
@@ -175,16 +175,12 @@ class RunningHead(StepFeature[Literal[True]]):
         """`dtype`: of the target's states. The backend and the sampling are the target's. `name`:
         for humans."""
         self.model: Any = head  # a DraftHead
-        self.taps, self._name = arch.taps, name
+        self.taps, self.name = arch.taps, name
         self._backend, self._sampling, self._rows = backend, sampling, sampling.rows
         self.work, rows = HeadWork(self), sampling.rows
         self._states = torch.zeros(
             rows.max_rows + 1, arch.hidden_size, dtype=dtype, device=rows.device
         )  # by row: what its next draft is made of
-
-    @property
-    def details(self) -> Mapping[str, str]:
-        return {"draft_model": f"{self._name}, {num_parameters(self.model) / 1e6:.1f}M"}
 
     def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
         sizes = draft_sizes(parts.rows, most_lines)
@@ -202,10 +198,6 @@ class RunningHead(StepFeature[Literal[True]]):
         check_drafts(step.batch)
         return True
 
-    def before_inputs(self, step: Step, note: Literal[True], graphs: Graphs | None) -> None:
-        if step.batch.drafts is not None:
-            self.propose(step.batch.drafts, step.rows, graphs)
-
     def follow(self, tapped: TappedStates) -> None:
         """Enqueue the storing of K and V of a step's tokens, and keep each row's state of its last known token but one. Rows have grown by what was
         sampled, and the step's plan of attention is still valid."""
@@ -217,8 +209,6 @@ class RunningHead(StepFeature[Literal[True]]):
         self._states[torch.where(is_last, rows, self._rows.max_rows)] = states
 
     def propose(self, drafts: Drafts, rows: Int32, graphs: Graphs | None) -> None:
-        """Enqueue the computation of the drafts of `rows` [b] that are -1, and write them after the rows' known tokens. No step is in flight, and the
-        sampler knows all rows."""
         chosen = asks_model(drafts)
         drafting, counts = rows[chosen].astype(np.int64), drafts.counts[chosen]
         for ahead in range(int(counts.max(initial=0))):

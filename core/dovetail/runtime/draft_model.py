@@ -10,7 +10,7 @@ It draws with the target's sampler, at the same output positions, so with the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,10 +25,10 @@ from dovetail.api.sampler import Capture, Lines, Sampler
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.runtime.decode_rows import last_tokens, put_drafts
 from dovetail.runtime.device_work import DeviceWork
-from dovetail.runtime.features import FeaturePlan, FinalStates, Loaded, StepFeature
+from dovetail.runtime.features import FeaturePlan, FinalStates, Loaded, Proposer
 from dovetail.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail.runtime.kv_scales import CacheScales
-from dovetail.runtime.loading import ModelPlan, load_model, num_parameters
+from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampling import Sampling, settled
@@ -166,7 +166,7 @@ class DraftSteps(Builder):
         return drafts
 
 
-class DraftModel(StepFeature[Literal[True]]):
+class DraftModel(Proposer):
     """Runs the draft model of one rank."""
 
     def __init__(
@@ -181,7 +181,7 @@ class DraftModel(StepFeature[Literal[True]]):
         """`model` is a CausalLM with the layers `specs`. The others are the target's. `max_tokens`:
         of a step. `name`: for humans."""
         self.model: Any = model
-        self.work, self._name = DraftWork(model), name
+        self.work, self.name = DraftWork(model), name
         self._backend, self._sampling, self._rows = backend, sampling, sampling.rows
         self._max_tokens = max_tokens
         # Of each row, leading known tokens whose K and V are in the cache
@@ -190,10 +190,6 @@ class DraftModel(StepFeature[Literal[True]]):
         self._reach = min(
             (spec.window for spec in specs if spec.window is not None), default=self._rows.max_len
         )
-
-    @property
-    def details(self) -> Mapping[str, str]:
-        return {"draft_model": f"{self._name}, {num_parameters(self.model) / 1e6:.1f}M"}
 
     def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
         sizes = draft_sizes(parts.rows, most_lines)
@@ -210,10 +206,6 @@ class DraftModel(StepFeature[Literal[True]]):
         check_drafts(step.batch)
         return True
 
-    def before_inputs(self, step: Step, note: Literal[True], graphs: Graphs | None) -> None:
-        if step.batch.drafts is not None:
-            self.propose(step.batch.drafts, step.rows, graphs)
-
     def after_model(self, step: Step, note: Literal[True], states: FinalStates) -> None:
         """Take note if the draft model has run over the step's tokens."""
         if step.key.part == "mixed":
@@ -228,8 +220,6 @@ class DraftModel(StepFeature[Literal[True]]):
             self._computed[rows] = np.minimum(self._computed[rows], self._rows.computed[rows])
 
     def propose(self, drafts: Drafts, rows: Int32, graphs: Graphs | None) -> None:
-        """Enqueue the computation of the drafts of `rows` [b] that are -1, and write them after the rows' known tokens. No step is in flight, and the
-        sampler knows all rows."""
         chosen = asks_model(drafts)
         drafting, counts = rows[chosen].astype(np.int64), drafts.counts[chosen]
         if not len(drafting):

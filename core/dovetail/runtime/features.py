@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from dovetail.api.executor import Batch, Drafts, ExecutorConfig
 from dovetail.api.model import ParallelGroup
 from dovetail.runtime.device_work import DeviceWork
 from dovetail.runtime.graphs import Builder, Graphs, StepParts
-from dovetail.runtime.loading import ModelPlan
+from dovetail.runtime.loading import ModelPlan, num_parameters
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampling import Sampling
@@ -110,10 +110,21 @@ class StepFeature(ABC, Generic[Note]):
         return {}
 
 
-@runtime_checkable
-class Proposes(Protocol):
-    """A feature that proposes drafts: those that a batch has as -1."""
+class Proposer(StepFeature[Literal[True]]):
+    """A feature that proposes drafts: those that a batch has as -1. It concerns each step."""
 
+    model: Any  # what drafts
+    name: str  # of its checkpoint, for humans
+
+    @property
+    def details(self) -> Mapping[str, str]:
+        return {"draft_model": f"{self.name}, {num_parameters(self.model) / 1e6:.1f}M"}
+
+    def before_inputs(self, step: Step, note: Literal[True], graphs: Graphs | None) -> None:
+        if step.batch.drafts is not None:
+            self.propose(step.batch.drafts, step.rows, graphs)
+
+    @abstractmethod
     def propose(self, drafts: Drafts, rows: NDArray[np.int32], graphs: Graphs | None) -> None:
         """Enqueue the computation of the drafts of `rows` [b] that are -1, and write them after the
         rows' known tokens. No step is in flight, and the sampler knows all rows."""

@@ -31,7 +31,12 @@ from dovetail.runtime.decode_rows import last_tokens
 from dovetail.runtime.layer_plans import LayerPlan
 from dovetail.runtime.logits import Asks
 from dovetail.runtime.model_io import (
+    DECODE,
+    MIXED,
+    MODEL,
     MODEL_PARTS,
+    PROCESSED,
+    SHARED,
     GraphKey,
     ModelInputs,
     ModelOutputs,
@@ -62,11 +67,6 @@ NO_LINES = HostLines(np.zeros(0, np.int64), np.zeros(0, np.int32))
 MOST_THREADS = 16  # for compilation; more don't help, since its Python part is serialized
 
 
-SHARED: frozenset[str] = frozenset({"shared"})
-PROCESSED: frozenset[str] = frozenset({"processed"})
-MIXED, DECODE, MODEL = GraphKey("mixed"), GraphKey("decode", Capture.TOKENS), GraphKey("model")
-
-
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """Objects that compute steps."""
@@ -95,7 +95,7 @@ class Builder(ABC):
     pool = "steps"
     # Runs before a recording. 0 if an earlier one launches the same kernels for each size.
     warm_ups = 1
-    optional = False  # True: skip the key if recording raises `UnsupportedError`
+    optional: bool  # skip the key if recording raises `UnsupportedError`
     splitter: LayerSplitter | None = None  # set to record in pieces
 
     def __init__(self, key: GraphKey, sizes: Sequence[int], parts: StepParts) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from dovetail.api.executor import Batch, Drafts
-from dovetail.runtime.features import Proposes
-from dovetail.runtime.graphs import DECODE, Graphs
+from dovetail.runtime.features import Proposer
+from dovetail.runtime.graphs import Graphs
+from dovetail.runtime.model_io import DECODE
 from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, empty_batch
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.states import CheckedDrafts
@@ -56,7 +57,7 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
 
 
 @torch.inference_mode()
-def draft_costs(runner: Runner, draft: Proposes, drafts: int) -> tuple[tuple[int, float], ...]:
+def draft_costs(runner: Runner, draft: Proposer, drafts: int) -> tuple[tuple[int, float], ...]:
     """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by
     draft, the host's work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
     rows, costs = runner.rows, list[tuple[int, float]]()

@@ -36,6 +36,11 @@ class GraphKey:
         return "_".join([self.part, *full, *sorted(self.axes)])
 
 
+MIXED, DECODE, MODEL = GraphKey("mixed"), GraphKey("decode", Capture.TOKENS), GraphKey("model")
+SHARED: frozenset[str] = frozenset({"shared"})
+PROCESSED: frozenset[str] = frozenset({"processed"})
+
+
 @dataclass(frozen=True)
 class ModelInputs:
     """Inputs of the model for [tokens] tokens, on the device. What only some device work reads is
@@ -85,6 +90,3 @@ class ModelOutputs(NamedTuple):
         if self.tapped is None:
             return self
         return ModelOutputs(self.hidden, self.tapped._replace(num_tokens=num_tokens))
-
-
-LAUNCHED = GraphKey("model")  # of a step before it is known what computes its model

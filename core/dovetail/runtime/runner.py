@@ -25,11 +25,11 @@ from dovetail.errors import DovetailError
 from dovetail.runtime.device_work import DeviceWork
 from dovetail.runtime.features import (
     FinalStates,
-    Proposes,
+    Proposer,
     StepFeature,
     WantedStates,
 )
-from dovetail.runtime.graphs import SHARED, Graph, Graphs, StepParts
+from dovetail.runtime.graphs import Graph, Graphs, StepParts
 from dovetail.runtime.kv_pool import KVPool
 from dovetail.runtime.layer_plans import AttentionPlan, LayerPlan
 from dovetail.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
@@ -73,7 +73,7 @@ class Runner:
         self.parts = StepParts(step_model, tuple(layers), backend, sampling, generates)
         self.graphs: Graphs | None = None  # set once captured
         self._pending: deque[Step] = deque()
-        self._lowest_draft = -1 if any(isinstance(feature, Proposes) for feature in features) else 0
+        self._lowest_draft = -1 if any(isinstance(feature, Proposer) for feature in features) else 0
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> Step:
@@ -143,6 +143,7 @@ class Runner:
             if (note := feature.begin(step)) is not None:
                 step.notes[feature] = note
         step.axes = frozenset(feature.axis for feature in step.notes if feature.axis is not None)
+        step.shared_blocks = self._shared_blocks(step)
         return step
 
     def _check_parts(self, batch: Batch) -> None:
@@ -178,8 +179,9 @@ class Runner:
         if self.graphs is None or not step.is_plain_decode:
             return None
         self.sampling.tell(step)
-        axes = step.axes | (SHARED if self._shared_blocks(step) else frozenset())
-        return self.graphs.for_decode(step.lines.rows, axes, late=step.batch.late, asks=step.asks)
+        return self.graphs.for_decode(
+            step.lines.rows, step.graph_axes, late=step.batch.late, asks=step.asks
+        )
 
     def _replay(self, graph: Graph, step: Step) -> None:
         """Replay with the longest rows first: kernels that compute a row in one program start with
@@ -188,7 +190,7 @@ class Runner:
         # A row's lines stay neighbours.
         order = np.argsort(-self.rows.known[step.lines.rows], kind="stable")
         lines = step.lines.sorted(order)
-        attention = graph.inputs.fill(lines, self._shared_blocks(step))
+        attention = graph.inputs.fill(lines, step.shared_blocks)
         outputs = self.graphs.replay(graph, attention)
         for layers in self.parts.layers:
             layers.replayed(step, lines, graph.inputs)
@@ -201,11 +203,9 @@ class Runner:
         """Run the model for any step, with a recording of it or launched kernel by kernel."""
         host = HostInputs.of(step.batch, self.rows)
         wanted = WantedStates.of_step(step, host, self.rows.max_lines)
-        shared = self._shared_blocks(step)
-        graph = None
+        shared, graph = step.shared_blocks, None
         if self.graphs is not None and not wanted.extra:
-            axes = step.axes | (SHARED if shared else frozenset())
-            graph = self.graphs.for_model(host.num_tokens, axes, all_states=wanted.every)
+            graph = self.graphs.for_model(host.num_tokens, step.graph_axes, all_states=wanted.every)
         if self.graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted.tokens)
             whole = graph.whole

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dovetail.api.executor import Batch, HostLogprobs
 from dovetail.api.sampler import TopLogprobs
 from dovetail.runtime.logits import Asks
-from dovetail.runtime.model_io import LAUNCHED, GraphKey, ModelOutputs
+from dovetail.runtime.model_io import MODEL, SHARED, GraphKey, ModelOutputs
 from dovetail.runtime.sampled import SampledCopy
 from dovetail.runtime.states import CheckedDrafts
 from dovetail.runtime.step_inputs import HostLines
@@ -87,7 +87,8 @@ class Step:
     # [n] the lines' rows in the masks, or -1; None: no line is masked
     masked: NDArray[np.int64] | None = None
     asks: Asks | None = None  # which logits processors the lines' rows ask for; None: none
-    key: GraphKey = LAUNCHED  # of what has computed the model
+    shared_blocks: int = 0  # leading ones that attention reads once for all rows
+    key: GraphKey = MODEL  # of what has computed the model
     outputs: ModelOutputs | None = None  # until the tokens are sampled
     # [n] where in `outputs` the lines' last tokens are
     line_places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -111,6 +112,11 @@ class Step:
     def passed(self) -> bool:
         """True once the device has computed the step, so that `collect` needn't wait."""
         return self.span is None or self.span.passed
+
+    @property
+    def graph_axes(self) -> frozenset[str]:
+        """Axes of the recording that replays its model."""
+        return self.axes | SHARED if self.shared_blocks else self.axes
 
     @property
     def is_plain_decode(self) -> bool:

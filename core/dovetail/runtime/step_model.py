@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -24,12 +24,10 @@ class StepModel:
 
     def run(self, inputs: ModelInputs, key: GraphKey) -> ModelOutputs:
         """Run the model on a step's tokens. `key`: of the step, which says what work runs."""
-        with ExitStack() as around:
-            for work in self._of(key):
-                if (context := work.around(inputs)) is not None:
-                    around.enter_context(context)
+        works = self._of(key)
+        with _around(works, inputs):
             outputs = self._outputs(inputs)
-        for work in self._of(key):
+        for work in works:
             work.after_model(inputs, outputs)
         return outputs
 
@@ -46,10 +44,7 @@ class StepModel:
         """Return logits for hidden states [n, hidden] of rows [n] int64. `works`: those that change
         the output layer."""
         inputs = ModelInputs(rows, rows, self._rows.row_width, line_rows=rows)
-        with ExitStack() as around:
-            for work in works:
-                if (context := work.around(inputs)) is not None:
-                    around.enter_context(context)
+        with _around(works, inputs):
             return cast(torch.Tensor, self.model.logits(hidden))
 
     def works_with_axes(self, key: GraphKey) -> list[DeviceWork]:
@@ -61,7 +56,16 @@ class StepModel:
         for work in self._of(key):
             work.after_growth(outputs)
 
-    def _of(self, key: GraphKey) -> Iterator[DeviceWork]:
-        for work in self.works:
-            if key.part in work.parts and (work.axis is None or work.axis in key.axes):
-                yield work
+    def _of(self, key: GraphKey) -> list[DeviceWork]:
+        """Return the work that steps with this key have."""
+        axes = {None, *key.axes}
+        return [work for work in self.works if key.part in work.parts and work.axis in axes]
+
+
+def _around(works: Sequence[DeviceWork], inputs: ModelInputs) -> ExitStack:
+    """Enter the contexts of `works`. Returns the stack that leaves them."""
+    with ExitStack() as entered:
+        for work in works:
+            if (context := work.around(inputs)) is not None:
+                entered.enter_context(context)
+        return entered.pop_all()

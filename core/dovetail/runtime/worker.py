@@ -23,7 +23,7 @@ from dovetail.process_watch import PULSE
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.feature_plans import feature_plans
-from dovetail.runtime.features import FeaturePlan, Loaded, Proposes
+from dovetail.runtime.features import FeaturePlan, Loaded, Proposer
 from dovetail.runtime.graphs import Graphs
 from dovetail.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail.runtime.kv_scales import CacheScales
@@ -181,7 +181,7 @@ class Worker:
             if self.context.config.max_drafts:
                 self.line_costs = line_costs(runner, self._graphs)
         for feature in runner.features:
-            if isinstance(feature, Proposes):
+            if isinstance(feature, Proposer):
                 self.draft_costs = draft_costs(runner, feature, self.context.config.max_drafts)
         if isinstance(runner.model, VerifiesItself):
             runner.model.verify(
