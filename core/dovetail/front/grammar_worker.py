@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 import time
@@ -24,7 +23,7 @@ if __name__ == "__main__":
 
 from dovetail.api.grammar import GrammarBackend, GrammarSpec
 from dovetail.errors import RequestError, describe
-from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process, own_memory
+from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process, own_memory, why_ended
 from dovetail.process_watch import die_with
 
 
@@ -46,7 +45,7 @@ class _Fork:
         its_socket.close()
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        """Return `{}` if the spec compiles, otherwise why it doesn't: `refused` or `failed` with a text, or `ended` by "time", "memory" or itself."""
+        """Return `{}` if the spec compiles, otherwise why it doesn't: `refused` or `failed` with a text, or `ended` with the reason of `WorkerEndedError`."""
         begun = time.monotonic()
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         with self._socket.makefile("rb") as answers:
@@ -57,10 +56,8 @@ class _Fork:
         self._socket.close()
         _, status = os.waitpid(self._pid, 0)
         self._start()
-        if line or -os.waitstatus_to_exitcode(status) == signal.SIGABRT:
-            return {"ended": "memory"}  # native code aborts where Python would raise
         late = time.monotonic() - begun >= request["seconds"]
-        return {"ended": "time" if late else "itself"}
+        return {"ended": why_ended(line, os.waitstatus_to_exitcode(status), late=late)}
 
 
 def _compile_for(

@@ -42,6 +42,15 @@ class WorkerEndedError(Exception):
         self.reason = reason
 
 
+def why_ended(answer: bytes, exit_code: int, *, late: bool) -> str:
+    """Return the reason of `WorkerEndedError`. `answer`: its last one, perhaps a part of it; `late`:
+    its time was up; `exit_code`: as of `subprocess`."""
+    ended_by = -exit_code
+    if answer or ended_by == signal.SIGABRT:  # of native code, where Python raises `MemoryError`
+        return "memory"
+    return "time" if late or ended_by == getattr(signal, "SIGXCPU", -1) else "ended"
+
+
 class WorkerProcess:
     """A running worker. `end()` kills it, if it is still there."""
 
@@ -98,13 +107,8 @@ class WorkerProcess:
         if line.endswith(b"\n") and line != OUT_OF_MEMORY:
             return json.loads(line)
         self.end()
-        ended_by = -(self._process.returncode or 0)
-        if (
-            line or ended_by == signal.SIGABRT
-        ):  # native code aborts where Python would raise `MemoryError`
-            raise WorkerEndedError("memory")
-        late = time.monotonic() - begun >= seconds or ended_by == getattr(signal, "SIGXCPU", -1)
-        raise WorkerEndedError("time" if late else "ended")
+        late = time.monotonic() - begun >= seconds
+        raise WorkerEndedError(why_ended(line, self._process.returncode or 0, late=late))
 
 
 class WorkerProcesses:
