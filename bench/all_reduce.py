@@ -141,9 +141,8 @@ def of_rank(
         TorchGroup(rank, size, device, f"bench-{name}", f"{folder}/{name}", 60.0)
         for name in ("shared", "plain")
     )
-    group.reserve(
-        max(rows) * hidden, 0, torch.bfloat16
-    )  # the other one has its transport for everything
+    # The plain group reserves no shared memory: it sends all data by its transport.
+    group.reserve(max(rows) * hidden, 0, torch.bfloat16)
     group.join()
     buffer = torchs_buffer(group, "bench-shared")
     print(f"rank {rank}: {group} {group.why_not_symmetric}", flush=True)

@@ -159,11 +159,10 @@ class VLLMRun:
             budget=settings["max_num_batched_tokens"],
             longest=settings.get("max_model_len") or LONGEST,
             block_size=block_size,
+            # vLLM never allocates block 0.
             num_blocks=recorded - 1
             if recorded
-            else _estimated_blocks(
-                sizes, memory, settings, block_size * kv_bytes
-            ),  # block 0 is nobody's
+            else _estimated_blocks(sizes, memory, settings, block_size * kv_bytes),
             pool_is_recorded=recorded is not None,
             reuse=True if caching is None else caching,
             kv_bytes=kv_bytes,

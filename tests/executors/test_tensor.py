@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_numbers(
 
 
 def test_ranks_end_when_the_first_one_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for it, loaded or not."""
+    """The other ranks end, whether or not they have loaded their part when the first one fails."""
     load = Rank.load
 
     def fail_as_first(rank: Rank) -> Capacity:

@@ -316,7 +316,7 @@ class Bench:
 
     @property
     def recordings(self) -> list[Any]:
-        """Of the features: what `decode_builders` takes."""
+        """The features' own recordings, as an argument of `decode_builders`."""
         return [feature.recordings for feature in self.runner.features]
 
     @property

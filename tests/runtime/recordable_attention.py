@@ -1,4 +1,5 @@
-"""Attention of one kind of operation for every step, so that a recording of it holds for all."""
+"""Attention backend for tests that computes every step with the same operations, so that a recorded
+step can be replayed with other inputs."""
 
 from __future__ import annotations
 

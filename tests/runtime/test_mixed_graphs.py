@@ -218,7 +218,8 @@ def test_steps_that_share_a_prefix_have_recordings_of_their_own(
 def pooled_in_chunks(
     bench: Bench, method: PoolingMethod, tasks: Sequence[PoolingTask], chunk: int
 ) -> list[Any]:
-    """What the prompts pool, each by its task, beside one that generates. Keeps its graphs."""
+    """Return the pooled result of each prompt, for its task, computed beside a request that generates.
+    The runner keeps its graphs."""
     plan = PoolingPlan(Path(), PoolingCapacity(tuple(tasks), method, 1), normalize=False)
     graphs = bench.runner.graphs
     bench.make_runner(Pooler(plan, [], [], bench.rows))

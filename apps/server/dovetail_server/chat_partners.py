@@ -91,7 +91,8 @@ class LocalModel:
 
 
 class _Told(BaseModel):
-    """What a server says. pydantic reads it: without the server's packages `dovetail chat` has no msgspec."""
+    """Base class of a server's JSON answers. It uses pydantic, since `dovetail chat` also runs without
+    the server's packages, msgspec among them."""
 
     model_config = ConfigDict(strict=True)
 

@@ -33,8 +33,9 @@ _TOLD_S = 5.0  # time for a slow reader to read its backlog before the connectio
 # Connections that may parse or start a request per iteration of the event loop: 2 ms at worst.
 # An iteration accepts one connection, so a burst of new ones waits for as many iterations.
 VISITS = 8
-VISIT_BYTES, VISIT_PARTS = 65_536, 128  # a visit ends after so many bytes, headers and chunks,
-PARSED_BYTES = 2_048  # which are counted each time that so many bytes have been parsed
+# Limits of one visit: bytes parsed, and headers plus chunks.
+VISIT_BYTES, VISIT_PARTS = 65_536, 128
+PARSED_BYTES = 2_048  # parsed at a time; the limits are checked in between
 
 
 class Turns:

@@ -35,7 +35,7 @@ class TrialEndedError(RequestError):
 
 
 class Trials(Protocol):
-    """What `GrammarCompiler` needs. Thread safe."""
+    """Interface through which `GrammarCompiler` compiles untrusted specs on trial. Thread safe."""
 
     def check(self, spec: GrammarSpec, seconds: float) -> None:
         """Compile a spec on trial. Raises `TrialTimeoutError` if that takes longer than `seconds`, `RequestError` if it doesn't compile or takes too

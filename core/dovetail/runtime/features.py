@@ -132,7 +132,7 @@ class Proposer(StepFeature[Literal[True]]):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a feature is built of, once the model is loaded."""
+    """Objects that `FeaturePlan.build` gets: the loaded model, and what runs it."""
 
     plan: ModelPlan
     config: ExecutorConfig

@@ -356,7 +356,7 @@ class Graphs:
 
     @property
     def keys(self) -> Iterator[tuple[GraphKey, tuple[int, ...]]]:
-        """What is recorded, in this order: keys and sizes."""
+        """Keys of the recordings with their ascending sizes, in the order of recording."""
         return ((builder.key, builder.sizes) for builder in self._builders)
 
     def __str__(self) -> str:

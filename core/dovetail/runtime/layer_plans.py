@@ -1,4 +1,4 @@
-"""What the layers of a model read in a step, planned for all layers of a kind at once."""
+"""Plans of a step: inputs that all attention layers, or all recurrent layers, share in a step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dovetail.runtime.step_inputs import DecodeInputs, DeviceInputs, HostInputs,
 
 
 class LayerPlan:
-    """What layers of one kind read in a step: attention's, or that of recurrent layers. The base
-    class does nothing."""
+    """Prepares the inputs of a step that all layers of one kind share. The base class does nothing."""
 
     def plan(
         self, step: Step, host: HostInputs, inputs: DeviceInputs, attention: AttentionBatch

@@ -17,7 +17,8 @@ MODEL_PARTS: frozenset[PartOfStep] = frozenset({"mixed", "model", "decode"})
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a recording computes. A step whose key has no recording is launched kernel by kernel.
+    """Key of a recording: names the work that it contains. A step without a recording of its key is
+    launched kernel by kernel.
 
     `part`: "mixed" is the model, for any step; "decode" a whole decode step, with or without drafts:
     model, sampling, growth of the rows; "model" the model of a decode step; "sampling" the rest of a

@@ -1,4 +1,5 @@
-"""What travels: the options, the value of a request, and the parts of batches and of the capacity.
+"""Data that the engine, its executor and the ranks exchange for steering: the options, the value of
+a request, and the parts of a batch and of the capacity.
 
 Needs no torch.
 """
@@ -37,7 +38,7 @@ class TensorSteering(TensorOptions, Steering):
 
 @dataclass(frozen=True, slots=True)
 class SteeringCapacity:
-    """What a device offers: its slots, and the vectors that it can write to one."""
+    """Part of `Capacity`: the number of slots on the device, and the names of the vectors."""
 
     slots: int
     names: frozenset[str]
