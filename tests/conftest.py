@@ -17,12 +17,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis.strategies import floats, integers, text
 
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once, freeze_what_lasts
 from tests.preloaded import Preloaded
 from tests.slow_checks import reason_for
-from tests.support import FULL, PROFILE
+from tests.support import FULL, PROFILE, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -146,6 +148,19 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
             "R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False
         )
     freeze_what_lasts()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hypothesis_has_its_tables() -> None:
+    """Let Hypothesis compute the categories of all characters, and collect the constants of imported
+    modules: both take more than a test's budget. It keeps them in the checkout, so a fresh one pays."""
+
+    @examples(quick=100, full=100)
+    @given(text(), integers(), floats())
+    def draw(one: str, two: int, three: float) -> None:
+        pass
+
+    draw()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -91,7 +91,7 @@ def test_nothing_that_the_caller_keeps_can_change_them(fields: dict[str, Any]) -
     assert params == SamplingParams(**given_ones)
 
 
-@examples(quick=40, full=5000)
+@examples(quick=100, full=5000)
 @given(FIELDS, FIELDS)
 def test_equal_ones_have_equal_hashes_and_copies_are_equal(
     fields: dict[str, Any], others: dict[str, Any]
