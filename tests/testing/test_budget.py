@@ -62,7 +62,8 @@ def test_a_test_far_over_its_budget_fails_and_a_fixture_of_its_module_does_not_c
         "def test_shares(costly): pass\n"
         "def test_burns(): burn()\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
+    # without pytest's summary: where `CI` is set, it repeats the whole message
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rN", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     [(cpu_s, wall_s)] = re.findall(r"took (.*) CPU s and (.*) s; a test has ", done.stdout)
