@@ -27,7 +27,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from dovetail.nn.norm import rms_norm
-from dovetail.runtime.groups import ENVIRONMENT, TorchGroup
+from dovetail_executors.runtime.groups import ENVIRONMENT, TorchGroup
 
 SUMS = 50
 REPLAYS = 20

@@ -51,10 +51,10 @@ from dovetail.nn.kernels import (
 from dovetail.nn.kernels.expert_sorting import SORTED_AT_ONCE
 from dovetail.nn.kernels.stored_experts import FLOAT8, Stored
 from dovetail.nn.state import DeltaShape, Mamba2Shape
-from dovetail.runtime import decode_rows_kernels, slots_kernel
-from dovetail.runtime.row_state import RowState
 from dovetail.testing.memory import bind_layers, bind_states
 from dovetail_attention.triton_backend import TritonAttention
+from dovetail_executors.runtime import decode_rows_kernels, slots_kernel
+from dovetail_executors.runtime.row_state import RowState
 from dovetail_samplers.default import DefaultSampler
 
 ROOT = Path(__file__).parents[1]

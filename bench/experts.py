@@ -27,7 +27,7 @@ from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.experts import Few, FewTiling, Many, Tiling
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, PLAIN, Stored
-from dovetail.runtime.recording import record
+from dovetail_executors.runtime.recording import record
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 STEPS = 6  # of a graph

@@ -36,13 +36,13 @@ from dovetail.nn.format import DENSE, Quantization, WeightFormat, float8, int4
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.kernels.launch import KernelUnavailable, _unavailable
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.parameter import Part, Weight
+from dovetail.nn.placed_weights import place_weights
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.quantization import place_weights
-from dovetail.runtime.recording import record
-from dovetail.runtime.weights import dummy_weights
+from dovetail.nn.weights import dummy_weights
+from dovetail_executors.runtime.recording import record
 from dovetail_models.decoder import Decoder, DecoderShape
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter rounds bfloat16 wrongly

@@ -32,9 +32,9 @@ from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, Sample
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm, rms_norm
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import Rope, RotaryEmbedding
-from dovetail.runtime.parallel import SINGLE
 from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.table import draw_plain
 

@@ -30,10 +30,10 @@ from dovetail.api.model import BuildContext
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import few_rows
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.rotary import Rope
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.recording import record
-from dovetail.runtime.weights import dummy_weights
+from dovetail.nn.weights import dummy_weights
+from dovetail_executors.runtime.recording import record
 from dovetail_models.decoder import Decoder, DecoderShape
 
 WEIGHTS_BYTES = 1 << 30  # of all layers, about: nothing is found in the L2

@@ -54,7 +54,7 @@ TESTS = {  # of packages whose tests aren't in tests/<last part of the name> alo
     "dovetail.engine": ["engine", "e2e"],
     "dovetail.front": ["front", "e2e"],
     "dovetail.nn": ["nn", "models"],
-    "dovetail.runtime": ["runtime", "e2e"],
+    "dovetail_executors.runtime": ["runtime", "e2e"],
     "dovetail.testing": ["testing", "conformance"],
 }
 

@@ -1,6 +1,6 @@
 """Counts what one prompt visits: files, functions, and changes from one file to another.
 
-    python -m tools.walk              # front, engine and runtime of the core; and all of Dovetail
+    python -m tools.walk              # front, engine and runtime; and all of Dovetail
     python -m tools.walk --functions  # each function of the three, in the order of first visits
     python -m tools.walk --http       # the same prompt as a completion over HTTP
     python -m tools.walk --http --files
@@ -33,7 +33,11 @@ from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
 
 ROOT = Path(__file__).parents[1]
-CORE = [str(ROOT / "core" / "dovetail" / name) for name in ("front", "engine", "runtime")]
+CORE = [
+    str(ROOT / "core" / "dovetail" / "front"),
+    str(ROOT / "core" / "dovetail" / "engine"),
+    str(ROOT / "plugins" / "executors" / "dovetail_executors" / "runtime"),
+]
 PROMPTS = 4  # of which the last is counted
 Call = tuple[str, str]  # file and function
 

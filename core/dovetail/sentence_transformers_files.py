@@ -1,6 +1,6 @@
 """Tables of what the keys of sentence-transformers' files do here.
 
-`dovetail.runtime.pooling` reads how a checkpoint pools by them, `dovetail.front.pooling` its
+`dovetail_executors.runtime.pooling` reads how a checkpoint pools by them, `dovetail.front.pooling` its
 prompts. Both call `read_checked`.
 """
 

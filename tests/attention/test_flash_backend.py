@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError, UnsupportedError
-from dovetail.runtime.attention_choice import choose_attention
 from dovetail_attention import flash
 from dovetail_attention.flash import FlashAttention
 from dovetail_attention.flash_library import (
@@ -25,6 +24,7 @@ from dovetail_attention.flash_library import (
     find_library,
     reason_against,
 )
+from dovetail_executors.runtime.attention_choice import choose_attention
 from tests.attention import fake_flash
 from tests.attention.cases import Bench, Case, assert_close, cases
 from tests.rounding import allowed

@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
-from dovetail.runtime.model_io import MIXED, SHARED
 from dovetail_attention import triton_backend, triton_schedule, triton_trial
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER, DecodeTiling
+from dovetail_executors.runtime.model_io import MIXED, SHARED
 from tests.attention import interpreter
 from tests.attention.cases import TOLERANCE, Bench, Case, assert_close, cases
 from tests.kernels import INTERPRETED, ON_GPU

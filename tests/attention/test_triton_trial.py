@@ -15,10 +15,10 @@ from bench.compiling import GPUS
 from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.kernels import available, gpu
-from dovetail.runtime.attention_choice import choose_attention
 from dovetail_attention import triton_backend, triton_trial
 from dovetail_attention.sdpa import TorchAttention, TorchLayer
 from dovetail_attention.triton_backend import TritonAttention
+from dovetail_executors.runtime.attention_choice import choose_attention
 
 SPEC = LayerSpec(0, 4, 2, 16, 0.25)
 WINDOWED = LayerSpec(0, 4, 2, 16, 0.25, 40)

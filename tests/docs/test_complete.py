@@ -205,8 +205,13 @@ NN_INTERNAL = (
     "kernels",
     "adapters",
     "format",
+    "machine",
+    "parallel",
+    "placed_weights",
     "state",
-)  # as the page says; of the last two it has what the next test names
+    "transfer",
+    "weights",
+)  # as the page says: of some it has a part
 
 
 def test_every_layer_is_in_the_reference_with_its_shapes(

@@ -955,7 +955,7 @@ def test_a_package_that_a_library_lacks_is_reported_as_such_and_not_as_a_lack_of
     def load_model(*arguments: object) -> None:
         raise ModuleNotFoundError("No module named 'httpx2'")
 
-    monkeypatch.setattr("dovetail.runtime.worker.load_model", load_model)
+    monkeypatch.setattr("dovetail_executors.runtime.worker.load_model", load_model)
     with pytest.raises(
         UnsupportedError,
         match=r"executor dovetail:local can't start: ModuleNotFoundError: No module named 'httpx2'$",

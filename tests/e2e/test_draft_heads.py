@@ -13,8 +13,8 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.clock import VirtualClock
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import ConfigError, UnsupportedError
-from dovetail.runtime.draft_head import RunningHead
-from dovetail.runtime.model_files import read_config
+from dovetail.nn.model_files import read_config
+from dovetail_executors.runtime.draft_head import RunningHead
 from tests.e2e import drafting
 from tests.e2e.reference import checkpoint
 from tests.e2e.test_draft_model import SEEDS, drafting_engine

@@ -24,7 +24,7 @@ from dovetail.api.executor import (
     NewRow,
 )
 from dovetail.api.sampler import RowSampling
-from dovetail.runtime.profiling import empty_batch
+from dovetail_executors.runtime.profiling import empty_batch
 
 Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]  # module -> A [rank, in] and B [out, rank]
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from dovetail.runtime import worker
+from dovetail_executors.runtime import worker
 from tests.models.configs import ropes
 from tests.support import FULL
 

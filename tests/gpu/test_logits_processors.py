@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dovetail import LLMEngine, RequestOutput, SamplingParams, Structured
-from dovetail.runtime.graphs import Graph, Graphs
+from dovetail_executors.runtime.graphs import Graph, Graphs
 from tests.e2e import drafting, processing
 from tests.e2e.reference import checkpoint
 from tests.gpu.device import make_drafts_pay, on_a_gpu, settings_for

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config
 
 from dovetail import LLMEngine, SamplingParams
-from dovetail.runtime.transfer import SLOT_BYTES, SLOTS, all_to_device, upload
+from dovetail.nn.transfer import SLOT_BYTES, SLOTS, all_to_device, upload
 from tests.e2e.reference import checkpoint
 from tests.e2e.test_equal_to_transformers import random_prompts
 from tests.gpu.device import SHAPES, on_a_gpu, settings_for

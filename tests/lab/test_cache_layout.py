@@ -42,8 +42,8 @@ def windows_by_transformers(config: dict[str, Any]) -> list[int | None]:
 def engine_layout(config: dict[str, Any], max_len: int | None = None) -> KVLayout:
     """Return the layout that the engine makes of such layers, of 16-bit numbers."""
     pytest.importorskip("torch", reason="the lab runs without it")
-    from dovetail.runtime.kv_pool import kv_layout
     from dovetail_attention.sdpa import TorchAttention
+    from dovetail_executors.runtime.kv_pool import kv_layout
 
     full = of_transformers(config)
     windows = [

@@ -90,10 +90,10 @@ def test_the_pool_is_laid_out_as_the_engine_s(name: str) -> None:
     torch = pytest.importorskip("torch", reason="the lab runs without it")
     from dovetail.api.attention import AttentionContext
     from dovetail.api.component import NoOptions
-    from dovetail.runtime.kv_pool import kv_layout
-    from dovetail.runtime.parallel import SINGLE
-    from dovetail.runtime.states import cached_state
+    from dovetail.nn.parallel import SINGLE
+    from dovetail.nn.state.states import cached_state
     from dovetail_attention.sdpa import TorchAttention
+    from dovetail_executors.runtime.kv_pool import kv_layout
     from tests.models.oracle import arch_of
 
     full = built(name).config

@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto as known
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import DovetailError
-from dovetail.runtime.model_files import find_architecture
+from dovetail_executors.runtime.architecture import find_architecture
 from tests.models.oracle import MODELS
 from tests.models.tiny_configs import PLACEHOLDER, random_model, tiny, tiny_whole
 

@@ -12,7 +12,7 @@ from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import ComponentRef, ExecutorConfig
 from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup
-from dovetail.runtime.parallel import SINGLE
+from dovetail.nn.parallel import SINGLE
 from dovetail.testing.suites.attention_oracle import Rules, plain
 from dovetail_models import dovetail_components
 

@@ -11,8 +11,8 @@ from transformers.cache_utils import MtpCache
 
 from dovetail.api.state import StateLayer, StateSteps
 from dovetail.errors import DovetailError, ModelLoadError, UnsupportedError
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.weights import load_weights
+from dovetail.nn.parallel import SINGLE
+from dovetail.nn.weights import load_weights
 from dovetail_models.eagle3 import Eagle3
 from dovetail_models.mtp import Mtp
 from tests.e2e.reference import checkpoint

@@ -15,8 +15,8 @@ from dovetail import LLM, LoRARequest
 from dovetail.api.attention import LayerSpec
 from dovetail.api.executor import Pooled, RowPooling
 from dovetail.errors import UnsupportedError
-from dovetail.runtime.attention_choice import choose_attention
 from dovetail.testing.checks import CheckFailed
+from dovetail_executors.runtime.attention_choice import choose_attention
 from tests.adapters import config_of, weights_of, write_adapter
 from tests.models.pooling_checkpoints import ROUNDINGS, save, states
 from tests.models.test_pooling import PROMPTS, agree, pooled, started

@@ -19,8 +19,8 @@ from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.fp8 import Fp8
 from dovetail.nn.linear import LinearLayer
 from dovetail.nn.moe import Experts
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.weights import dummy_weights, load_weights
+from dovetail.nn.parallel import SINGLE
+from dovetail.nn.weights import dummy_weights, load_weights
 from dovetail.testing import ModelSuite
 from dovetail.testing.suites.model_bench import Bench, Chunk, Reference, on_ranks
 from dovetail_models.granite import GraniteMoeHybrid

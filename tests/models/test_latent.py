@@ -16,9 +16,9 @@ from dovetail.api.attention import AttentionContext
 from dovetail.api.component import NoOptions
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.fp8 import Fp8
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.quantization import place_weights
-from dovetail.runtime.weights import load_weights
+from dovetail.nn.parallel import SINGLE
+from dovetail.nn.placed_weights import place_weights
+from dovetail.nn.weights import load_weights
 from dovetail.testing import ModelSuite
 from dovetail.testing.suites.model_configs import OF_LATENTS, TINY
 from dovetail_attention.sdpa import TorchAttention

@@ -26,11 +26,11 @@ from dovetail.errors import ConfigError, DovetailError, ModelLoadError, Unsuppor
 from dovetail.nn.activation import ClampedSwiGLU
 from dovetail.nn.kernels import gpu
 from dovetail.nn.kernels.gpu import GPU
+from dovetail.nn.model_files import read_config
 from dovetail.nn.moe import Experts
-from dovetail.runtime import model_files
-from dovetail.runtime.model_files import (
+from dovetail_executors.runtime import architecture
+from dovetail_executors.runtime.architecture import (
     find_architecture,
-    read_config,
     resolve_dtype,
     resolve_max_model_len,
 )
@@ -281,7 +281,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_logs_it_once_unless_requ
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place(monkeypatch, TURING)
-    model_files._warn_once.cache_clear()
+    architecture._warn_once.cache_clear()
     config = read_config(write_config(tmp_path, dtype=own))
     assert [resolve_dtype(asked, config, CUDA) for _ in range(2)] == [expected] * 2
     said = [record.getMessage() for record in caplog.records]

@@ -36,8 +36,10 @@ from dovetail.nn.format import (
     mxfp4,
 )
 from dovetail.nn.format.int4 import Unpacked
-from dovetail.runtime.model_files import find_architecture, stored_as
-from dovetail.runtime.quantization import choose_quantization, place_weights
+from dovetail.nn.model_files import stored_as
+from dovetail.nn.placed_weights import place_weights
+from dovetail_executors.runtime.architecture import find_architecture
+from dovetail_executors.runtime.quantization import choose_quantization
 from tests.models.oracle import CPU, MODELS, context
 from tests.models.test_quantized_checkpoints import QUANTIZATIONS, loaded
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from dovetail.api.executor import QuantizationRef
-from dovetail.runtime.loading import ModelPlan, load_model
-from dovetail.runtime.parallel import SINGLE
+from dovetail.nn.parallel import SINGLE
+from dovetail_executors.runtime.loading import ModelPlan, load_model
 from dovetail_models import dovetail_quantizations
 from tests.models.oracle import CPU, MODELS, DenseAttention, executor_config
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from dovetail.errors import ModelLoadError
-from dovetail.runtime.loading import ModelPlan, load_model
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.weights import dummy_weights, load_weights
+from dovetail.nn.parallel import SINGLE
+from dovetail.nn.weights import dummy_weights, load_weights
+from dovetail_executors.runtime.loading import ModelPlan, load_model
 from tests.models.oracle import (
     CPU,
     MODELS,

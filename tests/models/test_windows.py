@@ -17,8 +17,8 @@ from transformers import (
 
 from dovetail import LLMEngine
 from dovetail.nn.format.fp8 import Fp8
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.quantization import place_weights
+from dovetail.nn.parallel import SINGLE
+from dovetail.nn.placed_weights import place_weights
 from dovetail.testing import ModelSuite
 from dovetail_models.gemma4 import Gemma4
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of

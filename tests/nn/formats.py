@@ -9,8 +9,8 @@ import torch
 
 from dovetail.api.model import BuildContext
 from dovetail.nn.format import WeightFormat
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.parameter import Part, Weight
-from dovetail.runtime.parallel import SINGLE
 from tests.models.oracle import DenseAttention
 
 HALF_ULP = 2.0**-4  # of e4m3, relative; below 2**-6 numbers lie 2**-9 apart

@@ -22,8 +22,8 @@ from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.mxfp4 import Mxfp4Format
 from dovetail.nn.linear import GateUpParallelLinear, LatentUpLinear, RowParallelLinear
 from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.residual import Residual
-from dovetail.runtime.parallel import SINGLE
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, runs_kernels
 from tests.models.oracle import DenseAttention
 from tests.nn.formats import stored

@@ -30,7 +30,7 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
-from dovetail.runtime.weights import dummy_weights
+from dovetail.nn.weights import dummy_weights
 from tests.kernels import (
     DEVICE,
     DTYPES,

@@ -17,8 +17,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from dovetail.api.model import BuildContext
 from dovetail.errors import UnsupportedError
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.state import DeltaShape, GatedDeltaNet, Mamba2Mixer, Mamba2Shape
-from dovetail.runtime.parallel import SINGLE
 from dovetail.testing.memory import bind_states
 from tests.rounding import assert_rounded
 

@@ -19,11 +19,11 @@ from dovetail.nn.kernels import available, launch
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.residual import Residual
-from dovetail.runtime import decode_rows
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.weights import dummy_weights
+from dovetail.nn.weights import dummy_weights
+from dovetail_executors.runtime import decode_rows
+from dovetail_executors.runtime.row_state import RowState
 from dovetail_samplers.table import DeviceRows
 from tests.kernels import INTERPRETED
 from tests.models.oracle import CPU, arch_of

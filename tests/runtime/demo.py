@@ -24,7 +24,7 @@ from dovetail.api.executor import (
     NewRow,
 )
 from dovetail.api.sampler import RowSampling
-from dovetail.runtime.profiling import empty_batch
+from dovetail_executors.runtime.profiling import empty_batch
 
 DEMO = str(Path(dovetail_models.__file__).parent / "demo")
 DRAFT = f"{DEMO}-draft"

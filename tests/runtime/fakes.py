@@ -28,17 +28,17 @@ from dovetail.api.sampler import (
     SamplerContext,
 )
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.runtime.adapters import AdapterPlan
-from dovetail.runtime.draft_head import RunningHead
-from dovetail.runtime.draft_model import DraftModel
-from dovetail.runtime.features import Proposer, StepFeature
-from dovetail.runtime.kv_pool import KVPool, kv_layout
-from dovetail.runtime.logits import LogitsProcessors
-from dovetail.runtime.prompt_logprobs import RowsWithPromptLogprobs
-from dovetail.runtime.row_state import Column, RowState
-from dovetail.runtime.runner import Runner
-from dovetail.runtime.sampling import Sampling
-from dovetail.runtime.step import Step
+from dovetail_executors.runtime.adapters import AdapterPlan
+from dovetail_executors.runtime.draft_head import RunningHead
+from dovetail_executors.runtime.draft_model import DraftModel
+from dovetail_executors.runtime.features import Proposer, StepFeature
+from dovetail_executors.runtime.kv_pool import KVPool, kv_layout
+from dovetail_executors.runtime.logits import LogitsProcessors
+from dovetail_executors.runtime.prompt_logprobs import RowsWithPromptLogprobs
+from dovetail_executors.runtime.row_state import Column, RowState
+from dovetail_executors.runtime.runner import Runner
+from dovetail_executors.runtime.sampling import Sampling
+from dovetail_executors.runtime.step import Step
 from tests.runtime.recordable_attention import RecordableAttention
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4

@@ -17,13 +17,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dovetail.api.attention import AttentionBatch
-from dovetail.runtime.graphs import (
+from dovetail.testing.recording import Recording
+from dovetail_executors.runtime.graphs import (
     Builder,
     Graph,
     Graphs,
 )
-from dovetail.runtime.step_inputs import DecodeInputs
-from dovetail.testing.recording import Recording
+from dovetail_executors.runtime.step_inputs import DecodeInputs
 from tests.runtime.fakes import Bench
 
 

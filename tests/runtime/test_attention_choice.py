@@ -7,8 +7,8 @@ import pytest
 from dovetail.api.attention import AttentionCapabilities, AttentionContext, LayerSpec
 from dovetail.api.executor import ComponentRef
 from dovetail.errors import UnsupportedError
-from dovetail.runtime.attention_choice import choose_attention
 from dovetail_attention.sdpa import TorchAttention
+from dovetail_executors.runtime.attention_choice import choose_attention
 
 SPECS = [LayerSpec(0, 8, 4, 32, 0.2), LayerSpec(1, 8, 4, 32, 0.2, window=16)]
 

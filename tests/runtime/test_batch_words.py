@@ -23,7 +23,12 @@ from dovetail.api.executor import (
 )
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
-from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
+from dovetail_executors.runtime.batch_words import (
+    from_words,
+    masks_from_words,
+    masks_to_words,
+    to_words,
+)
 from tests.support import examples
 
 numbers = st.integers(0, 2**31 - 1)

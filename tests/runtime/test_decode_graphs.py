@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import Capture, Lines, Process, SampledTokens, SamplerCapabilities
-from dovetail.errors import UnsupportedError
-from dovetail.runtime import step_inputs
-from dovetail.runtime.graphs import Builder, DecodeSteps, Graphs, decode_builders
-from dovetail.runtime.model_io import DECODE, MIXED, MODEL, GraphKey
-from dovetail.runtime.recording import LayerSplitter
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines
-from dovetail.runtime.token_sizes import (
+from dovetail.api.token_sizes import (
     ALWAYS_TOKENS,
     most_recorded,
     padded_sizes,
     row_sizes,
     sharing_row_sizes,
 )
+from dovetail.errors import UnsupportedError
+from dovetail_executors.runtime import step_inputs
+from dovetail_executors.runtime.graphs import Builder, DecodeSteps, Graphs, decode_builders
+from dovetail_executors.runtime.model_io import DECODE, MIXED, MODEL, GraphKey
+from dovetail_executors.runtime.recording import LayerSplitter
+from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines
 from tests.runtime.fakes import Bench, Greedy, generate, layout
 from tests.runtime.recordable_attention import SharingAttention
 from tests.runtime.recorded import WatchedGraphs, give_graphs, play_graphs_on_the_cpu
@@ -163,7 +163,7 @@ def test_the_sampler_hears_of_a_row_before_it_is_asked_whether_a_graph_serves_it
 def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
+    monkeypatch.setattr("dovetail_executors.runtime.runner.SHARING_WORTH", 4)
     bench = Bench(max_rows=4, attention=SharingAttention)
     graphs = with_graphs(bench)
     tokens = begin(bench, PROMPTS[:2])

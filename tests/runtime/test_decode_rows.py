@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from dovetail.api.sampler import Lines
-from dovetail.runtime import decode_rows
-from dovetail.runtime import decode_rows_kernels as kernels
-from dovetail.runtime.row_state import RowState
+from dovetail_executors.runtime import decode_rows
+from dovetail_executors.runtime import decode_rows_kernels as kernels
+from dovetail_executors.runtime.row_state import RowState
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, runs_kernels, take_kernels
 from tests.runtime.fakes import Bench, generate, layout
 from tests.runtime.recorded import keep_launches

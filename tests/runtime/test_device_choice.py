@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dovetail.errors import ConfigError, UnsupportedError
-from dovetail.runtime import device_choice
-from dovetail.runtime.device_choice import choose_device
+from dovetail_executors.runtime import device_choice
+from dovetail_executors.runtime.device_choice import choose_device
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime.graphs import (
+from dovetail_executors.runtime.graphs import (
     decode_builders,
     mixed_builders,
 )
-from dovetail.runtime.recording import LayerSplitter
+from dovetail_executors.runtime.recording import LayerSplitter
 from tests.models.oracle import DenseAttention
 from tests.runtime.fakes import NAN_TOKEN, TAPS, Bench, TinyHead, TinyModel, generate, spec_of
 from tests.runtime.recorded import WatchedGraphs, give_graphs

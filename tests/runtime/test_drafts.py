@@ -14,7 +14,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.executor import Drafts, Masks, Result
 from dovetail.api.sampler import Lines, RowHistory, RowSampling, SamplerContext
 from dovetail.errors import DovetailError
-from dovetail.runtime.graphs import decode_builders
+from dovetail_executors.runtime.graphs import decode_builders
 from dovetail_samplers.default import DefaultSampler
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate

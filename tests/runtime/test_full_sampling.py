@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Result
 from dovetail.api.sampler import Capture, RowSampling, SamplerCapabilities, SamplerContext
+from dovetail.api.token_sizes import half_of, row_sizes
 from dovetail.nn import logprobs
-from dovetail.runtime.graphs import decode_builders
-from dovetail.runtime.token_sizes import half_of, row_sizes
+from dovetail_executors.runtime.graphs import decode_builders
 from dovetail_samplers import default, table
 from dovetail_samplers.default import DefaultSampler
 from tests.kernels import INTERPRETED, take_kernels
@@ -222,7 +222,7 @@ def test_lines_are_drawn_in_graphs_as_plain_sampling_draws_tokens_one_by_one(
 def test_each_step_replays_the_plainest_graph_that_serves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
+    monkeypatch.setattr("dovetail_executors.runtime.runner.SHARING_WORTH", 4)
     bench, graphs = replaying(monkeypatch, attention=SharingAttention)
     bench.run(
         {0: 3, 1: 1},

@@ -29,25 +29,25 @@ from dovetail.config import EngineConfig
 from dovetail.errors import UnsupportedError
 from dovetail.nn.adapters import StepAdapters
 from dovetail.nn.kernels import available, gpu, launch
+from dovetail.nn.parallel import SINGLE
 from dovetail.parts import find_parts
 from dovetail.registry.registry import Registry
-from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.adapters import COLUMN, AdapterWork
-from dovetail.runtime.features import StepFeature
-from dovetail.runtime.graphs import Builder, Graphs, decode_builders, mixed_builders
-from dovetail.runtime.kv_pool import KVPool, kv_layout
-from dovetail.runtime.loading import ModelPlan, load_model
-from dovetail.runtime.logits import LogitsProcessors
-from dovetail.runtime.model_io import DECODE, MODEL, GraphKey
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.recording import LayerSplitter
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.runner import Runner
-from dovetail.runtime.sampling import Sampling
-from dovetail.runtime.step import Step
 from dovetail_attention import triton_backend
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER
+from dovetail_executors.runtime import graphs as graphs_module
+from dovetail_executors.runtime.adapters import COLUMN, AdapterWork
+from dovetail_executors.runtime.features import StepFeature
+from dovetail_executors.runtime.graphs import Builder, Graphs, decode_builders, mixed_builders
+from dovetail_executors.runtime.kv_pool import KVPool, kv_layout
+from dovetail_executors.runtime.loading import ModelPlan, load_model
+from dovetail_executors.runtime.logits import LogitsProcessors
+from dovetail_executors.runtime.model_io import DECODE, MODEL, GraphKey
+from dovetail_executors.runtime.recording import LayerSplitter
+from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.runner import Runner
+from dovetail_executors.runtime.sampling import Sampling
+from dovetail_executors.runtime.step import Step
 from tests.kernels import INTERPRETED
 from tests.runtime.fakes import VOCAB, Bench
 from tests.runtime.recorded import GraphOnCpu, give_graphs, play_graphs_on_the_cpu

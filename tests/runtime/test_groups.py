@@ -15,8 +15,8 @@ import torch
 
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import compiling_ahead
-from dovetail.runtime import groups
-from dovetail.runtime.groups import TorchGroup
+from dovetail_executors.runtime import groups
+from dovetail_executors.runtime.groups import TorchGroup
 
 CPU = torch.device("cpu")
 LIMIT_S = 60

@@ -14,9 +14,9 @@ from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import ConfigError
-from dovetail.runtime import kv_pool
-from dovetail.runtime.kv_pool import kv_layout, pool_pages
 from dovetail_attention.sdpa import TorchAttention
+from dovetail_executors.runtime import kv_pool
+from dovetail_executors.runtime.kv_pool import kv_layout, pool_pages
 from tests.runtime.demo import BLOCK_BYTES, CONFIG
 
 LAYOUT = KVLayout((CacheGroup(tuple(range(6)), 16),), BLOCK_BYTES, "float32")

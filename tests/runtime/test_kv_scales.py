@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from dovetail.api.attention import AttentionContext, AttentionLayer, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
-from dovetail.runtime.kv_scales import LARGEST, ROOM, CacheScales, is_kv_scale
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.recording import LayerSplitter
-from dovetail.runtime.worker import Worker
+from dovetail.nn.parallel import SINGLE
 from dovetail_attention.sdpa import TorchAttention
+from dovetail_executors.runtime.kv_scales import LARGEST, ROOM, CacheScales, is_kv_scale
+from dovetail_executors.runtime.recording import LayerSplitter
+from dovetail_executors.runtime.worker import Worker
 from tests.runtime.demo import BLOCK_BYTES, DEMO, context, decode, prefill
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.runtime import line_costs as module
-from dovetail.runtime.line_costs import LINES, TIMES, line_costs
+from dovetail_executors.runtime import line_costs as module
+from dovetail_executors.runtime.line_costs import LINES, TIMES, line_costs
 from tests.runtime.fakes import Bench, generate
 from tests.runtime.recorded import WatchedGraphs
 from tests.runtime.test_decode_graphs import PROMPTS, with_graphs

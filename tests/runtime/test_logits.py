@@ -23,9 +23,9 @@ from dovetail.api.sampler import (
 )
 from dovetail.errors import PluginError
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.runtime.graphs import decode_builders
-from dovetail.runtime.logits import LogitsProcessors
-from dovetail.runtime.profiling import peak_bytes
+from dovetail_executors.runtime.graphs import decode_builders
+from dovetail_executors.runtime.logits import LogitsProcessors
+from dovetail_executors.runtime.profiling import peak_bytes
 from tests.e2e import processing
 from tests.runtime.fakes import VOCAB, Bench, Greedy
 from tests.runtime.recorded import give_graphs

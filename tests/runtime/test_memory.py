@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, StableLmConfig
 
-import dovetail.runtime.worker  # noqa: F401  which would otherwise keep the function that a test has replaced
+import dovetail_executors.runtime.worker  # noqa: F401  which would otherwise keep the function that a test has replaced
 from dovetail import LLMEngine
 from dovetail.errors import ConfigError
-from dovetail.runtime import memory
-from dovetail.runtime.memory import available_ram_bytes, require_ram, total_ram_bytes
-from dovetail.runtime.weights import stored_bytes
+from dovetail.nn.weights import stored_bytes
+from dovetail_executors.runtime import memory
+from dovetail_executors.runtime.memory import available_ram_bytes, require_ram, total_ram_bytes
 from tests.models.oracle import reference
 
 GIB = 1 << 30

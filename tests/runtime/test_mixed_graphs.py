@@ -27,12 +27,12 @@ from dovetail.api.executor import (
 )
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
-from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.graphs import Graph, mixed_builders
-from dovetail.runtime.model_io import MIXED
-from dovetail.runtime.pooler import Pooler
-from dovetail.runtime.pooling import PoolingPlan
-from dovetail.runtime.recording import LayerSplitter
+from dovetail_executors.runtime import graphs as graphs_module
+from dovetail_executors.runtime.graphs import Graph, mixed_builders
+from dovetail_executors.runtime.model_io import MIXED
+from dovetail_executors.runtime.pooler import Pooler
+from dovetail_executors.runtime.pooling import PoolingPlan
+from dovetail_executors.runtime.recording import LayerSplitter
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import ROUNDINGS, Bench, TinyModel, generate
 from tests.runtime.recordable_attention import MixedAttention, RecordableAttention
@@ -196,7 +196,7 @@ def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(
 def test_steps_that_share_a_prefix_have_recordings_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
+    monkeypatch.setattr("dovetail_executors.runtime.runner.SHARING_WORTH", 4)
     bench = bench_with_graphs(MixedAttention, [8, 4], monkeypatch)
     backend: Any = bench.backend
     assert [batch.shared_prefix_blocks for batch in backend.planned] == [0, 0, 1], (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.runtime.profiling import biggest_batch, drafting_batch, peak_bytes
-from dovetail.runtime.row_state import RowState
+from dovetail_executors.runtime.profiling import biggest_batch, drafting_batch, peak_bytes
+from dovetail_executors.runtime.row_state import RowState
 from tests.runtime.fakes import Bench, layout
 
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import pytest
 import torch
 
-from dovetail.runtime.groups import ENVIRONMENT
+from dovetail_executors.runtime.groups import ENVIRONMENT
 from tests.preloaded import Preloaded
 from tests.support import FULL
 
@@ -23,7 +23,7 @@ COMMON = """
 import random, sys, threading
 import torch
 import torch.distributed as dist
-from dovetail.runtime import rank_shares
+from dovetail_executors.runtime import rank_shares
 
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 on_gpus = torch.cuda.is_available()

@@ -16,7 +16,7 @@ from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.runtime import prompt_logprobs, runner
+from dovetail_executors.runtime import prompt_logprobs, runner
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate
 from tests.support import examples

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowSampling
-from dovetail.runtime import row_state
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import DecodeInputs, HostInputs, HostLines, MixedInputs
+from dovetail_executors.runtime import row_state
+from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.step_inputs import DecodeInputs, HostInputs, HostLines, MixedInputs
 from tests.kernels import DEVICE, INTERPRETED, ON_GPU, take_kernels
 from tests.runtime.fakes import layout
 from tests.support import examples

@@ -14,11 +14,11 @@ from dovetail.api.sampler import RowSampling
 from dovetail.api.state import CHUNK, StateSpec, StateTensor
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
-from dovetail.runtime import kv_pool
-from dovetail.runtime.kv_pool import KVPool
-from dovetail.runtime.profiling import empty_batch
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.states import States, cached_state, cut
+from dovetail.nn.state.states import States, cached_state, cut
+from dovetail_executors.runtime import kv_pool
+from dovetail_executors.runtime.kv_pool import KVPool
+from dovetail_executors.runtime.profiling import empty_batch
+from dovetail_executors.runtime.row_state import RowState
 from tests.support import examples
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowSampling
-from dovetail.runtime import step_inputs
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import DeviceInputs, HostInputs, MixedInputs
+from dovetail_executors.runtime import step_inputs
+from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.step_inputs import DeviceInputs, HostInputs, MixedInputs
 from tests.runtime.fakes import layout
 from tests.support import examples
 

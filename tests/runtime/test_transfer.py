@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.runtime import transfer
-from dovetail.runtime.transfer import (
+from dovetail.nn import transfer
+from dovetail.nn.transfer import (
     ALIGNMENT,
     HostCopy,
     Mirror,

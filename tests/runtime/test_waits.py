@@ -15,12 +15,12 @@ from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch
 from dovetail.api.kv_cache import PageCopy
-from dovetail.runtime.kv_pool import KVPool, kv_layout
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.runner import Runner
-from dovetail.runtime.sampling import Sampling
 from dovetail.testing.recording import nothing_asked
 from dovetail_attention.flash import FlashAttention
+from dovetail_executors.runtime.kv_pool import KVPool, kv_layout
+from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.runner import Runner
+from dovetail_executors.runtime.sampling import Sampling
 from tests.attention import fake_flash
 from tests.runtime.fakes import HIDDEN, VOCAB, Bench, no_processors, spec_of
 from tests.runtime.test_decode_graphs import with_graphs

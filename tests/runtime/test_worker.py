@@ -17,14 +17,14 @@ import torch
 from dovetail.api.executor import Capacity
 from dovetail.api.state import StateSpec, StateTensor
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
-from dovetail.runtime import loading
-from dovetail.runtime import worker as worker_module
-from dovetail.runtime.attention_choice import ChosenAttention, choose_attention
-from dovetail.runtime.kv_pool import KVPool
-from dovetail.runtime.loading import ModelPlan, load_model
-from dovetail.runtime.parallel import SINGLE, SingleGroup
-from dovetail.runtime.runner import Runner
-from dovetail.runtime.worker import Worker
+from dovetail.nn.parallel import SINGLE, SingleGroup
+from dovetail_executors.runtime import loading
+from dovetail_executors.runtime import worker as worker_module
+from dovetail_executors.runtime.attention_choice import ChosenAttention, choose_attention
+from dovetail_executors.runtime.kv_pool import KVPool
+from dovetail_executors.runtime.loading import ModelPlan, load_model
+from dovetail_executors.runtime.runner import Runner
+from dovetail_executors.runtime.worker import Worker
 from dovetail_samplers.default import DefaultSampler
 from tests.runtime.demo import BLOCK_BYTES, DEMO, DRAFT, context, decode, prefill
 

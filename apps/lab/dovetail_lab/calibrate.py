@@ -22,8 +22,8 @@ import numpy as np
 
 import dovetail
 from dovetail import EngineConfig, LLMEngine
+from dovetail.api.token_sizes import ALWAYS_TOKENS, padded_sizes
 from dovetail.errors import ConfigError
-from dovetail.runtime.token_sizes import ALWAYS_TOKENS, padded_sizes
 from dovetail_lab.cache_layout import measured_groups, pool_tokens
 from dovetail_lab.rehearsal import as_rehearsed, rehearse
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from dovetail.api.token_sizes import row_sizes
 from dovetail.errors import ConfigError
-from dovetail.runtime.token_sizes import row_sizes
 from dovetail_lab.fitting import Floats, Measurement, nonnegative_least_squares, relative_errors
 from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, padded
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.runtime.token_sizes import padded_sizes, row_sizes
+from dovetail.api.token_sizes import padded_sizes, row_sizes
 from dovetail_lab.fitting import Measurement, relative_errors
 from dovetail_lab.regime_fitting import (
     BOUNDARIES,

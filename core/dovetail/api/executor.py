@@ -106,7 +106,7 @@ class ExecutorConfig:
     max_adapters: int = 0  # slots for LoRA adapters on the device; 0: none
     max_adapter_rank: int = 16
     # Features of an executor's own, for its workers: each is called with the arguments of
-    # `dovetail.runtime.feature_plans.feature_plans`, and returns a `FeaturePlan`. Picklable.
+    # `dovetail_executors.runtime.feature_plans.feature_plans`, and returns a `FeaturePlan`. Picklable.
     features: tuple[Callable[..., Any], ...] = ()
 
 

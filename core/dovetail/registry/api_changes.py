@@ -87,7 +87,8 @@ CHANGES: tuple[ApiChange, ...] = (
         "executor",
         "0.8",
         "0.9",
-        "read PoolingRows and AdapterRows from Batch.part(), return Pooled and PromptLogprobs in Result.parts; NewRow.sampling may be None",
+        "read PoolingRows and AdapterRows from Batch.part(), return Pooled and PromptLogprobs in Result.parts; NewRow.sampling may be None; "
+        "import Worker from dovetail_executors.runtime.worker",
         refused=True,
     ),
     ApiChange(

@@ -11,7 +11,7 @@ import torch
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache
 from dovetail.api.state import StateBatch, StateLayer, StateSpec
 from dovetail.kv_layout import STATE_SLOT_BYTES, CachedLayer, plan_layout
-from dovetail.runtime.states import CheckedDrafts, States, cached_state
+from dovetail.nn.state.states import CheckedDrafts, States, cached_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBatch, LayerSpec
-from dovetail.runtime.transfer import to_device
+from dovetail.nn.transfer import to_device
 from dovetail_attention.bags import Bags, bags_work, make_bags
 from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.scaled import as_bytes

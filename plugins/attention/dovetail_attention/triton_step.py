@@ -14,7 +14,7 @@ import torch
 
 from dovetail.api.attention import AttentionBatch, LayerCache
 from dovetail.errors import DovetailError
-from dovetail.runtime.transfer import Mirror
+from dovetail.nn.transfer import Mirror
 from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.triton_schedule import (
     TILE_NUMBERS,

@@ -20,11 +20,11 @@ from dovetail.api.executor import (
     Masks,
     Result,
 )
-from dovetail.runtime.device_choice import choose_device
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.step import Step
-from dovetail.runtime.worker import Worker
+from dovetail.nn.parallel import SINGLE
 from dovetail_executors.options import LocalOptions
+from dovetail_executors.runtime.device_choice import choose_device
+from dovetail_executors.runtime.step import Step
+from dovetail_executors.runtime.worker import Worker
 
 
 class LocalExecutor(Executor):

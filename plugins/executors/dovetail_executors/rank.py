@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.api.executor import Capacity, ExecutorContext
-from dovetail.runtime.groups import LOOPBACK, TorchGroup
-from dovetail.runtime.model_files import find_architecture, resolve_dtype
-from dovetail.runtime.token_sizes import most_lines
-from dovetail.runtime.worker import Worker
+from dovetail.api.token_sizes import most_lines
+from dovetail_executors.runtime.architecture import find_architecture, resolve_dtype
+from dovetail_executors.runtime.groups import LOOPBACK, TorchGroup
+from dovetail_executors.runtime.worker import Worker
 
 log = logging.getLogger("dovetail")
 

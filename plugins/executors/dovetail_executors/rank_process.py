@@ -123,9 +123,9 @@ def run(
     rank: Rank, job: RankJob, control: Connection[Any, Any], orders: SimpleQueue[Message]
 ) -> None:
     """Load, allocate as many blocks as all ranks can, and compute the ring's batches. Raises `WriterGone` at the end."""
-    from dovetail.runtime.batch_words import from_words, masks_from_words
-    from dovetail.runtime.step import Step
     from dovetail_executors.ring import Kind, Ring, RingReader
+    from dovetail_executors.runtime.batch_words import from_words, masks_from_words
+    from dovetail_executors.runtime.step import Step
 
     capacity = rank.load()
     control.send({"loaded": (capacity.num_pages, dict(capacity.details))})

@@ -39,7 +39,7 @@ _IN_ORDER = platform.machine().lower() in (
 class Kind(IntEnum):
     """The kind of a message."""
 
-    STEP = 1  # a batch to submit: `dovetail.runtime.batch_words`
+    STEP = 1  # a batch to submit: `dovetail_executors.runtime.batch_words`
     SAMPLE = 2  # the masks of the late batch before it, to sample by
 
 

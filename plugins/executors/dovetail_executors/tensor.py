@@ -1,10 +1,10 @@
 """The executor `tensor`: one model over several GPUs, or over processes on CPUs. Rank 0 is in the engine's process, each other rank in its own, on
 this host or on others. All compute every step and sample the same ids from the same logits; rank 0's result is used.
 
-    engine ─ submit ─▶ ring of shared memory ─▶ rank 1, rank 2, …      batches (`ring`, `dovetail.runtime.batch_words`);
+    engine ─ submit ─▶ ring of shared memory ─▶ rank 1, rank 2, …      batches (`ring`, `dovetail_executors.runtime.batch_words`);
               │   └──▶ TCP ─▶ another host's ring ─▶ rank 4, …         to other hosts over TCP (`remote_ranks`, `agent`)
               │                                     ▲
-              └──▶ rank 0 ◀── sums, logits ─────────┘                  between ranks (`dovetail.runtime.groups`)
+              └──▶ rank 0 ◀── sums, logits ─────────┘                  between ranks (`dovetail_executors.runtime.groups`)
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from dovetail.api.executor import (
     Result,
 )
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
-from dovetail.runtime.batch_words import masks_to_words, to_words
-from dovetail.runtime.groups import ENVIRONMENT, LOOPBACK
-from dovetail.runtime.step import Step
 from dovetail_executors.all_ranks import AllRanks
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank, RankSettings
 from dovetail_executors.rank_process import RankJob
 from dovetail_executors.ranks import Ranks
 from dovetail_executors.ring import Kind
+from dovetail_executors.runtime.batch_words import masks_to_words, to_words
+from dovetail_executors.runtime.groups import ENVIRONMENT, LOOPBACK
+from dovetail_executors.runtime.step import Step
 
 log = logging.getLogger("dovetail")
 

@@ -11,8 +11,8 @@ import torch
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
 from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.nn.model_files import model_length
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
-from dovetail.runtime.model_files import model_length
 from dovetail_models.decoder import Decoder, DecoderShape
 
 _SIZES = (

@@ -28,7 +28,7 @@ from dovetail.nn.layer import LayerList
 from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import RotaryEmbedding, Rotation
-from dovetail.runtime.weights import dummy_weights, load_weights, tensor_names, tensors_named
+from dovetail.nn.weights import dummy_weights, load_weights, tensor_names, tensors_named
 from dovetail_models.arch import DecoderArch
 from dovetail_models.decoder import Attention, Block, DecoderShape, FeedForward
 from dovetail_models.llama import Llama

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.runtime.model_files import model_length
+from dovetail.nn.model_files import model_length
 from dovetail_models.arch import DecoderArch, base_shape
 from dovetail_models.decoder import DecoderShape
 

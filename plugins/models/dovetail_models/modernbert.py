@@ -18,10 +18,10 @@ from dovetail.nn.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
 )
+from dovetail.nn.model_files import model_length
 from dovetail.nn.norm import LayerNorm
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import RotaryEmbedding, Rotation, rope_from_config, rope_reasons_against
-from dovetail.runtime.model_files import model_length
 from dovetail_models.arch import layer_type_reasons
 from dovetail_models.encoder import EncoderArch, kept, rules
 

@@ -23,7 +23,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import RotaryEmbedding, Rotation
-from dovetail.runtime.weights import tensor_names
+from dovetail.nn.weights import tensor_names
 from dovetail_models.arch import DecoderArch
 from dovetail_models.decoder import Block, DecoderShape, one_plus
 from dovetail_models.deepseek import DeepseekV3, Glm4MoeLite

@@ -37,7 +37,7 @@ from dovetail.api.model import (
 )
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.stored import StoredWeight
-from dovetail.runtime.weights import (
+from dovetail.nn.weights import (
     OTHER_PARTS,
     TEXT_PARTS,
     dummy_weights,

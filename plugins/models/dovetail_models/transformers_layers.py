@@ -35,11 +35,11 @@ from dovetail.nn.linear import (
 )
 from dovetail.nn.moe import Experts, Stacked
 from dovetail.nn.norm import QKNorm, RMSNorm
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.parameter import kv_share, share
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation
-from dovetail.runtime.parallel import SINGLE
 from dovetail_models.transformers_attention import LAYER, AttentionCall, specs_of
 from dovetail_models.transformers_check import PlainAttention, PlainBatch
 

@@ -30,7 +30,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.runtime.transfer import to_device
+from dovetail.nn.transfer import to_device
 from dovetail_samplers import penalties, rules
 from dovetail_samplers.device_changes import DeviceChanges
 from dovetail_samplers.filters import cut_top_k, cut_top_p, first_argmax, keep, keep_min_p, on_cpu

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import Lines, SamplerContext
-from dovetail.runtime.transfer import all_to_device
+from dovetail.nn.transfer import all_to_device
 from dovetail_samplers.table import Needs, RowTable
 
 RECORD = np.dtype(

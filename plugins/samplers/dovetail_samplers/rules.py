@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import Lines, RowHistory, RowSampling
-from dovetail.runtime.transfer import to_device
+from dovetail.nn.transfer import to_device
 
 NEVER = float("-inf")
 NO_TOKEN = -1  # before a row's first token

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dovetail.api.sampler import Lines, RowHistory, RowSampling
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
-from dovetail.runtime.transfer import all_to_device, to_device
+from dovetail.nn.transfer import all_to_device, to_device
 from dovetail_samplers.filters import LEAST, cut_top_k, first_argmax, keep, keep_min_p
 from dovetail_samplers.noise import exponentials, id_hashes, seed_state, stream_keys
 from dovetail_samplers.rules import RowRules

@@ -32,11 +32,11 @@ from dovetail.api.executor import (
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.nn.linear import RowParallelLinear
-from dovetail.runtime.pooler import Pooler
-from dovetail.runtime.step import Step
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import _Row, prefix_ids
 from dovetail_executors.local import LocalExecutor
+from dovetail_executors.runtime.pooler import Pooler
+from dovetail_executors.runtime.step import Step
 from tests.conformance.mutants import mutant
 
 # Begin and end

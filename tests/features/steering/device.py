@@ -14,12 +14,12 @@ from dovetail.api.executor import Batch, ExecutorContext
 from dovetail.api.model import ParallelGroup
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.residual import Residual
-from dovetail.runtime.device_work import DeviceWork
-from dovetail.runtime.features import FeaturePlan, Loaded, StepFeature
-from dovetail.runtime.loading import ModelPlan
-from dovetail.runtime.model_io import ModelInputs
-from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step import Step
+from dovetail_executors.runtime.device_work import DeviceWork
+from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature
+from dovetail_executors.runtime.loading import ModelPlan
+from dovetail_executors.runtime.model_io import ModelInputs
+from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.step import Step
 from tests.features.steering.parts import SteeringCapacity, SteeringRows
 
 COLUMN = "steering"  # of `RowState`: the slots of the rows' vectors

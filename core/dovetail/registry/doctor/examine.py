@@ -30,7 +30,7 @@ from dovetail.where import did_you_mean
 
 SHOWN = 200  # characters of the end of its output
 AT_ONCE = min(4, os.cpu_count() or 1)  # processes
-ASKS = "dovetail.runtime.machine"
+ASKS = "dovetail.nn.machine"
 
 
 def examine(

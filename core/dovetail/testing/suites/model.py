@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from dovetail.api.model import ModelArch, ModelContext, ParallelGroup
 from dovetail.errors import describe
-from dovetail.runtime.model_files import model_length, read_config
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.weights import load_weights, place_of
+from dovetail.nn.model_files import model_length, read_config
+from dovetail.nn.parallel import SINGLE
+from dovetail.nn.weights import load_weights, place_of
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import model_configs as configs

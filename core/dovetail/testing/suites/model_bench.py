@@ -16,8 +16,8 @@ from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
 from dovetail.api.state import StateLayer, StateSpec, StateSteps
 from dovetail.errors import DovetailError
 from dovetail.nn.format import Quantization
-from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.quantization import place_weights
+from dovetail.nn.parallel import SINGLE
+from dovetail.nn.placed_weights import place_weights
 from dovetail.testing.memory import bind_states
 from dovetail.testing.suites import model_configs as configs
 from dovetail.testing.suites.attention_oracle import Rules, plain

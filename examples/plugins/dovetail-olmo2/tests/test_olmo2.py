@@ -9,7 +9,7 @@ import torch
 from dovetail import LLM, SamplingParams
 from dovetail.api.component import NoOptions
 from dovetail.api.model import ModelContext
-from dovetail.runtime.model_files import read_config
+from dovetail.nn.model_files import read_config
 from transformers import AutoModelForCausalLM, Olmo2Config
 
 from dovetail_olmo2.model import Olmo2

@@ -15,11 +15,11 @@ from dovetail.api.model import BuildContext, ModelArch, ParallelGroup, WeightRul
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from dovetail.nn.model_files import model_length
 from dovetail.nn.norm import RMSNorm, rms_norm
 from dovetail.nn.parameter import Part, Weight, kv_share, share
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import RotaryEmbedding, Rotation, rope_from_config, rope_reasons_against
-from dovetail.runtime.model_files import model_length
 from torch import nn
 
 COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")

@@ -1,0 +1,176 @@
+"""Reads the config of a model's directory: Hugging Face's `config.json`, how its weights are stored, and its length.
+
+Code in a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dovetail.checks import shown
+from dovetail.config_sizes import check_sizes
+from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.json_files import read_json_object
+
+log = logging.getLogger("dovetail")
+
+
+class _SameAsText(NamedTuple):
+    """A model equivalent to a text model, where the three positions of a token are equal, and
+    fields that the latter's code fixes."""
+
+    model_type: str
+    fixed: Mapping[str, Any] = {}
+
+
+_SAME_AS_TEXT = {
+    "glm4v_text": _SameAsText("glm4"),
+    "glm4v_moe_text": _SameAsText("glm4_moe"),
+    "glm_ocr_text": _SameAsText("glm4", {"attention_bias": False}),
+    "qwen2_5_vl_text": _SameAsText("qwen2"),
+    "qwen2_vl_text": _SameAsText("qwen2"),
+    "qwen3_vl_moe_text": _SameAsText("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl_text": _SameAsText("qwen3"),
+}
+
+
+_NAMED_OTHERWISE = (
+    "cosmos3_omni",
+)  # types with names of their own for tensors of their text model
+
+
+_NOT_OF_SHAPE = ("model_type", "architectures", "transformers_version", "router_aux_loss_coef")
+
+
+_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")  # model types
+
+
+_INSTEAD_OF_A_CONFIG = {  # files that indicate other layouts than transformers'
+    "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, with config.json",
+    "adapter_config.json": "this is an adapter (LoRA), not a model; serve its base model with enable_lora=True, and name the adapter in lora_request",
+}
+
+
+_BESIDE_A_CONFIG = {  # files that indicate unsupported models
+    "hf_quant_config.json": "weights quantized by ModelOpt aren't served; see docs/quantization.md",
+}
+
+
+def text_of(config: Any, model_dir: str | Path) -> Any:
+    """Return the config of the text model if the checkpoint also has a vision model. Raises `UnsupportedError` if it can't be served by itself."""
+    text = config.get_text_config(decoder=True)
+    if text is config or getattr(config, "is_encoder_decoder", False):
+        return config
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if head := next(
+        (name for name in config.architectures or () if str(name).endswith("Classification")), None
+    ):
+        raise UnsupportedError(
+            f"{model_dir}: {head} isn't served: a classifier beside a vision model"
+        )
+    if config.model_type in _NAMED_OTHERWISE:
+        raise UnsupportedError(
+            f"{model_dir}: the text of {config.model_type} isn't served: its tensors have other names than those of {text.model_type}"
+        )
+    if same := _SAME_AS_TEXT.get(text.model_type):
+        fields = {key: value for key, value in text.to_dict().items() if key not in _NOT_OF_SHAPE}
+        fields.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
+        fields["rope_parameters"] = {
+            key: value
+            for key, value in fields["rope_parameters"].items()
+            if not key.startswith("mrope_")
+        }
+        text = CONFIG_MAPPING[same.model_type](**{**fields, **same.fixed})
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    if name is None:
+        raise UnsupportedError(
+            f"{model_dir}: the text of {config.model_type} isn't served: transformers has no causal "
+            f"language model for its text model, {text.model_type}, by itself"
+        )
+    text.architectures = [name]
+    text.tie_word_embeddings = getattr(
+        config, "tie_word_embeddings", text.tie_word_embeddings
+    )  # applies to the shared head
+    log.info("%s: only the text model of %s is served, as %s", model_dir, config.model_type, name)
+    return text
+
+
+def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of a directory's config; None if its weights are plain. Raises `ModelLoadError` if it is malformed."""
+    path = Path(model_dir) / "config.json"
+    return _stored_as(path, read_json_object(path))
+
+
+def _stored_as(path: Path, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    stored = raw.get("quantization_config")
+    if stored is not None and not isinstance(stored, Mapping):
+        raise ModelLoadError(
+            f"{path}: quantization_config: expected keys and values, got {shown(stored)}"
+        )
+    return stored
+
+
+def read_config(model_dir: str | Path) -> Any:
+    """`config.json` as a transformers config. Raises `ModelLoadError` naming the file when it is missing or wrong."""
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        _refuse(path.parent, _INSTEAD_OF_A_CONFIG)
+        raise ModelLoadError(
+            f"{path}: no such file; a model is a directory with config.json and safetensors files"
+        )
+    _refuse(path.parent, _BESIDE_A_CONFIG)
+    raw = read_json_object(path)
+    if kind := raw.get("speculators_model_type"):
+        raise UnsupportedError(
+            f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of `speculation.drafter`"
+        )
+    if "model_type" not in raw:
+        raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
+    check_sizes(path, raw)
+    _stored_as(path, raw)  # transformers reads it, too, but wouldn't name the file
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import __version__ as version
+
+    if raw["model_type"] not in CONFIG_MAPPING.keys():  # noqa: SIM118 also of what can't be hashed
+        own_code = (
+            "; the code that the checkpoint brings for it (auto_map) is never run"
+            if raw.get("auto_map")
+            else ""
+        )
+        raise ModelLoadError(
+            f"{path}: transformers {version} knows no model_type {shown(raw['model_type'])}{own_code}"
+        )
+    try:
+        return AutoConfig.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises any exception
+        raise ModelLoadError(f"{path}: {first_lines(error)}") from error
+
+
+def _refuse(directory: Path, files: Mapping[str, str]) -> None:
+    """Raise `UnsupportedError` if the directory has one of `files`, a map from name to explanation."""
+    for name, what in files.items():
+        if (directory / name).is_file():
+            raise UnsupportedError(f"{directory / name}: {what}")
+
+
+def first_lines(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def model_length(config: Any) -> int:
+    """Return the model's maximum sequence length in tokens. YaRN multiplies the trained length by its factor; in RoBERTa's models the first
+    position follows that of padding."""
+    length = int(config.max_position_embeddings)
+    if config.model_type in _POSITIONS_AFTER_PADDING:
+        return length - int(config.pad_token_id) - 1
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn":
+        length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return length

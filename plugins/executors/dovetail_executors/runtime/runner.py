@@ -1,0 +1,368 @@
+"""One step on one device: `Runner` turns a `Batch` into the flat inputs of a model, runs it, samples,
+and copies the results to the host.
+
+`submit` only enqueues; waiting for the device happens in `collect`. On a CPU `submit` computes. What
+features add to a step is in `features` and in the files of each; what follows the model is `sampling`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.attention import AttentionBackend
+from dovetail.api.clock import Clock
+from dovetail.api.executor import Batch, Masks, Result
+from dovetail.api.sampler import Lines
+from dovetail.errors import DovetailError
+from dovetail.nn.transfer import all_to_device, to_device
+from dovetail_executors.runtime.device_work import DeviceWork
+from dovetail_executors.runtime.features import (
+    FinalStates,
+    Proposer,
+    StepFeature,
+    WantedStates,
+)
+from dovetail_executors.runtime.graphs import Graph, Graphs, StepParts
+from dovetail_executors.runtime.kv_pool import KVPool
+from dovetail_executors.runtime.layer_plans import AttentionPlan, LayerPlan
+from dovetail_executors.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
+from dovetail_executors.runtime.sampling import Sampling
+from dovetail_executors.runtime.state_plan import StatePlan
+from dovetail_executors.runtime.step import DeviceSpan, Step, Yielded
+from dovetail_executors.runtime.step_inputs import DeviceInputs, HostInputs, HostLines
+from dovetail_executors.runtime.step_model import StepModel
+
+SHARING_WORTH = 4096  # tokens of K and V saved; with fewer, sharing costs more than it saves
+Int64 = NDArray[np.int64]
+
+
+class Runner:
+    """Model, attention, sampler and rows of one device. Its arguments are ready to run; it has no
+    lasting allocations itself."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        backend: AttentionBackend,
+        pool: KVPool,
+        sampling: Sampling,
+        clock: Clock,
+        features: Sequence[StepFeature[Any]] = (),
+        *,
+        generates: bool = True,
+    ) -> None:
+        """`model`: a `CausalLM`. `features`: in the order in which they take part. `generates`: False
+        if no row yields a token."""
+        self.model: Any = model
+        self.backend, self.pool, self.sampling, self.clock = backend, pool, sampling, clock
+        self.rows, self.device = sampling.rows, sampling.rows.device
+        self.features = tuple(features)
+        layers: list[LayerPlan] = [AttentionPlan(backend)]
+        if self.rows.states is not None:
+            layers.append(StatePlan(self.rows.states, self.rows))
+        works = [feature.work for feature in features if feature.work is not None]
+        step_model = StepModel(model, works, self.rows)
+        self.parts = StepParts(step_model, tuple(layers), backend, sampling, generates)
+        self.graphs: Graphs | None = None  # set once captured
+        self._pending: deque[Step] = deque()
+        self._lowest_draft = -1 if any(isinstance(feature, Proposer) for feature in features) else 0
+
+    @torch.inference_mode()
+    def submit(self, batch: Batch) -> Step:
+        """Enqueue a step; for a late one, only the model. Raises `DovetailError` if it doesn't match
+        the rows' state."""
+        step = self._begin(batch)
+        graph = self._whole_graph(step)
+        if batch.drafts is not None:
+            self.sampling.tell(step)
+            if graph is None:  # those of recorded steps come with their inputs
+                self.rows.put_drafts(batch.rows, batch.drafts)
+        for feature, note in step.notes.items():
+            feature.before_inputs(step, note, self.graphs)
+        if graph is not None:
+            self._replay(graph, step)
+        else:
+            self._run_model(step)
+            self.sampling.tell(step)  # while the device computes
+        if batch.drafts is None:  # otherwise `collect` does
+            self.rows.advance(batch.rows, batch.num_tokens)
+        if not batch.late:
+            self._finish(step)
+        self._pending.append(step)
+        return step
+
+    @torch.inference_mode()
+    def sample(self, step: Step, masks: Masks) -> None:
+        """Enqueue the sampling of a late step. Raises `DovetailError` if it isn't the only step in
+        flight, or has been sampled."""
+        if step.outputs is None or [*self._pending] != [step]:
+            raise DovetailError(
+                f"step {step.number} can't be sampled: it must be late, sampled once, and the only "
+                "one in flight"
+            )
+        self.sampling.mask(step, masks)
+        self._finish(step)
+
+    @torch.inference_mode()
+    def apply(self, batch: Batch) -> None:
+        """Let rows come and go as `batch` says, and compute nothing. No step is in flight."""
+        self.sampling.tell(self._begin(batch))
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Launch the step kernel by kernel."""
+        graphs, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = graphs
+
+    def _begin(self, batch: Batch) -> Step:
+        """Apply the batch's changes of rows and pages."""
+        started = self.clock.now()
+        span = DeviceSpan(self.device) if self.device.type == "cuda" else None
+        self._check_drafts(batch)
+        self.rows.update(batch)
+        self.rows.check(batch)
+        ids, lines = self.rows.request_ids, HostLines.of(batch)
+        step = Step(batch, ids, lines, started, span)
+        if batch.copies:
+            self.pool.copy(batch.copies)
+        self._check_parts(batch)
+        for feature in self.features:
+            if feature.idle and not batch.parts:
+                continue
+            if (note := feature.begin(step)) is not None:
+                step.notes[feature] = note
+        step.axes = frozenset(feature.axis for feature in step.notes if feature.axis is not None)
+        step.shared_blocks = self._shared_blocks(step)
+        return step
+
+    def _check_parts(self, batch: Batch) -> None:
+        """Raise `DovetailError` if the batch has a part that no feature of this device reads."""
+        for part in batch.parts:
+            if not any(type(part) is feature.part for feature in self.features):
+                raise DovetailError(
+                    f"step {batch.step} has {type(part).__name__}, which this executor can't use"
+                )
+
+    def _check_drafts(self, batch: Batch) -> None:
+        """Raise `DovetailError` if the batch has unknown token ids as drafts, or a step with drafts
+        wouldn't be alone in flight."""
+        last = self._pending[-1] if self._pending else None
+        if last is not None and (batch.drafts is not None or last.batch.drafts is not None):
+            raise DovetailError(
+                f"step {batch.step} can't be submitted while step {last.number} is in flight: one "
+                "of them has drafts"
+            )
+        if batch.drafts is None:
+            return
+        ids, size = batch.drafts.token_ids, self.sampling.vocab_size
+        if ((ids < self._lowest_draft) | (ids >= size)).any():
+            there = "a" if self._lowest_draft < 0 else "no"
+            raise DovetailError(
+                f"step {batch.step} has drafts that aren't in the vocabulary of {size} tokens; "
+                f"there is {there} draft model"
+            )
+
+    def _whole_graph(self, step: Step) -> Graph | None:
+        """Return the recording that computes the step, or if it is late its model; None if none
+        does. The sampler must know all rows before it is asked what it can replay."""
+        if self.graphs is None or not step.is_plain_decode:
+            return None
+        self.sampling.tell(step)
+        return self.graphs.for_decode(
+            step.lines.rows, step.graph_axes, late=step.batch.late, asks=step.asks
+        )
+
+    def _replay(self, graph: Graph, step: Step) -> None:
+        """Replay with the longest rows first: kernels that compute a row in one program start with
+        these, and short ones fill the gaps at the end."""
+        assert self.graphs is not None
+        # A row's lines stay neighbours.
+        order = np.argsort(-self.rows.known[step.lines.rows], kind="stable")
+        lines = step.lines.sorted(order)
+        attention = graph.inputs.fill(lines, step.shared_blocks)
+        outputs = self.graphs.replay(graph, attention)
+        for layers in self.parts.layers:
+            layers.replayed(step, lines, graph.inputs)
+        if step.batch.late:
+            step.outputs, step.line_places, step.key = outputs, np.argsort(order), graph.key
+        else:
+            self.sampling.fetch(outputs, step, order)
+
+    def _run_model(self, step: Step) -> None:
+        """Run the model for any step, with a recording of it or launched kernel by kernel."""
+        host = HostInputs.of(step.batch, self.rows)
+        wanted = WantedStates.of_step(step, host, self.rows.max_lines)
+        shared, graph = step.shared_blocks, None
+        if self.graphs is not None and not wanted.extra:
+            graph = self.graphs.for_model(host.num_tokens, step.graph_axes, all_states=wanted.every)
+        if self.graphs is not None and graph is not None:
+            inputs = graph.inputs.fill(host, wanted.tokens)
+            whole = graph.whole
+            attention = host.attention_batch(self.rows, inputs, shared, mixed_graph=whole)
+            outputs = self.graphs.replay(graph, attention).without_padding(host.num_tokens)
+            step.key, wanted.every = graph.key, graph.inputs.all_states
+        else:
+            step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
+            inputs = host.to_device(self.rows)
+            attention = host.attention_batch(self.rows, inputs, shared)
+            for layers in self.parts.layers:
+                layers.plan(step, host, inputs, attention)
+            wanted.every |= len(wanted.tokens) == host.num_tokens
+            outputs = self._launch_model(step.key, inputs, wanted)
+        for feature, note in step.notes.items():
+            places = wanted.places(wanted.of.get(feature, slice(0, 0)))
+            states = FinalStates(outputs.hidden, places, partial(self._logits_of_row, step))
+            feature.after_model(step, note, states)
+        step.outputs, step.line_places = outputs, wanted.places(slice(0, len(wanted.lines)))
+
+    def _launch_model(
+        self, key: GraphKey, inputs: DeviceInputs, wanted: WantedStates
+    ) -> ModelOutputs:
+        ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
+        tokens: Int64 | None = wanted.tokens
+        if wanted.every:
+            tokens = None
+        elif not len(wanted.tokens):  # models require at least one token
+            tokens = np.array([len(ids) - 1])
+        device_tokens = None if tokens is None else to_device(tokens, self.device)
+        extra = {name: to_device(values, self.device) for name, values in wanted.extra.items()}
+        of_model = ModelInputs(
+            ids,
+            inputs.positions,
+            self.rows.row_width,
+            inputs.token_indices,
+            wanted=device_tokens,
+            extra=extra,
+        )
+        return self.parts.model.run(of_model, key)
+
+    def _finish(self, step: Step) -> None:
+        """Sample the step, unless it was replayed as a whole, and enqueue what follows."""
+        outputs, step.outputs = step.outputs, None
+        if outputs is not None:
+            if len(step.lines.rows):
+                self._sample(step, outputs.hidden)
+            self.parts.model.after_growth(outputs, step.key)
+        if step.batch.drafts is None:  # how many tokens rows with drafts get is known to `collect`
+            self.rows.known[step.lines.rows] += 1
+        if self.graphs is not None:
+            step.replayed = self.graphs.take_replayed()
+        for layers in self.parts.layers:
+            layers.settle(step)
+        if step.span is not None:
+            step.span.close()
+        else:
+            step.ended = self.clock.now()
+
+    def _sample(self, step: Step, hidden: torch.Tensor) -> None:
+        """Sample for the step's lines [n], whose states are hidden[line_places], and extend their
+        rows."""
+        lines = step.lines
+        around = self._around_logits(step, lines.rows)
+        graph = None
+        if self.graphs is not None and not around:
+            masked = step.masked is not None
+            graph = self.graphs.for_sampling(lines.rows, masked=masked, asks=step.asks)
+        if self.graphs is not None and graph is not None:
+            graph.inputs.fill(hidden, step.line_places, lines, step.masked)
+            self.sampling.fetch(self.graphs.replay(graph), step)
+            return
+        rows, ahead, places = all_to_device(
+            [lines.rows, lines.ahead, step.line_places], self.device
+        )
+        last = hidden.index_select(0, places)  # [n, hidden]
+        logits = self.parts.model.logits(last, rows, around)
+        self.sampling.draw(step, logits, Lines(rows, ahead), last)
+
+    def _around_logits(self, step: Step, host_rows: Int64) -> list[DeviceWork]:
+        """Return the work that changes the output layer for any of these rows."""
+        return [
+            feature.work
+            for feature in step.notes
+            if feature.work is not None and feature.changes_logits(host_rows)
+        ]
+
+    def _logits_of_row(self, step: Step, hidden: torch.Tensor, row: int) -> torch.Tensor:
+        around = self._around_logits(step, np.array([row]))
+        rows = torch.full((len(hidden),), row, dtype=torch.int64, device=self.device)
+        return self.parts.model.logits(hidden, rows, around)
+
+    def _shared_blocks(self, step: Step) -> int:
+        """Return the number of leading blocks that attention reads once for all rows; 0 if that
+        would save too little, or the step has work of features that isn't recorded with it."""
+        batch = step.batch
+        if not batch.shared_prefix_blocks or step.axes:
+            return 0
+        tokens = batch.shared_prefix_blocks * self.rows.layout.groups[0].block_tokens
+        return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
+
+    def collect(self, step: Step) -> Result:
+        """Wait for the oldest submitted step. Raises `DovetailError` if `step` is another one."""
+        self._check_oldest(step)
+        started, ended = self._wait(self._pending.popleft())
+        self.sampling.collected(step)
+        yielded = Yielded.of(step)
+        if step.batch.drafts is not None:
+            self._count_drafts(step, yielded)
+        failed = {
+            int(yielded.rows[index]): self.sampling.why_broken(
+                step, int(yielded.broken[index]), int(yielded.lines[index])
+            )
+            for index in np.flatnonzero(yielded.broken)
+        }
+        parts = [feature.collect(step, note, failed) for feature, note in step.notes.items()]
+        failed |= {
+            index: step.refused[row]
+            for index, row in enumerate(step.batch.rows.tolist())
+            if row in step.refused
+        }
+        return Result(
+            step=step.number,
+            token_ids=yielded.of_rows(step.batch),
+            started=started,
+            ended=ended,
+            logprobs=yielded.logprobs,
+            failed=failed,
+            counts=yielded.counts,
+            graphs=step.replayed,
+            parts=tuple(part for part in parts if part is not None),
+        )
+
+    def _check_oldest(self, step: Step) -> None:
+        if not self._pending or self._pending[0] is not step:
+            oldest = "none is in flight"
+            if self._pending:
+                oldest = f"step {self._pending[0].number} is the oldest"
+            raise DovetailError(f"step {step.number} was collected, but {oldest}")
+        if step.outputs is not None:
+            raise DovetailError(
+                f"step {step.number} was collected, but it is late and wasn't sampled"
+            )
+
+    def _wait(self, step: Step) -> tuple[float, float]:
+        """Wait until the step is computed. Returns its start and end times."""
+        if step.ended is not None or step.span is None:
+            return step.started, step.ended or step.started
+        step.span.wait()
+        ended = self.clock.now()
+        return ended - step.span.seconds, ended
+
+    def _count_drafts(self, step: Step, yielded: Yielded) -> None:
+        """Update the host's counts of rows, now that the accepted drafts are known."""
+        batch, counts = step.batch, yielded.counts
+        assert batch.drafts is not None
+        assert counts is not None
+        self.rows.known[batch.rows] += counts
+        checked = batch.drafts.counts > 0
+        self.rows.advance(batch.rows, np.where(checked, counts, batch.num_tokens))

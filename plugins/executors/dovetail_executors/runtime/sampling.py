@@ -1,0 +1,198 @@
+"""The stage of a step that follows the model: logits, masks, logits processors, the sampler, and the growth of the rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.executor import Batch, Masks
+from dovetail.api.sampler import Capture, Lines, Process, RowSampling, Sampler, TopLogprobs
+from dovetail.errors import DovetailError
+from dovetail.nn.kernels.launch import is_compiling_ahead
+from dovetail.nn.logprobs import top_logprobs
+from dovetail.nn.token_masks import mask_tokens
+from dovetail.nn.transfer import to_device
+from dovetail_executors.runtime.decode_rows import append, last_tokens
+from dovetail_executors.runtime.logits import WRONG, Asks, LogitsProcessors
+from dovetail_executors.runtime.mask_buffer import MaskBuffer, masks_of_lines
+from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.sampled import Sampled, SampledCopy
+from dovetail_executors.runtime.sampler_rows import update_rows
+from dovetail_executors.runtime.step import LogprobsCopy, Step
+
+Int64 = NDArray[np.int64]
+
+
+class Sampling:
+    """Samples the lines of steps with one sampler, and extends their rows."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        rows: RowState,
+        vocab_size: int,
+        processors: LogitsProcessors,
+    ) -> None:
+        self.sampler, self.rows, self.processors = sampler, rows, processors
+        self.vocab_size = vocab_size
+        self.masks = MaskBuffer(rows.max_lines, vocab_size, rows.device)
+        # Rows of collected steps in `Step.refused`: their requests have ended
+        self._refused: dict[int, str] = {}
+        self._knows = set[int]()  # rows that the sampler has
+
+    # Once a step, on the host
+
+    def tell(self, step: Step) -> None:
+        """Tell the sampler and the processors of rows that came and went, unless they know. Raises
+        `DovetailError` if a rejected request continues: then another rank's sampler has accepted
+        what this one rejected."""
+        if step.told:
+            return
+        step.told, batch = True, step.batch
+        if len(batch.removed) or batch.added:
+            self._change(step, batch)
+        step.asks = self.processors.asked_by(step.lines.rows)
+        for row in self._refused.keys() & set(batch.rows.tolist()) if self._refused else ():
+            name = self.rows.request_ids[row]
+            raise DovetailError(
+                f"request {name!r} goes on, but not on every rank alike: here {self._refused[row]}"
+            )
+
+    def _change(self, step: Step, batch: Batch) -> None:
+        """Remove and add the rows that are sampled; others yield no token."""
+        removed = [row for row in batch.removed.tolist() if row in self._knows]
+        added = [(new.row, new.sampling) for new in batch.added if new.sampling is not None]
+        self._knows.difference_update(removed)
+        self._knows.update(row for row, _ in added)
+        for row in (*removed, *(row for row, _ in added)):
+            self._refused.pop(row, None)
+        name = f"sampler {type(self.sampler).__name__}"
+        refused = update_rows(name, self.sampler.update, removed, added, _with_defaults)
+        step.refused = self.processors.update(removed, added) | refused
+
+    def mask(self, step: Step, masks: Masks) -> None:
+        """Enqueue the copy of a late step's masks."""
+        if len(masks.lines):
+            self.masks.send(masks)
+            step.masked = masks_of_lines(masks, len(step.lines.rows))
+
+    def capture_for(self, host_rows: Int64, asks: Asks | None) -> Capture | None:
+        """Return the capture that serves lines of these rows; None if none does."""
+        if asks is not None and not self.processors.can_capture(asks):
+            return None
+        return self.sampler.capture_for(host_rows)
+
+    def fetch(self, sampled: Sampled, step: Step, order: Int64 | None = None) -> None:
+        """Enqueue the copy of the results of the step's lines to the host, in this order."""
+        if sampled.packed is not None:
+            step.asked_logprobs = int(self.rows.logprobs[step.lines.rows].max())
+        step.sampled = SampledCopy(sampled, order, with_logprobs=step.asked_logprobs >= 0)
+
+    def collected(self, step: Step) -> None:
+        """Keep what the step says of rejected rows, until these have gone."""
+        ids = self.rows.request_ids
+        for row, reason in step.refused.items():
+            if ids[row] == step.request_ids[row]:
+                self._refused[row] = reason
+
+    def why_broken(self, step: Step, flags: int, line: int) -> str:
+        """Return why a line has no token, for a client. `flags`: see `decode_rows.append`."""
+        if flags == WRONG and step.asks is not None:
+            return self.processors.reason(step.asks, line)
+        return "the model's hidden state holds NaN"
+
+    # Device work
+
+    def draw(self, step: Step, logits: torch.Tensor, lines: Lines, hidden: torch.Tensor) -> None:
+        """Launch the sampling of the step's lines [n] from logits [n, vocab], and fetch the results.
+        `hidden` [n, hidden]: of the lines' last tokens. Log-probabilities are those of the unmasked
+        logits."""
+        host_rows, asks, masked, process, raw = step.lines.rows, step.asks, None, None, logits
+        if step.masked is not None:
+            masked = to_device(step.masked, self.rows.device)
+            raw = logits.clone() if (self.rows.logprobs[host_rows] >= 0).any() else logits
+        failures: dict[int, str] = {}
+        if asks is not None:
+            process = self.processors.process(lines, asks, masked, self.masks.words, failures)
+        positions = last_tokens(self.rows, lines)[1]
+        tokens, logprobs = self._sample(
+            logits, lines, positions, hidden, masked, process, host_rows
+        )
+        if asks is not None:
+            for index, reason in failures.items():
+                step.refused |= dict.fromkeys(host_rows[asks[:, index]].tolist(), reason)
+        if masked is not None and logprobs is not None:
+            logprobs = top_logprobs(raw, tokens[0], logprobs.token_ids.shape[1] - 1)
+        self.fetch(Sampled(tokens), step)
+        if logprobs is not None:
+            step.logprobs = LogprobsCopy()
+            step.logprobs.add(logprobs)
+
+    def record(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        capture: Capture,
+        masked: torch.Tensor | None = None,
+        *,
+        processed: bool = False,
+    ) -> Sampled:
+        """Do as `draw`, with work that a graph can record and replay for other lines. `positions`
+        [n] int64: of the lines' last tokens. `masked` [n] int64: index of the line's mask, or -1.
+        `processed`: apply the processors, which needs `Capture.FULL`."""
+        process = None
+        if processed:
+            process = self.processors.process_captured(lines, masked, self.masks.words)
+        tokens, logprobs = self._sample(
+            logits, lines, positions, hidden, masked, process, capture=capture
+        )
+        return Sampled(tokens) if logprobs is None else Sampled.pack(tokens, logprobs)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        masked: torch.Tensor | None,
+        process: Process | None,
+        host_rows: Int64 | None = None,
+        capture: Capture | None = None,
+    ) -> tuple[torch.Tensor, TopLogprobs | None]:
+        """Mask the logits, sample the lines, and extend their rows. Samplers don't know about masks:
+        a forbidden token looks like one that the model finds impossible. Returns the tokens as
+        `append` does, and the log-probabilities of the masked logits."""
+        if masked is not None:
+            mask_tokens(logits, masked, self.masks.words)
+        sampled = self.sampler.sample(
+            settled(logits), lines, host_rows, process=process, capture=capture
+        )
+        tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
+        if process is not None:
+            self.processors.add_wrong(tokens)
+        return tokens, sampled.logprobs
+
+    def draft(
+        self,
+        logits: torch.Tensor,
+        lines: Lines,
+        host_rows: Int64 | None = None,
+        capture: Capture | None = None,
+    ) -> torch.Tensor:
+        """Sample a draft for each of `lines` [n]: launched with `host_rows`, or with work that a
+        graph can record. Returns ids [n] int64."""
+        sampled = self.sampler.sample(settled(logits), lines, host_rows, capture=capture)
+        return settled(sampled.token_ids)
+
+
+def _with_defaults(row: int) -> tuple[int, RowSampling]:
+    return row, RowSampling()
+
+
+def settled(numbers: torch.Tensor) -> torch.Tensor:
+    """Return `numbers`, zeroed while kernels are only compiled ahead, since they are then undefined
+    and may be used as indices."""
+    return numbers.zero_() if is_compiling_ahead() else numbers

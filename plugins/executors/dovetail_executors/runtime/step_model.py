@@ -1,0 +1,71 @@
+"""The model of a step, with the device work of features around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+
+from dovetail_executors.runtime.device_work import DeviceWork
+from dovetail_executors.runtime.model_io import GraphKey, ModelInputs, ModelOutputs, TappedStates
+from dovetail_executors.runtime.row_state import RowState
+
+
+class StepModel:
+    """Device work only, at fixed addresses: launched, or recorded and replayed."""
+
+    def __init__(self, model: Any, works: Sequence[DeviceWork], rows: RowState) -> None:
+        """`model`: a `CausalLM`. One of `works` at most has taps."""
+        self.model, self.works, self._rows = model, tuple(works), rows
+        self.axes = tuple(dict.fromkeys(work.axis for work in works if work.axis is not None))
+        self._taps = next((work.taps for work in works if work.taps), ())
+
+    def run(self, inputs: ModelInputs, key: GraphKey) -> ModelOutputs:
+        """Run the model on a step's tokens. `key`: of the step, which says what work runs."""
+        works = self._of(key)
+        with _around(works, inputs):
+            outputs = self._outputs(inputs)
+        for work in works:
+            work.after_model(inputs, outputs)
+        return outputs
+
+    def _outputs(self, inputs: ModelInputs) -> ModelOutputs:
+        arguments = inputs.token_ids, inputs.positions, inputs.wanted
+        if not self._taps:
+            return ModelOutputs(self.model(*arguments, **inputs.extra))
+        hidden, states = self.model.forward_tapped(*arguments, self._taps)
+        return ModelOutputs(hidden, TappedStates(inputs.token_indices, inputs.positions, states))
+
+    def logits(
+        self, hidden: torch.Tensor, rows: torch.Tensor, works: Sequence[DeviceWork] = ()
+    ) -> torch.Tensor:
+        """Return logits for hidden states [n, hidden] of rows [n] int64. `works`: those that change
+        the output layer."""
+        inputs = ModelInputs(rows, rows, self._rows.row_width, line_rows=rows)
+        with _around(works, inputs):
+            return cast(torch.Tensor, self.model.logits(hidden))
+
+    def works_with_axes(self, key: GraphKey) -> list[DeviceWork]:
+        """Return the work that steps with this key have, and others of its part don't."""
+        return [work for work in self.works if work.axis in key.axes]
+
+    def after_growth(self, outputs: ModelOutputs, key: GraphKey) -> None:
+        """Run what follows the sampling."""
+        for work in self._of(key):
+            work.after_growth(outputs)
+
+    def _of(self, key: GraphKey) -> list[DeviceWork]:
+        """Return the work that steps with this key have."""
+        axes = {None, *key.axes}
+        return [work for work in self.works if key.part in work.parts and work.axis in axes]
+
+
+def _around(works: Sequence[DeviceWork], inputs: ModelInputs) -> ExitStack:
+    """Enter the contexts of `works`. Returns the stack that leaves them."""
+    with ExitStack() as entered:
+        for work in works:
+            if (context := work.around(inputs)) is not None:
+                entered.enter_context(context)
+        return entered.pop_all()
