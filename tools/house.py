@@ -53,6 +53,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.where",
         "dovetail.roadmap",
         "dovetail.sentence_transformers_files",
+        "dovetail.end_reason",
         "dovetail.errors",
         "dovetail.logs",
     ),

@@ -13,6 +13,7 @@ from dovetail import logs
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
+    from dovetail.end_reason import EndReason
     from dovetail.errors import DovetailError
     from dovetail.front.async_engine import AsyncLLMEngine
     from dovetail.front.engine_args import EngineArgs
@@ -40,6 +41,7 @@ _HOMES = {
     "EngineArgs": "dovetail.front.engine_args",
     "EngineConfig": "dovetail.config",
     "DovetailError": "dovetail.errors",
+    "EndReason": "dovetail.end_reason",
     "LoRARequest": "dovetail.lora",
     "CompletionOutput": "dovetail.request",
     "ClassificationRequestOutput": "dovetail.pooling",
@@ -62,6 +64,7 @@ __all__ = [
     "CompletionOutput",
     "DovetailError",
     "EmbeddingRequestOutput",
+    "EndReason",
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import traceback
 
+from dovetail.end_reason import EndReason
+
 DISTRIBUTION = "dovetail-llm"  # Dovetail's name for pip; the package index has another `dovetail`
 
 
 class DovetailError(Exception):
     """Base of all errors that Dovetail raises."""
+
+    reason = EndReason.ERROR  # of the request that it refuses or ends
 
 
 class ConfigError(DovetailError, ValueError):
@@ -25,13 +29,19 @@ class PluginError(DovetailError):
 class UnsupportedError(DovetailError):
     """The chosen components don't fit together, or can't do what was asked; the text lists each reason."""
 
+    reason = EndReason.UNSUPPORTED
+
 
 class ModelLoadError(DovetailError):
     """A model directory, its config or its weights can't be used; the text names the file or the tensor."""
 
+    reason = EndReason.UNSUPPORTED
+
 
 class MissingExtraError(DovetailError, ImportError):
     """A package of an optional extra isn't installed; the text holds the pip line that installs it."""
+
+    reason = EndReason.UNSUPPORTED
 
     @classmethod
     def naming(cls, extra: str, lack: str) -> MissingExtraError:
@@ -41,6 +51,10 @@ class MissingExtraError(DovetailError, ImportError):
 
 class RequestError(DovetailError, ValueError):
     """A request was refused on arrival (parameters, length, token ids). Nothing else is affected."""
+
+    def __init__(self, text: str = "", reason: EndReason = EndReason.INVALID) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class PolicyError(DovetailError):
@@ -54,6 +68,8 @@ class SchedulerStalled(DovetailError):
 
 class EngineDeadError(DovetailError):
     """The engine stopped after an error (`__cause__`) and takes no more work."""
+
+    reason = EndReason.ENGINE_DEAD
 
 
 def describe(error: BaseException) -> str:

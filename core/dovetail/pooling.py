@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dovetail.request import FinishReason, RequestMetrics
+    from dovetail.end_reason import EndReason, FinishReason
+    from dovetail.request import RequestMetrics
 
 Task = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 T = TypeVar("T")
@@ -138,6 +139,7 @@ class PoolingRequestOutput(Generic[Output]):
     stop_reason: int | str | None = None  # why it failed or was rejected
     metrics: RequestMetrics | None = None
     prompt_index: int = 0  # index of its prompt in the list that `LLM` was given
+    end_reason: EndReason | None = None  # `finish_reason` in detail
 
     @classmethod
     def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:

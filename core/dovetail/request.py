@@ -9,9 +9,10 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dovetail.checks import INT64, MAX_TIME_S, as_number, plain_integer, plain_text, shown
+from dovetail.end_reason import EndReason, FinishReason
 from dovetail.errors import RequestError
 from dovetail.lora import LoRARequest
 from dovetail.sampling_params import SamplingParams
@@ -19,8 +20,6 @@ from dovetail.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
 
 def token_array(token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -309,9 +308,10 @@ class CompletionOutput:
         None  # one map for each of `token_ids`, made when it is read
     )
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = (
-        None  # the stop token or string that matched (None: EOS), "kv_capacity", or the reason of a rejection or failure
-    )
+    # the stop token or string that matched (None: EOS), "kv_capacity", or the text of a rejection or
+    # failure
+    stop_reason: int | str | None = None
+    end_reason: EndReason | None = None  # `finish_reason` in detail
 
     @property
     def finished(self) -> bool:

@@ -17,11 +17,10 @@ from types import ModuleType
 from typing import Any, ForwardRef
 
 import dovetail.api
-from dovetail import request, sampling_params
+from dovetail import end_reason, request, sampling_params
 
 OF_REQUEST = (
     "CompletionOutput",
-    "FinishReason",
     "Logprob",
     "Request",
     "RequestMetrics",
@@ -40,6 +39,7 @@ def lines() -> Iterator[str]:
         ),
     ]:
         yield from _module(module, _public(module))
+    yield from _module(end_reason, ("EndReason", "FinishReason"))
     yield from _module(request, OF_REQUEST)
     yield from _module(sampling_params, OF_SAMPLING_PARAMS)
 

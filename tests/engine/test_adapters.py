@@ -10,6 +10,7 @@ import pytest
 
 from dovetail.api.executor import AdapterRows, Batch, Result
 from dovetail.api.scheduler import Refusal, Step
+from dovetail.end_reason import EndReason
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest
@@ -190,7 +191,7 @@ def test_a_bad_adapter_rejects_its_own_requests_alone() -> None:
     assert {
         id: finish.stop_reason
         for id, finish in world.finished.items()
-        if finish.reason == "rejected"
+        if finish.reason is EndReason.ADAPTER
     } == dict.fromkeys(("a", "b#0", "b#1"), "no such file")
     assert world.finished["good"].reason == "length"
     assert "a" not in world.heard.arrived

@@ -12,6 +12,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, ExecutorContext, Result
 from dovetail.api.observer import EngineStopped, Observer, RequestFinished
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
+from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import MAX_ERRORS, STORM_STEPS
@@ -53,7 +54,7 @@ def step_until_dead(world: World) -> None:
 
 def check_all_answered(world: World) -> None:
     assert {*world.finished} | world.aborted == {*world.requests}
-    assert world.finished["later"] == Finish("error", str(world.core.dead))
+    assert world.finished["later"] == Finish(EndReason.ENGINE_DEAD, str(world.core.dead))
     assert not world.core.has_unfinished()
     with pytest.raises(EngineDeadError, match="takes no more work") as caught:
         world.core.step()
@@ -109,9 +110,9 @@ def test_a_request_that_ended_by_itself_just_before_the_failure_keeps_its_end() 
     world.add(Spec("first", PROMPT, max_tokens=1))
     world.add(Spec("second", PROMPT, max_tokens=1))
     step_until_dead(world)
-    assert world.finished["first"] == Finish("length")
+    assert world.finished["first"] == Finish(EndReason.LENGTH)
     assert world.tokens["first"] == world.expected("first")[0]
-    assert world.finished["second"].reason == "error"
+    assert world.finished["second"].is_error
 
 
 def test_a_policy_that_raises_on_abort_ends_the_engine_and_the_next_step_raises() -> None:
@@ -177,7 +178,7 @@ def test_what_the_engine_could_never_run_is_rejected_with_the_reason_and_others_
     world.add(Spec("too long", (*PROMPT, *range(20)), max_tokens=2))
     world.add(Spec("served", PROMPT, max_tokens=2))
     world.drain()
-    assert world.finished["served"] == Finish("length")
+    assert world.finished["served"] == Finish(EndReason.LENGTH)
     assert world.finished["too long"].reason == "rejected"
     assert "not enough KV blocks" in str(world.finished["too long"].stop_reason)
 
@@ -188,7 +189,7 @@ def test_a_strict_engine_raises_instead(policy: type[Scheduler]) -> None:
     world.add(Spec("a", PROMPT))
     step_until_dead(world)
     assert isinstance(world.core.dead, SchedulerStalled)
-    assert world.finished["a"].reason == "error"
+    assert world.finished["a"].is_error
 
 
 def test_what_is_in_flight_is_delivered_before_a_stall_is_seen() -> None:
@@ -268,7 +269,7 @@ def test_a_request_that_alone_fills_the_pool_ends_at_its_length() -> None:
     world.add(Spec("a", PROMPT, max_tokens=50))
     for _ in range(30):
         world.step()
-    assert world.finished["a"] == Finish("length", "kv_capacity")
+    assert world.finished["a"] == Finish(EndReason.KV_CAPACITY, "kv_capacity")
     assert world.tokens["a"] == world.expected("a")[0][: len(world.tokens["a"])]
     assert len(world.tokens["a"]) == 3 * 4 - len(PROMPT) + 1, (
         "K and V of all but the last token fill the pool"
@@ -287,7 +288,7 @@ def test_a_policy_that_stalls_with_a_full_pool_ends_no_request_early() -> None:
     )
     world.add(Spec("a", (*PROMPT, 9, 10), max_tokens=2))
     world.drain()
-    assert world.finished["a"] == Finish("length")
+    assert world.finished["a"] == Finish(EndReason.LENGTH)
 
 
 # Executors
@@ -382,8 +383,8 @@ def test_a_row_that_fails_ends_its_request_alone(at: int, overlap: bool) -> None
     while world.core.has_unfinished():
         world.step()
         world.check()
-    assert world.finished["a"] == Finish("error", "not a number")
-    assert world.finished["b"] == Finish("length")
+    assert world.finished["a"] == Finish(EndReason.ERROR, "not a number")
+    assert world.finished["b"] == Finish(EndReason.LENGTH)
     assert world.tokens["b"] == world.expected("b")[0]
     assert world.kv.counts.held == 0
     assert world.heard.finished == ["a", "b"]

@@ -12,6 +12,7 @@ import pytest
 
 from dovetail.api.executor import Batch, Pooled, PoolingRows, Result, RowPooling
 from dovetail.api.scheduler import Refusal, Step
+from dovetail.end_reason import EndReason
 from dovetail.engine import batch_builder, books, core, step
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
@@ -158,7 +159,10 @@ def test_a_pooling_request_ends_with_its_result_and_one_that_failed_or_was_abort
     assert [*flight.tokens(delivery.finished)] == []
     Pooling().collected(flight, delivery)
     assert delivery.pooled == [(good, vector)]
-    assert delivery.finished == {failed: Finish("error", "NaN"), good: Finish("stop")}
+    assert delivery.finished == {
+        failed: Finish(EndReason.ERROR, "NaN"),
+        good: Finish(EndReason.STOP),
+    }
     assert good.first_token_time == 1.5
     assert flight.prefill_tokens == 2 * len(PROMPT), "what was aborted counts nowhere"
 

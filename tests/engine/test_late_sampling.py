@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dovetail.api.grammar import Grammar
+from dovetail.end_reason import EndReason
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
@@ -47,8 +48,8 @@ def test_tokens_follow_the_rule_whatever_is_in_flight(max_in_flight: int, overla
     world.add(Spec("free", PROMPT, max_tokens=9))
     world.add(Spec("ends", PROMPT, max_tokens=12, rule=3, rule_length=4))
     world.drain(check=True)  # which compares all tokens, and why they ended, with the oracle
-    assert world.finished["ends"] == Finish("stop", keeps_token=True)
-    assert world.finished["ruled"] == Finish("length")
+    assert world.finished["ends"] == Finish(EndReason.STOP, keeps_token=True)
+    assert world.finished["ruled"] == Finish(EndReason.LENGTH)
 
 
 def test_batches_are_late_just_while_a_request_with_a_grammar_samples() -> None:
@@ -138,7 +139,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
     while world.core.has_unfinished():
         world.step()
     assert world.finished["wrong"] == Finish(
-        "rejected", "json_schema: 'contains' can't be followed"
+        EndReason.GRAMMAR, "json_schema: 'contains' can't be followed"
     )
     assert "wrong" not in world.heard.arrived
     assert "wrong" not in world.heard.finished
@@ -214,7 +215,7 @@ def test_a_matcher_that_fails_ends_its_request_alone(
     world.add(Spec("free", PROMPT, max_tokens=8))
     while world.core.has_unfinished():
         world.step()
-    assert world.finished["bad"].reason == "error"
+    assert world.finished["bad"].is_error
     assert why in str(world.finished["bad"].stop_reason)
     assert world.tokens["bad"][:2] == expected_by_rule(PROMPT, 2, 0, VOCAB, 5)[0]
     for name in ("good", "free"):
@@ -226,7 +227,7 @@ def test_a_token_against_the_rule_is_an_error_that_names_it() -> None:
     constraint = Constraint(compiled(Rule(5, 0, VOCAB)), RuleBackend(VOCAB))
     finish = constraint.see(3)
     assert finish is not None
-    assert finish.reason == "error"
+    assert finish.is_error
     assert "token 3" in str(finish.stop_reason)
 
 

@@ -19,6 +19,7 @@ from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.executor import Batch, Capacity, HostLogprobs, Result
 from dovetail.api.grammar import GrammarCapabilities
 from dovetail.api.observer import StepFinished
+from dovetail.end_reason import EndReason
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.drafter_thread import MOST_WAITING, DrafterThread
 from dovetail.engine.finish import Finish
@@ -241,7 +242,7 @@ def test_a_row_with_drafts_that_fails_ends_its_request_alone() -> None:
     world.add(Spec("bad", PROMPT, max_tokens=30))
     while world.core.has_unfinished():
         world.step()
-    assert world.finished["bad"] == Finish("error", "logits aren't finite")
+    assert world.finished["bad"] == Finish(EndReason.ERROR, "logits aren't finite")
     assert world.tokens["bad"] == world.expected("bad")[0][: len(world.tokens["bad"])]
     assert world.kv.counts.held == 0
 
@@ -283,7 +284,7 @@ def test_logprobs_belong_to_their_tokens_after_a_row_that_yields_none() -> None:
             for request, logprobs, index in world.step().logprobs
             if request.id == "good"
         ]
-    assert world.finished["bad"] == Finish("error", "lost")
+    assert world.finished["bad"] == Finish(EndReason.ERROR, "lost")
     assert ids == world.tokens["good"] == world.expected("good")[0]
 
 
@@ -305,7 +306,7 @@ def test_results_that_cannot_be_are_refused(counts: list[int] | None) -> None:
     while world.core.has_unfinished():
         world.step()
     assert isinstance(world.core.dead, DovetailError)
-    assert {finish.reason for finish in world.finished.values()} == {"error"}
+    assert {finish.is_error for finish in world.finished.values()} == {True}
 
 
 # Whether drafts pay
@@ -691,7 +692,7 @@ def test_tokens_that_a_grammar_forces_are_drafts(drafter: str) -> None:
     while world.core.has_unfinished():
         world.step()
     assert world.tokens["r"] == SPELLED
-    assert world.finished["r"] == Finish("stop", keeps_token=True)
+    assert world.finished["r"] == Finish(EndReason.STOP, keeps_token=True)
     assert len(world.executor.sent) == 3, "1 token, then twice 10 and the next"
 
 
@@ -749,7 +750,7 @@ def test_a_matcher_that_fails_among_drafts_ends_its_request_alone_at_the_same_to
         world.add(Spec("free", PROMPT, max_tokens=30))
         while world.core.has_unfinished():
             world.step()
-        assert world.finished["bad"].reason == "error"
+        assert world.finished["bad"].is_error
         assert why in str(world.finished["bad"].stop_reason)
         for name in ("good", "free"):
             assert world.tokens[name] == world.expected(name)[0]

@@ -18,6 +18,7 @@ from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
+from dovetail.end_reason import EndReason
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.drafting import Drafting, NoDrafts
@@ -110,8 +111,8 @@ class FakeAdapter:
         self.looks -= 1
         return self.looks >= 0
 
-    def failed(self) -> str | None:
-        return self.why
+    def failed(self) -> Finish | None:
+        return None if self.why is None else Finish(EndReason.ADAPTER, self.why)
 
 
 class RecordingExecutor(FakeExecutor):

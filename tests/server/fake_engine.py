@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.end_reason import EndReason, FinishReason
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.generation_config import GenerationDefaults
@@ -17,7 +18,7 @@ from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
-from dovetail.request import CompletionOutput, FinishReason, RequestOutput
+from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.engine import EngineInfo, Listener, Load
 
@@ -49,7 +50,12 @@ class FakeRequest:
             self.ended.add(sample)
         self.sent += 1
         output = CompletionOutput(
-            sample, text, (self.sent,), finish_reason=finish, stop_reason=stop_reason
+            sample,
+            text,
+            (self.sent,),
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            end_reason=None if finish is None else EndReason(finish),
         )
         finished = len(self.ended) == self.params.n
         self.listener.on_output(

@@ -18,8 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from dovetail.end_reason import EndReason
 from dovetail.errors import EngineDeadError, RequestError
+from dovetail.request import CompletionOutput
 from dovetail_server.app import create_app
+from dovetail_server.errors import STATUSES, error_of_end, http_error
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.settings import ServerSettings
@@ -349,6 +352,23 @@ async def test_each_request_has_one_log_line_without_its_prompt(
     assert lines[0]["completion_tokens"] == 4
     assert lines[0]["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
     assert "trace_id" not in lines[1]
+
+
+def test_every_reason_but_those_of_an_answer_has_a_status() -> None:
+    answers = {EndReason.STOP, EndReason.LENGTH, EndReason.KV_CAPACITY}
+    assert set(STATUSES) == set(EndReason) - answers
+
+
+@pytest.mark.parametrize("reason", EndReason)
+@pytest.mark.parametrize("text", ["structured: a", "lora_request 'a': b", "the prompt: a", ""])
+def test_how_an_end_is_answered_depends_on_its_reason_alone(reason: EndReason, text: str) -> None:
+    finish = reason.finish_reason
+    end = CompletionOutput(0, "", (), finish_reason=finish, stop_reason=text, end_reason=reason)
+    error = error_of_end(end)
+    assert (error is None) == (reason not in STATUSES)
+    if error is not None:
+        told = http_error(error)
+        assert (told.status, told.code) == STATUSES[reason]
 
 
 def values() -> st.SearchStrategy[Any]:

@@ -159,7 +159,7 @@ class Feeder:
         """Let those arrive who waited for requests that have ended now."""
         now_s = self._engine.now() - self._start
         for request, finish in delivery.finished.items():
-            if finish.reason not in ("stop", "length"):
+            if finish.reason.finish_reason not in ("stop", "length"):
                 self._abandon(request.id, now_s)
             for released in self._followers.ended(request.id, now_s):
                 heappush(self._released, released)

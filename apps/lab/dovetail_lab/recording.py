@@ -121,7 +121,7 @@ class Recorder:
             token_times_s=np.array(self._token_times.pop(request.id), np.float64) - self._start,
             finished_s=time_s,
             max_tokens=request.max_tokens,
-            finish_reason=finish.reason,
+            finish_reason=finish.reason.finish_reason,
             stop_reason=None if finish.stop_reason == STOP_ID else finish.stop_reason,
             cached_tokens=request.cached_tokens,
             preemptions=request.preemptions,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from dovetail.checks import shown
+from dovetail.end_reason import FinishReason
 from dovetail.errors import ConfigError
-from dovetail.request import FinishReason
 from dovetail_lab.writing import write_whole
 
 SETTINGS = (

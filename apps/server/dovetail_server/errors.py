@@ -11,15 +11,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from dovetail.errors import (
-    DovetailError,
-    EngineDeadError,
-    MissingExtraError,
-    ModelLoadError,
-    RequestError,
-    UnsupportedError,
-    describe,
-)
+from dovetail.end_reason import EndReason
+from dovetail.errors import DovetailError, RequestError, describe
+from dovetail.pooling import PoolingRequestOutput
+from dovetail.request import CompletionOutput
 
 logger = logging.getLogger("dovetail.server")
 
@@ -36,6 +31,25 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     503: ("service_unavailable_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
+STATUSES: Mapping[EndReason, tuple[int, str | None]] = {  # HTTP status and `code`
+    EndReason.INVALID: (400, None),
+    EndReason.GRAMMAR: (400, None),
+    EndReason.GRAMMAR_LIMIT: (400, None),
+    EndReason.ADAPTER: (400, "adapter_failed"),
+    EndReason.QUEUE_FULL: (429, "too_many_requests"),
+    EndReason.ERROR: (500, "request_failed"),
+    EndReason.UNSUPPORTED: (501, "unsupported"),
+    EndReason.ABORT: (503, "aborted"),
+    EndReason.REJECTED: (503, "rejected"),
+    EndReason.ENGINE_DEAD: (503, "engine_dead"),
+}  # the other reasons are those of an answer
+_END_TEXTS = {  # what a client is told of such an end
+    EndReason.ABORT: "the request was aborted by the server",
+    EndReason.ADAPTER: "model: {}",
+    EndReason.REJECTED: "the scheduler rejected the request: {}",
+    EndReason.ERROR: "the request failed: {}",
+}
+_RETRY = {"Retry-After": "1"}
 _EXHAUSTED = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 )  # out of files, processes or memory, perhaps temporarily
@@ -124,27 +138,29 @@ def http_error(
             503,
             f"the server is out of resources ({lack}): try again in a moment",
             code="overloaded",
-            headers={"Retry-After": "1"},
+            headers=_RETRY,
         )
-    if isinstance(error, RequestError | UnsupportedError | MissingExtraError):
-        message = str(error).partition("; install with: ")[0]  # clients can't
-        param = _param_of(message, fields, renamed or {})
-        if RULE.match(message) and param is not None:  # the APIs have several names for it
-            message = RULE.sub(lambda _: param, message, count=1)
-        refused = isinstance(error, RequestError)
-        return HttpError(
-            400 if refused else 501, message, param=param, code=None if refused else "unsupported"
-        )
-    if isinstance(error, EngineDeadError):
-        return HttpError(503, str(error), code="engine_dead")
-    if isinstance(error, ModelLoadError):
-        return HttpError(400, str(error), code="unsupported")
     if not isinstance(error, DovetailError):
         logger.error("unexpected error in a request: %s", describe(error), exc_info=error)
         return HttpError(
             500, "the server failed to answer this request; its log says why", code="internal_error"
         )
-    return HttpError(500, str(error))
+    status, code = STATUSES[error.reason]
+    message = str(error).partition("; install with: ")[0]  # clients can't
+    param = None
+    if status in (400, 501):  # it is about the request
+        param = _param_of(message, fields, renamed or {})
+    if RULE.match(message) and param is not None:  # the APIs have several names for it
+        message = RULE.sub(lambda _: param, message, count=1)
+    headers = _RETRY if status == 429 else None
+    return HttpError(status, message, param=param, code=code, headers=headers)
+
+
+def error_of_end(end: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailError | None:
+    """Return the error of what ended without its answer; None for an end with one."""
+    if (reason := end.end_reason) is None or reason not in STATUSES:
+        return None
+    return RequestError(_END_TEXTS.get(reason, "{}").format(end.stop_reason), reason)
 
 
 def lack_of(error: BaseException) -> str | None:

@@ -30,18 +30,24 @@ from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
 from dovetail.bounded_json import JsonBounds
-from dovetail.errors import DovetailError, RequestError
+from dovetail.errors import DovetailError
 from dovetail.front.prompt_source import PROMPT_COST, PromptSource
 from dovetail.front.request_checks import Prompt, at_most, check_counts, check_params, content_of
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.pooling import PoolingParams, PoolingRequestOutput
-from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
+from dovetail.request import RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket, receive_body
 from dovetail_server.answer_size import with_bounded_answer
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.engine import ServedEngine
-from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
+from dovetail_server.errors import (
+    ErrorShape,
+    HttpError,
+    error_of_end,
+    http_error,
+    openai_shape,
+)
 from dovetail_server.json_parts import parts_of
 from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.parsers.registry import AnswerParsing
@@ -64,7 +70,6 @@ logger = logging.getLogger("dovetail")
 T = TypeVar("T")
 G = TypeVar("G", bound=GenerationFields)
 
-_FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # estimate for text that isn't tokenized yet
 _SHORT = (
     2000  # characters that are tokenized in the event loop, where it is faster than in a thread
@@ -148,8 +153,8 @@ class OutputListener:
             self.completion_tokens += len(sample.token_ids)
             if sample.finish_reason is not None:
                 self.finish_reasons.append(sample.finish_reason)
-                if sample.finish_reason in _FAILURES:
-                    self.exchange.fail(_failure(sample))
+                if (error := error_of_end(sample)) is not None:
+                    self.exchange.fail(error)
                     return
         try:
             self.take(output)
@@ -202,29 +207,11 @@ class PooledListener(OutputListener):
         self._begin(output)
         self.ended = True
         self.finish_reasons.append(output.finish_reason or "stop")
-        if output.outputs is None:
-            self.exchange.fail(_failure(output))
+        if (error := error_of_end(output)) is not None:
+            self.exchange.fail(error)
             return
         self.data = output.outputs.data
         self.exchange.listener_ended()
-
-
-def _failure(sample: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailError:
-    if sample.finish_reason != "abort" and str(sample.stop_reason).startswith(
-        "structured"
-    ):  # see `front.grammars` and `engine.constraint`
-        return RequestError(str(sample.stop_reason))
-    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith(
-        "lora_request"
-    ):  # it can't be read any more: see `front.adapters`
-        return HttpError(400, f"model: {sample.stop_reason}", param="model", code="adapter_failed")
-    if sample.finish_reason == "rejected":
-        return HttpError(
-            503, f"the scheduler rejected the request: {sample.stop_reason}", code="rejected"
-        )
-    if sample.finish_reason == "abort":
-        return HttpError(503, "the request was aborted by the server", code="aborted")
-    return HttpError(500, f"the request failed: {sample.stop_reason}", code="request_failed")
 
 
 class Exchange:

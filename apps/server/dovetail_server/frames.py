@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import ComponentRef, HostLogprobs, RowPooling
+from dovetail.end_reason import EndReason
 from dovetail.front.intake import CheckedRequest
 from dovetail.limits import Limits
-from dovetail.request import FinishReason, RequestFields
+from dovetail.request import RequestFields
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import Decisions, EngineInfo, Load
 
@@ -96,11 +97,11 @@ class Accepted(msgspec.Struct, array_like=True, tag=11):
 
 
 class Refused(msgspec.Struct, array_like=True, tag=12):
-    """The engine rejected a request. `unsupported`: the request is valid, but the engine lacks a capability."""
+    """The engine refused a request."""
 
     number: int
-    reason: str
-    unsupported: bool = False
+    reason: EndReason
+    text: str
 
 
 class Dropped(msgspec.Struct, array_like=True, tag=13):
@@ -134,7 +135,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     """End of a sample."""
 
     number: int
-    reason: FinishReason
+    reason: EndReason
     stop_reason: int | str | None
     preemptions: int
     keeps_token: bool = False

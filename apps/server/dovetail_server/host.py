@@ -17,12 +17,19 @@ from pathlib import Path
 
 from dovetail.api.clock import VirtualClock, WallClock
 from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
+from dovetail.end_reason import EndReason
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.core import EngineCore
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
-from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError
+from dovetail.errors import (
+    DovetailError,
+    EngineDeadError,
+    RequestError,
+    UnsupportedError,
+    describe,
+)
 from dovetail.front import request_checks
 from dovetail.front.adapters import RequestedAdapter
 from dovetail.front.assembly import Assembly
@@ -272,12 +279,10 @@ class EngineHost:
         try:
             self._admit(front_end, add)
         except DovetailError as error:
-            self._send(
-                front_end, Refused(add.number, str(error), isinstance(error, UnsupportedError))
-            )
+            self._send(front_end, Refused(add.number, error.reason, str(error)))
         except Exception as error:  # must not affect other requests
             logger.exception("failed to add a request")
-            self._send(front_end, Refused(add.number, f"{type(error).__name__}: {error}"))
+            self._send(front_end, Refused(add.number, EndReason.ERROR, describe(error)))
         else:
             if add.confirms:
                 self._send(front_end, Accepted(add.number))
@@ -330,9 +335,8 @@ class EngineHost:
     def _load_adapter(self, front_end: _FrontEnd, message: LoadAdapter) -> None:
         store = self._assembly.adapters
         if store is None:
-            self._send(
-                front_end, Refused(message.number, f"this server takes no adapters: {ENABLE}")
-            )
+            why = f"this server takes no adapters: {ENABLE}"
+            self._send(front_end, Refused(message.number, EndReason.INVALID, why))
         elif message.path is None:
             self._adapters.pop(message.name, None)
             self._tell_adapters(front_end, message)
@@ -343,7 +347,7 @@ class EngineHost:
                     None if message.within is None else Path(message.within),
                 )
             except RequestError as error:
-                self._send(front_end, Refused(message.number, str(error)))
+                self._send(front_end, Refused(message.number, error.reason, str(error)))
             else:
                 self._loading.append((front_end, message, adapter))
 
@@ -352,8 +356,10 @@ class EngineHost:
         done = [one for one in self._loading if not one[2].closed()]
         self._loading = [one for one in self._loading if one not in done]
         for front_end, message, adapter in done:
-            if (why := adapter.failed()) is not None:
-                self._send(front_end, Refused(message.number, why))
+            if (end := adapter.failed()) is not None:
+                # the request that names it is wrong, and no other
+                refused = Refused(message.number, EndReason.INVALID, str(end.stop_reason))
+                self._send(front_end, refused)
             else:
                 within = None if message.within is None else Path(message.within)
                 self._adapters[message.name] = (
@@ -481,11 +487,10 @@ class EngineHost:
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return
         self._changed = False
-        failed = self._core.dead is not None  # front ends report that as an error
         finished = {
             request: finish
             for request, finish in delivery.finished.items()
-            if not (failed and finish.reason == "error")
+            if finish.reason is not EndReason.ENGINE_DEAD  # front ends learn of it otherwise
         }
         parts = self._parts(delivery, finished)
         for request in delivery.finished:

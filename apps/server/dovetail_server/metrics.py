@@ -25,9 +25,10 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.end_reason import FinishReason
 from dovetail.lora import LoRARequest
 from dovetail.pooling import PoolingRequestOutput
-from dovetail.request import FinishReason, RequestMetrics, RequestOutput
+from dovetail.request import RequestMetrics, RequestOutput
 from dovetail_server.engine import ServedEngine
 
 MAX_CLIENTS = 100  # clients with separate figures; later ones are counted together

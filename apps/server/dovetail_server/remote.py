@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import HostLogprobs
+from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish, TokenWatcher
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError, describe
 from dovetail.front import request_checks
@@ -377,13 +378,10 @@ class RemoteEngine:
                 self.adapters = message.paths
             case Refused() if (done := self._asks.pop(message.number, None)) is not None:
                 if not done.done():
-                    done.set_exception(RequestError(message.reason))
+                    done.set_exception(_error_of(message))
             case Refused():
                 if (entry := self._entry_of(message.number)) is not None:
-                    self._end(
-                        entry,
-                        (UnsupportedError if message.unsupported else RequestError)(message.reason),
-                    )
+                    self._end(entry, _error_of(message))
             case Accepted() if (done := self._asks.pop(message.number, None)) is not None:
                 if not done.done():  # its caller is gone
                     done.set_result(None)
@@ -506,7 +504,7 @@ class RemoteEngine:
 
     def _watched(self, watcher: TokenWatcher, token: int, finish: Finished | None) -> Finish | None:
         """Check a token for stop strings, as the core would: stop tokens are excluded."""
-        if finish is not None and finish.reason == "stop" and not finish.keeps_token:
+        if finish is not None and finish.reason is EndReason.STOP and not finish.keeps_token:
             return None
         return watcher.see(token)
 
@@ -556,6 +554,12 @@ class RemoteEngine:
             entry.listener.on_error(error)
         except Exception:
             logger.exception("a listener failed")
+
+
+def _error_of(refused: Refused) -> DovetailError:
+    if refused.reason is EndReason.UNSUPPORTED:
+        return UnsupportedError(refused.text)
+    return RequestError(refused.text, refused.reason)
 
 
 def _load_tokenizer(welcome: Welcome) -> Tokenizer:

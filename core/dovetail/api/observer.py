@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from dovetail.api.kv_cache import CacheGroup, PageCounts
-from dovetail.request import FinishReason, Request
+from dovetail.end_reason import FinishReason
+from dovetail.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from dovetail.engine.finish import Finish
+
 
 class Adapter(Protocol):
     """An adapter that requests share: a `Preparation`, open once its weights are on the host."""
@@ -24,6 +26,6 @@ class Adapter(Protocol):
         """Return True until it is loaded to the host, or has failed."""
         ...
 
-    def failed(self) -> str | None:
-        """Return why it couldn't be loaded, once it is open; None if it is."""
+    def failed(self) -> Finish | None:
+        """Return how its requests end if it couldn't be loaded, once it is open; else None."""
         ...

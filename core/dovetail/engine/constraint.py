@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from dovetail.api.grammar import Grammar, GrammarBackend, Matcher
+from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
 from dovetail.errors import DovetailError
 
@@ -55,13 +56,13 @@ class Constraint:
     def closed(self) -> bool:
         return self._compiling is not None and not self._compiling.done()
 
-    def failed(self) -> str | None:
-        error = (
-            self._compiling.exception()
-            if self._compiling is not None and self._compiling.done()
-            else None
-        )
-        return None if error is None else str(error) or type(error).__name__
+    def failed(self) -> Finish | None:
+        if self._compiling is None or not self._compiling.done():
+            return None
+        error = self._compiling.exception()
+        if error is None:
+            return None
+        return Finish(EndReason.GRAMMAR, str(error) or type(error).__name__)
 
     def may_mask(self, ahead: int) -> bool:
         """Return False if any token is allowed after `ahead` more tokens, whatever they are."""
@@ -124,13 +125,13 @@ class Constraint:
         try:
             accepted = matcher.accept(token)
         except Exception as error:  # it went beyond a limit of its library, say
-            return Finish("error", failure(error))
+            return failure(error)
         if not accepted:
             return Finish(
-                "error",
+                EndReason.ERROR,
                 f"token {token} was sampled, which the grammar doesn't allow: the executor or the grammar backend is at fault",
             )
-        return Finish("stop", keeps_token=True) if matcher.complete else None
+        return Finish(EndReason.STOP, keeps_token=True) if matcher.complete else None
 
     def _look_for_beginning(self, text: bytes) -> None:
         """Look for `after`. The rest of the token that completes it is ignored: a token may hold `>` and line breaks."""
@@ -141,8 +142,9 @@ class Constraint:
             self._tail = seen[max(0, len(seen) - len(self._after) + 1) :]
 
 
-def failure(error: Exception) -> str:
-    """Return the reason of a matcher's failure. It begins with "structured" if the grammar is at fault, which is more than its backend can follow."""
+def failure(error: Exception) -> Finish:
+    """Return the end by a matcher's failure: the grammar's fault if it exceeds its backend."""
     if isinstance(error, DovetailError):
-        return f"structured: the grammar can't be followed to the end: {error}"
-    return f"its grammar failed: {type(error).__name__}: {error}"
+        why = f"structured: the grammar can't be followed to the end: {error}"
+        return Finish(EndReason.GRAMMAR_LIMIT, why)
+    return Finish(EndReason.ERROR, f"its grammar failed: {type(error).__name__}: {error}")

@@ -37,6 +37,7 @@ from dovetail.api.observer import (
     RequestPreempted,
 )
 from dovetail.api.scheduler import Scheduler
+from dovetail.end_reason import EndReason
 from dovetail.engine.arrivals import Arrivals
 from dovetail.engine.batch_builder import BatchBuilder
 from dovetail.engine.books import Books
@@ -153,7 +154,7 @@ class EngineCore:
         """
         if self._requests.get(request.id) is request:
             try:
-                self._finish(request, Finish("abort"))
+                self._finish(request, Finish(EndReason.ABORT))
             except Exception as error:
                 self._die(error)
 
@@ -315,7 +316,7 @@ class EngineCore:
         if type(self.scheduler).on_step is not Scheduler.on_step:
             self._ask("on_step", flight.done(delivery.requests))
         for request, finish in delivery.finished.items():
-            if finish.reason == "error" and request.capacity:
+            if finish.is_error and request.capacity:
                 self.kv.uncommit(request, 0)
             self._finish(request, finish, settling=True)
         flight.core_s += time.perf_counter() - begun
@@ -345,11 +346,11 @@ class EngineCore:
                 request.first_token_time = now
             if token in request.stop_ids and len(output) > request.params.min_tokens:
                 told = token if token in (request.params.stop_token_ids or ()) else None
-                finished[request] = Finish("stop", told)
+                finished[request] = Finish(EndReason.STOP, told)
             elif request.watchers and (finish := request.watch(token)) is not None:
                 finished[request] = finish
             elif len(output) >= request.max_tokens:
-                finished[request] = Finish("length")
+                finished[request] = Finish(EndReason.LENGTH)
             elif request.num_computed >= request.next_commit:
                 self.books.commit(request)
         for feature in self.features:
@@ -364,8 +365,8 @@ class EngineCore:
             masks, failed = fill_masks(flight, self._vocab_size, self.executor.mask_words)
             flight.unsampled = False
             self.executor.sample(flight.handle, masks)
-            for request, why in failed.items():
-                self._finish(request, Finish("error", why), deliver=True)
+            for request, finish in failed.items():
+                self._finish(request, finish, deliver=True)
 
     # Nothing to do
 
@@ -378,7 +379,7 @@ class EngineCore:
         if wake < math.inf or self.books.release_prompts():
             return
         if (request := self.books.too_large()) is not None:
-            self._finish(request, Finish("length", "kv_capacity"), deliver=True)
+            self._finish(request, Finish(EndReason.KV_CAPACITY, "kv_capacity"), deliver=True)
         else:
             self._stand_in("grants nothing, sets no wake_at")
 
@@ -424,8 +425,8 @@ class EngineCore:
     def _show(self, request: LiveRequest) -> None:
         """Show the policy a prepared request; finish it if a preparation has failed."""
         for preparation in request.preparations:
-            if (why := preparation.failed()) is not None:
-                self._finish(request, Finish("rejected", why), deliver=True)
+            if (finish := preparation.failed()) is not None:
+                self._finish(request, finish, deliver=True)
                 return
         self.books.arrive(request)
         self._ask("on_arrival", request)
@@ -439,7 +440,7 @@ class EngineCore:
             self._tell("on_preempted", RequestPreempted, step.now, request)
             self._ask("on_preempted", request)
         for request, reason in step.rejected.items():
-            self._finish(request, Finish("rejected", reason), deliver=True)
+            self._finish(request, Finish(EndReason.REJECTED, reason), deliver=True)
         for request, cached in step.admitted.items():
             self.stats.cached_tokens += cached
             request.resume(step.now)
@@ -457,10 +458,10 @@ class EngineCore:
         `settling`: it ends by the results of a step that observers haven't been told of.
         """
         arrived, known = request.status is not Status.NEW, request in self.books.known
-        if request.capacity and finish.reason != "error":
+        if request.capacity and not finish.is_error:
             self.books.commit(request)  # its output may be part of the next turn's prompt
         self._preparing.pop(request, None)
-        self.books.remove(request, sound=finish.reason != "error")
+        self.books.remove(request, sound=not finish.is_error)
         del self._requests[request.id]
         self._constrained -= request.constraint is not None
         if deliver:
@@ -480,7 +481,7 @@ class EngineCore:
         self.dead = error
         if log:
             logger.error("the engine is dead: %s", error)
-        finish = Finish("error", str(error) or repr(error))
+        finish = Finish(EndReason.ENGINE_DEAD, str(error) or repr(error))
         for request in [*self._requests.values()]:
             request.status = Status.FINISHED
             self._finished[request] = finish
@@ -527,7 +528,7 @@ class EngineCore:
             self.observers.tell(method, event(*values))
 
     def _tell_end(self, request: LiveRequest, finish: Finish, more_steps: bool = False) -> None:
-        why = finish.reason, finish.stop_reason
+        why = finish.reason.finish_reason, finish.stop_reason
         self._tell("on_finished", RequestFinished, self.clock.now(), request, *why, more_steps)
 
     def _tell_of(self, flight: InFlightStep, generated: int) -> None:

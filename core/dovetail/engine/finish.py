@@ -7,16 +7,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from dovetail.request import FinishReason
+from dovetail.end_reason import EndReason
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    reason: FinishReason
+    """Why one request ended."""
+
+    reason: EndReason
+    # the stop token or string that matched, or the details of a rejection or failure
     stop_reason: int | str | None = None
-    keeps_token: bool = (
-        False  # for "stop": the last token is part of the text, as it isn't if it is a stop token
-    )
+    # for `STOP`: the last token is part of the text, as it isn't if it is a stop token
+    keeps_token: bool = False
+
+    @property
+    def is_error(self) -> bool:
+        """True if a component failed, so that what was computed for it may be wrong."""
+        return self.reason.finish_reason == "error"
 
 
 class TokenWatcher(Protocol):
@@ -38,6 +45,6 @@ class Gate(Protocol):
 class Preparation(Gate, Protocol):
     """A gate that is opened outside of the engine, such as by a compiling thread: the core polls it. `on_arrival` comes after it."""
 
-    def failed(self) -> str | None:
-        """Return why the preparation failed, once it is open; None if it didn't. Only its own requests end with that reason."""
+    def failed(self) -> Finish | None:
+        """Return how its requests end if the preparation failed, once it is open; else None."""
         ...

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.api.executor import Batch, HostLogprobs, Result
 from dovetail.api.observer import Decision, StepFinished
 from dovetail.api.scheduler import Ran, StepDone
+from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.errors import DovetailError
@@ -61,7 +62,7 @@ class InFlightStep:
     drafts: Mapping[LiveRequest, Sequence[int]]
     unsampled: bool  # it waits for `Executor.sample`
     # of constrained ones: the tokens that it may yield, and why no more
-    cuts: dict[LiveRequest, tuple[int, str]] = field(default_factory=dict)
+    cuts: dict[LiveRequest, tuple[int, Finish]] = field(default_factory=dict)
     core_s: float = 0.0
     handle: Any = None  # the executor's
     result: Result = field(init=False)
@@ -143,11 +144,11 @@ class InFlightStep:
                 self.num_tokens[index] = 0
                 continue
             if index in self.result.failed:
-                finished[request] = Finish("error", self.result.failed[index])
-            most, why = self.cuts.get(request, (count, ""))
+                finished[request] = Finish(EndReason.ERROR, self.result.failed[index])
+            most, cut = self.cuts.get(request, (count, None))
             for number, token in row:
-                if request not in finished and given == most:
-                    finished[request] = Finish("error", why)
+                if cut is not None and request not in finished and given == most:
+                    finished[request] = cut
                 if request in finished:
                     break
                 given += 1

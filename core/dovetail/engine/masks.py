@@ -9,7 +9,9 @@ import numpy as np
 
 from dovetail.api.executor import Masks
 from dovetail.api.grammar import GrammarBackend, Matcher
+from dovetail.end_reason import EndReason
 from dovetail.engine.constraint import failure
+from dovetail.engine.finish import Finish
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 
@@ -17,13 +19,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LIKELY = 64  # words in which nearly every mask has a token: only the others are looked through
-DEAD_END = "its grammar allows no token that the model has: nothing can come next"
+DEAD_END = Finish(
+    EndReason.ERROR, "its grammar allows no token that the model has: nothing can come next"
+)
 
 
 def fill_masks(
     flight: InFlightStep, vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]
-) -> tuple[Masks, dict[LiveRequest, str]]:
-    """Return the masks of a step's constrained lines, and a reason for each request that can't continue. `memory` is called with the number of masks
+) -> tuple[Masks, dict[LiveRequest, Finish]]:
+    """Return the masks of a step's constrained lines, and the end of each request that can't continue. `memory` is called with the number of masks
     and of words in each. A matcher that fails, or allows no token, ends only its own request; after some drafts, that is noted in `flight.cuts`."""
     at: list[int] = []  # the line of each mask
     owners: list[LiveRequest] = []
@@ -70,9 +74,9 @@ def _fill_first(
     owners: Sequence[LiveRequest],
     words: NDArray[np.uint32],
     places: Sequence[int],
-) -> dict[LiveRequest, str]:
+) -> dict[LiveRequest, Finish]:
     """Fill the masks of the lines without drafts before them, at `places` of `words`; return why some requests can't go on."""
-    failed: dict[LiveRequest, str] = {}
+    failed: dict[LiveRequest, Finish] = {}
     lines = (
         words if len(places) == len(words) else np.empty((len(places), words.shape[1]), np.uint32)
     )
@@ -99,7 +103,7 @@ def _fill_drafts(
     matcher: Matcher,
     words: NDArray[np.uint32],
     vocab_size: int,
-    failed: dict[LiveRequest, str],
+    failed: dict[LiveRequest, Finish],
 ) -> None:
     """Fill the masks of the lines after the drafts of `owner`, and note where it can't go on."""
     try:
@@ -113,7 +117,7 @@ def _fill_drafts(
 
 def _fill_ahead(
     matcher: Matcher, drafts: Sequence[int], words: NDArray[np.uint32], vocab_size: int
-) -> tuple[int, str] | None:
+) -> tuple[int, Finish] | None:
     """Fill the masks of the lines after each of `drafts`; all ones after one that the grammar forbids, or that completes it. If the matcher can't go
     on after some drafts, return how many tokens its row may yield, and why."""
     words.view(np.uint8)[:] = np.packbits(

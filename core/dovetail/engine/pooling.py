@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dovetail.api.executor import Batch, Pooled, PoolingRows
+from dovetail.end_reason import EndReason
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
@@ -57,4 +58,4 @@ class Pooling(EngineFeature):
             request.in_flight -= 1
             request.first_token_time = request.last_token_time = flight.results_at
             delivery.pooled.append((request, pooled[index]))
-            delivery.finished[request] = Finish("stop")
+            delivery.finished[request] = Finish(EndReason.STOP)

@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dovetail.api.executor import AdapterCapacity
+from dovetail.end_reason import EndReason
+from dovetail.engine.finish import Finish
 from dovetail.errors import RequestError, describe
 from dovetail.front.lora_files import AdapterFiles, most_bytes
 from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
@@ -128,9 +130,9 @@ class RequestedAdapter:
     def closed(self) -> bool:
         return not self.copy.done()
 
-    def failed(self) -> str | None:
+    def failed(self) -> Finish | None:
         error = self.copy.exception()
-        return None if error is None else str(error)
+        return None if error is None else Finish(EndReason.ADAPTER, str(error))
 
 
 @dataclass(slots=True)

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dovetail.checks import plain_integer, shown
+from dovetail.end_reason import FinishReason
 from dovetail.errors import RequestError
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.lora import LoRARequest
-from dovetail.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobMap
+from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
+from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
 from dovetail.sampling_params import SamplingParams
 
@@ -363,7 +364,7 @@ class IncrementalText:
     def see(self, token: int) -> Finish | None:
         """As `append_and_check`, for the engine: a `TokenWatcher`."""
         matched = self.append_and_check(token)
-        return None if matched is None else Finish("stop", matched)
+        return None if matched is None else Finish(EndReason.STOP, matched)
 
     def append_and_check(self, token_id: int) -> str | None:
         """One more token of a request with stop strings; the one that it completes, or None. From the match on (or from its end, with

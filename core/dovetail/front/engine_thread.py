@@ -18,6 +18,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
+from dovetail.end_reason import EndReason
 from dovetail.engine.core import EngineCore
 from dovetail.errors import EngineDeadError
 from dovetail.front.outputs import EngineOutput
@@ -186,15 +187,14 @@ class EngineThread:
     def _step(self) -> None:
         engine = self._engine()
         assert engine is not None  # a reader's call, or the caller of `step`, holds it
-        outputs, dead = engine.compute(), engine.core.dead is not None
-        for output in outputs:
+        for output in engine.compute():
             if (unread := self._readers.get(output.request_id)) is None:
                 with self._door:
                     self._unclaimed.setdefault(
                         output.request_id,
                         Unread(lambda: None, engine.returns_deltas(output.request_id)),
                     ).put(output)
-            elif not dead or not _failed(output):  # else its reader gets the reason as an error
+            elif not _died(output):  # else its reader gets the reason as an error
                 if output.finished:
                     del self._readers[output.request_id]
                 unread.put(output)
@@ -216,10 +216,10 @@ class EngineThread:
                 engine.abort_request(request_ids[place])
 
 
-def _failed(output: EngineOutput) -> bool:
-    if isinstance(output, PoolingRequestOutput):
-        return output.finish_reason == "error"
-    return any(sample.finish_reason == "error" for sample in output.outputs)
+def _died(output: EngineOutput) -> bool:
+    """Return True if the engine's death ended the request."""
+    ends = [output] if isinstance(output, PoolingRequestOutput) else output.outputs
+    return any(end.end_reason is EndReason.ENGINE_DEAD for end in ends)
 
 
 def _copy(error: EngineDeadError) -> EngineDeadError:

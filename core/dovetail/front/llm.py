@@ -585,6 +585,7 @@ def _score_of(
         stop_reason=(failed or mine[-1]).stop_reason,
         metrics=mine[-1].metrics,
         prompt_index=pair,
+        end_reason=(failed or mine[-1]).end_reason,
     )
 
 

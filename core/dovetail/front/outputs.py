@@ -8,6 +8,7 @@ from itertools import groupby, islice, zip_longest
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
 from dovetail.front.logprobs import LogprobLog
 from dovetail.front.token_texts import TokenTexts, texts_of_prompt
@@ -200,8 +201,9 @@ class SampleOutput:
             new_tokens,
             None if log is None else log.cumulative,
             logprobs,
-            finish.reason if finish else None,
+            finish.reason.finish_reason if finish else None,
             finish.stop_reason if finish else None,
+            finish.reason if finish else None,
         )
 
 
@@ -316,9 +318,10 @@ class OutputBuilder:
             group.prompt_token_ids,
             num_cached_tokens=group.samples[0].cached_tokens,
             prompt=group.prompt,
-            finish_reason=finish.reason if finish else None,
+            finish_reason=finish.reason.finish_reason if finish else None,
             stop_reason=finish.stop_reason if finish else None,
             metrics=group.metrics,
+            end_reason=finish.reason if finish else None,
         )
 
     def _plain_delta(self, sample: SampleOutput, tokens: Sequence[int]) -> RequestOutput:
@@ -349,7 +352,7 @@ class OutputBuilder:
         """Its text grows by `tokens`; not by a last one that stopped it, unless asked for."""
         stopped_by_it = (
             finish is not None
-            and finish.reason == "stop"
+            and finish.reason is EndReason.STOP
             and not isinstance(finish.stop_reason, str)
             and not finish.keeps_token
         )
@@ -369,7 +372,7 @@ class OutputBuilder:
         if sample.text is not None:
             sample.read()
             sample.text.flush(
-                stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop"
+                stopped=isinstance(finish.stop_reason, str) and finish.reason is EndReason.STOP
             )
         sample.group.metrics.finished_time = now
 

@@ -25,6 +25,7 @@ from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
+from dovetail.end_reason import EndReason
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.features import features_of
 from dovetail.engine.finish import Finish
@@ -240,7 +241,7 @@ class _Stop:
 
     def see(self, token: int) -> Finish | None:
         self.left -= 1
-        return Finish("stop", self.reason) if self.left <= 0 else None
+        return Finish(EndReason.STOP, self.reason) if self.left <= 0 else None
 
 
 class Guarded(LiveRequest):
