@@ -1,7 +1,7 @@
 """Time of token masks, without a GPU or a model: one answer, and many together, for the ten schemas of `bench/schemas.py`.
 
     python -m bench.masks --tokenizer DIRECTORY                              # of a model: tokenizer.json and tokenizer_config.json, such as Qwen3's
-    python -m bench.masks --tokenizer DIRECTORY --grammar llguidance xgrammar --schemas tags call --json out.json
+    python -m bench.masks --tokenizer DIRECTORY --grammar llguidance --schemas tags call --json out.json
 
 Answers of tokens drawn from the masks, each as likely as any. One answer: CPU milliseconds of a mask, and microseconds for going on by a token.
 Many together: wall milliseconds of all masks of a step, over the threads that the backend takes.

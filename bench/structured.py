@@ -1,7 +1,7 @@
 """Tokens per second with a grammar in all, one or none of the requests, in one run; and the time from a new grammar to its first mask.
 
     python -m bench.structured --tokenizer DIRECTORY                        # of a model: tokenizer.json and tokenizer_config.json, such as Qwen3's
-    python -m bench.structured --tokenizer DIRECTORY --grammar llguidance xgrammar --json out.json
+    python -m bench.structured --tokenizer DIRECTORY --grammar llguidance --json out.json
     python -m bench.structured --tokenizer DIRECTORY --schemas --engine dovetail vllm             # ten schemas as people write them
     python -m bench.structured --schemas tags call --requests 8 --demo                            # the program without a GPU
 

@@ -1,7 +1,7 @@
 """Tokens of ordinary streams while requests with hostile grammars arrive: huge, deeply nested or exponential ones. Each must be rejected or served.
 
     python -m bench.structured_attacks
-    python -m bench.structured_attacks --grammar xgrammar --rounds 3
+    python -m bench.structured_attacks --grammar llguidance --rounds 3
 
 Eight streams of the demo model, first undisturbed, then with some twenty hostile requests at once, a round after the other.
 """

@@ -18,7 +18,7 @@ use() {  # venv, kind, name, and for a model a directory with a config.json that
   "$bin/dovetail" plugins doctor "dovetail-$3"
   "$bin/python" -P third_party.py engine.yaml "$2" "$3" "$1" "${@:4}"
   "$bin/python" -P -m pytest -q -p no:cacheprovider --rootdir . "tests/test_$3.py"
-  case $3 in lcfs | gumbel) "$bin/dovetail" plugins test "$2" "$3" ;; esac  # two show that the command finds the suite
+  case $3 in lcfs | gumbel | xgrammar) "$bin/dovetail" plugins test "$2" "$3" ;; esac  # three show that the command finds the suite
   popd > /dev/null
 }
 
@@ -36,12 +36,13 @@ for entry in "$("$python" -c 'import sysconfig; print(sysconfig.get_path("pureli
   case $(basename "$entry") in dovetail* | __editable__* | *.pth) ;; *) ln -s "$entry" "$dir/layer" ;; esac
 done
 echo "$dir/layer" > "$("$dir/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
-"$python" -m pip --python "$dir/venv/bin/python" install --quiet --no-deps "$wheels"/dovetail_llm-*.whl "$wheels"/dovetail_{radix,gumbel,olmo2,samplers_extra}-*.whl
+"$python" -m pip --python "$dir/venv/bin/python" install --quiet --no-deps "$wheels"/dovetail_llm-*.whl "$wheels"/dovetail_{radix,gumbel,olmo2,samplers_extra,xgrammar}-*.whl
 mkdir "$dir/tiny"
 cat > "$dir/tiny/config.json" <<< '{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "vocab_size": 64, "hidden_size": 32,
   "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": null, "pad_token_id": null}'
 use "$dir/venv" kv_cache radix  # a line each: before a && bash would go on after an error
 use "$dir/venv" sampler gumbel
+use "$dir/venv" grammar xgrammar
 use "$dir/venv" model olmo2 "$dir/tiny"
 cp -r examples/plugins/dovetail-samplers-extra/tests "$dir/several"  # components of one distribution
 cd "$dir/several"

@@ -377,7 +377,7 @@ class EngineConfig(BaseModel):
 
     grammar: Choice = ComponentChoice("auto")
     """The grammar backend, which holds answers to a schema, a regular expression or a grammar. It is made when a request first asks for that. auto:
-    llguidance, or xgrammar if only that is installed."""
+    llguidance."""
 
     executor: Choice = _built_in("local")
     """The executor, which computes the steps."""

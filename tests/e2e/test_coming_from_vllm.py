@@ -26,7 +26,7 @@ from dovetail import (
     PoolingParams,
     SamplingParams,
 )
-from dovetail.errors import ConfigError, EngineDeadError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, PluginError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.async_engine import _in_our_order
 from dovetail.front.vllm_args import TABLE, Argument, translated
@@ -213,6 +213,11 @@ def test_an_argument_that_cannot_be_honoured_is_refused_with_what_would_be_right
         assert row.otherwise in str(caught.value)
         with pytest.raises(ConfigError, match=f"^{row.name}"):
             EngineArgs("demo", **{row.name: value})
+
+
+def test_a_grammar_backend_that_is_not_installed_is_refused_with_what_to_install() -> None:
+    with pytest.raises(PluginError, match=r"pip install ./examples/plugins/dovetail-xgrammar"):
+        LLM("demo", guided_decoding_backend="xgrammar")
 
 
 def test_refusals_name_sections_of_the_roadmap_and_keys_that_there_are() -> None:

@@ -1,4 +1,4 @@
-"""Both backends over a vocabulary of bytes, and answers written byte by byte."""
+"""The built-in backend over a vocabulary of bytes, and answers written byte by byte."""
 
 from __future__ import annotations
 
@@ -19,23 +19,18 @@ from dovetail.api.grammar import (
 )
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
-from dovetail_grammars.xgrammar_backend import XGrammar
 
-BACKENDS: dict[str, type[LLGuidance] | type[XGrammar]] = {
-    "llguidance": LLGuidance,
-    "xgrammar": XGrammar,
-}
 STOP = 256
 BYTES = GrammarContext([*(bytes([byte]) for byte in range(256)), None], frozenset([STOP]), 257)
 
 
 @cache
-def backend(name: str, **options: Any) -> GrammarBackend:
-    return BACKENDS[name](GrammarOptions(**options), BYTES)
+def backend(**options: Any) -> GrammarBackend:
+    return LLGuidance(GrammarOptions(**options), BYTES)
 
 
-def compiled(name: str, kind: SpecKind, text: Any, **options: Any) -> Grammar:
-    return backend(name, **options).compile(
+def compiled(kind: SpecKind, text: Any, **options: Any) -> Grammar:
+    return backend(**options).compile(
         GrammarSpec(kind, text if isinstance(text, str) else json.dumps(text))
     )
 

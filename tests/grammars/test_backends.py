@@ -1,4 +1,4 @@
-"""Built-in grammar backends beyond the conformance suite: options, limits and error messages."""
+"""The built-in grammar backend beyond the conformance suite: options, limits and error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.errors import DovetailError, RequestError
 from dovetail_grammars import dovetail_components
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
-from tests.grammars.helpers import BACKENDS, at, compiled, mask, takes
+from tests.grammars.helpers import at, compiled, mask, takes
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -25,27 +25,22 @@ PERSON: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def test_json_is_compact_unless_asked_otherwise(name: str) -> None:
+def test_json_is_compact_unless_asked_otherwise() -> None:
     spaced = '{"name": "x"}'
-    assert takes(compiled(name, "json_schema", PERSON), '{"name":"x"}')
-    assert not takes(compiled(name, "json_schema", PERSON), spaced)
-    assert takes(compiled(name, "json_schema", PERSON, whitespace="flexible"), spaced)
+    assert takes(compiled("json_schema", PERSON), '{"name":"x"}')
+    assert not takes(compiled("json_schema", PERSON), spaced)
+    assert takes(compiled("json_schema", PERSON, whitespace="flexible"), spaced)
 
 
-def test_flexible_white_space_ends(name: str) -> None:
-    grammar = compiled(name, "json_schema", PERSON, whitespace="flexible")
+def test_flexible_white_space_ends() -> None:
+    grammar = compiled("json_schema", PERSON, whitespace="flexible")
     assert at(grammar, "{" + " " * WHITESPACE_AT_MOST + '"') is not None
     assert at(grammar, "{" + " " * (WHITESPACE_AT_MOST + 1)) is None
 
 
-def test_tools_in_free_text_have_no_white_space_either(name: str) -> None:
+def test_tools_in_free_text_have_no_white_space_either() -> None:
     tag = {"structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f"]}
-    grammar = compiled(name, "structural_tag", tag)
+    grammar = compiled("structural_tag", tag)
     assert takes(grammar, 'so <f>{"name":"x"}</f> it is')
     assert at(grammar, "<f>{ ") is None
 
@@ -88,9 +83,9 @@ def test_tools_in_free_text_have_no_white_space_either(name: str) -> None:
         ),
     ],
 )
-def test_refusals_name_the_feature(name: str, kind: SpecKind, text: Any, named: str) -> None:
+def test_refusals_name_the_feature(kind: SpecKind, text: Any, named: str) -> None:
     with pytest.raises(RequestError, match=f"^{kind}: .*{named}") as caught:
-        compiled(name, kind, text)
+        compiled(kind, text)
     assert "\n" not in str(caught.value)
 
 
@@ -102,30 +97,30 @@ class Library(BaseModel):
 
 
 @pytest.mark.parametrize("form", ["path", "password", "binary", "file-path", "byte", "x-of-ours"])
-def test_a_format_that_json_schema_does_not_define_is_ignored(name: str, form: str) -> None:
+def test_a_format_that_json_schema_does_not_define_is_ignored(form: str) -> None:
     for schema in (
         {"type": "string", "format": form},
         {"format": form},
         {"type": ["null", "string"], "format": form},
     ):
-        assert takes(compiled(name, "json_schema", schema), '"no/such thing"')
+        assert takes(compiled("json_schema", schema), '"no/such thing"')
     assert takes(
-        compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"ab"'
+        compiled("json_schema", {"type": "string", "format": form, "maxLength": 2}), '"ab"'
     )
     assert not takes(
-        compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"abc"'
+        compiled("json_schema", {"type": "string", "format": form, "maxLength": 2}), '"abc"'
     )
 
 
-def test_a_format_of_strings_says_nothing_of_numbers(name: str) -> None:
-    assert takes(compiled(name, "json_schema", {"type": "integer", "format": "int64"}), "12")
-    assert takes(compiled(name, "json_schema", {"type": "integer", "format": "date"}), "12")
+def test_a_format_of_strings_says_nothing_of_numbers() -> None:
+    assert takes(compiled("json_schema", {"type": "integer", "format": "int64"}), "12")
+    assert takes(compiled("json_schema", {"type": "integer", "format": "date"}), "12")
 
 
-def test_paths_and_secrets_of_pydantic_are_strings(name: str) -> None:
+def test_paths_and_secrets_of_pydantic_are_strings() -> None:
     schema = {**Library.model_json_schema(), "additionalProperties": False}
     assert takes(
-        compiled(name, "json_schema", schema),
+        compiled("json_schema", schema),
         '{"folder":"/a","key":"b","cover":"c","names":{"d":"e"}}',
     )
 
@@ -135,50 +130,49 @@ def test_paths_and_secrets_of_pydantic_are_strings(name: str) -> None:
     [(set[str], "uniqueItems"), (dict[Literal["a", "b"], int], "propertyNames")],
 )
 def test_sets_and_named_keys_of_pydantic_are_refused_by_place_and_keyword(
-    name: str, kind: Any, keyword: str
+    kind: Any, keyword: str
 ) -> None:
     model = create_model("Model", field=(kind, ...))
     with pytest.raises(
         RequestError,
-        match=f"^json_schema: #/properties/field: {keyword} = .*: the backend {name} doesn't support this keyword$",
+        match=f"^json_schema: #/properties/field: {keyword} = .*: the backend llguidance doesn't support this keyword$",
     ):
-        compiled(name, "json_schema", model.model_json_schema())
+        compiled("json_schema", model.model_json_schema())
 
 
 @pytest.mark.parametrize(
     "schema", [{"uniqueItems": False}, {"propertyNames": {}}, {"unevaluatedProperties": True}]
 )
-def test_a_keyword_that_rules_nothing_out_is_no_obstacle(name: str, schema: Any) -> None:
+def test_a_keyword_that_rules_nothing_out_is_no_obstacle(schema: Any) -> None:
     assert takes(
-        compiled(name, "json_schema", {"type": "object", "additionalProperties": False, **schema}),
+        compiled("json_schema", {"type": "object", "additionalProperties": False, **schema}),
         "{}",
     )
 
 
-def test_the_name_of_a_tool_is_in_the_refusal_of_its_schema(name: str) -> None:
+def test_the_name_of_a_tool_is_in_the_refusal_of_its_schema() -> None:
     structure = {
         "begin": '<f>{"name": "weather"}',
         "schema": {"properties": {"id": {"const": 2**70}}},
         "end": "",
     }
     with pytest.raises(RequestError, match=f"weather.*#/properties/id: const = {2**70}: "):
-        compiled(name, "structural_tag", {"structures": [structure], "triggers": ["<f"]})
+        compiled("structural_tag", {"structures": [structure], "triggers": ["<f"]})
 
 
-def test_what_is_no_schema_may_stand_where_no_answer_comes(name: str) -> None:
+def test_what_is_no_schema_may_stand_where_no_answer_comes() -> None:
     schema = {
         "type": "null",
         "x-meta": {"type": "fancy"},
         "$defs": {"unused": {"type": 5, "uniqueItems": True}},
         "examples": [{"const": 2**70}],
     }
-    assert takes(compiled(name, "json_schema", schema), "null")
+    assert takes(compiled("json_schema", schema), "null")
 
 
-def test_parts_of_oneof_that_may_overlap_are_refused_in_plain_words(name: str) -> None:
+def test_parts_of_oneof_that_may_overlap_are_refused_in_plain_words() -> None:
     with pytest.raises(RequestError, match=r"oneOf.*try anyOf") as caught:
         compiled(
-            name,
             "json_schema",
             {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
         )
@@ -189,35 +183,14 @@ def test_parts_of_oneof_that_may_overlap_are_refused_in_plain_words(name: str) -
     ("lark", "line", "column"), [('start: "a" $', 1, 12), ('start: "a"\n\n$', 3, 1)]
 )
 def test_a_wrong_grammar_is_refused_with_its_own_line_and_column(
-    name: str, lark: str, line: int, column: int
+    lark: str, line: int, column: int
 ) -> None:
     with pytest.raises(RequestError, match=f"line {line}, column {column}: "):
-        compiled(name, "grammar", lark)
+        compiled("grammar", lark)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"minLength": 2},
-        {"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {"type": "integer"}}},
-        {"anyOf": [{"type": "string"}], "maxLength": 3},
-        {"allOf": [{"type": "string"}, {"maxLength": 3}]},
-        {"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]},
-        {"type": "string", "pattern": "a", "maxLength": 3},
-        {"type": "number", "multipleOf": 0.5},
-        {"type": "object", "minProperties": 1},
-        {"enum": ["a", 1], "type": "string"},
-        {"$ref": "#/properties/a", "properties": {"a": {}}},
-    ],
-)
-def test_xgrammar_refuses_what_it_would_pass_over(schema: Any) -> None:
-    for nested in (schema, {"type": "array", "items": schema}, {"anyOf": [schema]}):
-        with pytest.raises(RequestError, match=r"xgrammar|have the given type|leads nowhere"):
-            compiled("xgrammar", "json_schema", nested)
-
-
-def test_strings_of_a_length_have_no_control_characters(name: str) -> None:
-    grammar = compiled(name, "json_schema", {"type": "string", "minLength": 1, "maxLength": 3})
+def test_strings_of_a_length_have_no_control_characters() -> None:
+    grammar = compiled("json_schema", {"type": "string", "minLength": 1, "maxLength": 3})
     assert [takes(grammar, text) for text in ('""', '"é"', '"abc"', '"abcd"', '"\t"')] == [
         False,
         True,
@@ -227,42 +200,36 @@ def test_strings_of_a_length_have_no_control_characters(name: str) -> None:
     ]
 
 
-def test_thousands_of_choices(name: str) -> None:
-    grammar = compiled(name, "choice", [f"number {n}" for n in range(5000)])
+def test_thousands_of_choices() -> None:
+    grammar = compiled("choice", [f"number {n}" for n in range(5000)])
     assert takes(grammar, "number 4999")
     assert not takes(grammar, "number 5000")
 
 
 def test_a_schema_within_a_grammar_is_held_to_the_same_rules() -> None:
-    grammar = compiled(
-        "llguidance", "grammar", f'start: "=" body\nbody: %json {json.dumps(PERSON)}'
-    )
+    grammar = compiled("grammar", f'start: "=" body\nbody: %json {json.dumps(PERSON)}')
     assert takes(grammar, '={"name":"x"}')
     assert at(grammar, "={ ") is None
     with pytest.raises(RequestError, match=f"^grammar: #/items: const = {2**64}: "):
         compiled(
-            "llguidance",
             "grammar",
             f'start: "%json {{" ("x" | %json {{"items": {{"const": {2**64}}}}})  // %json {{',
         )
     assert takes(
-        compiled("llguidance", "grammar", 'start: "%json {" %json {"const": "%json {"}'),
+        compiled("grammar", 'start: "%json {" %json {"const": "%json {"}'),
         '%json {"%json {"',
     )
-    with pytest.raises(RequestError, match="xgrammar can't check"):
-        compiled("xgrammar", "grammar", 'start: %json {"type": "object"}')
 
 
-def test_a_vocabulary_that_cant_write_the_answer_is_an_error_of_the_request(name: str) -> None:
+def test_a_vocabulary_that_cant_write_the_answer_is_an_error_of_the_request() -> None:
     letters = GrammarContext([b"a", b"b", None], frozenset([2]), 3)
-    backend = BACKENDS[name](GrammarOptions(), letters)
+    backend = LLGuidance(GrammarOptions(), letters)
     with pytest.raises(DovetailError):
         mask(backend.compile(GrammarSpec("regex", "c")).begin())
 
 
 def test_a_matcher_beyond_its_limits_raises_each_time_and_no_other_does() -> None:
     wide = compiled(
-        "llguidance",
         "grammar",
         "start: "
         + " | ".join(f'"a" x{n}' for n in range(2500))
@@ -272,10 +239,10 @@ def test_a_matcher_beyond_its_limits_raises_each_time_and_no_other_does() -> Non
     for _ in range(2):
         with pytest.raises(DovetailError, match="more alternatives at one place"):
             matcher.accept(ord("a"))
-    assert mask(compiled("llguidance", "regex", "a").begin()) == {ord("a")}
+    assert mask(compiled("regex", "a").begin()) == {ord("a")}
 
 
-def test_the_extra_installs_what_the_backends_need() -> None:
+def test_the_extra_installs_what_the_backend_needs() -> None:
     extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]["grammar"]

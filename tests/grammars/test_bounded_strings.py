@@ -80,6 +80,11 @@ def backend(name: str, **options: Any) -> LLGuidance:
     return LLGuidance(GrammarOptions(threads=2, **options), vocabulary(name))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _the_largest_vocabulary_is_read() -> None:
+    backend("byte-level")
+
+
 def compiled(backend: LLGuidance, schema: Any) -> tuple[LLGrammar, LLGrammar]:
     """Return the grammar, and the same without the table."""
     grammar = backend.compile(GrammarSpec("json_schema", json.dumps(schema)))

@@ -1,14 +1,12 @@
-"""Specs whose parts refer to each other in a long chain are followed, or refused: the libraries' recursion ends no process."""
+"""Specs whose parts refer to each other in a long chain are followed, or refused: the library's recursion ends no process."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
 
 from dovetail.api.grammar import GrammarSpec
-from dovetail.errors import RequestError
 from dovetail.limits import Limits
 from dovetail_grammars.deep_threads import in_deep_thread
 from tests.grammars.helpers import at, backend
@@ -32,7 +30,7 @@ def chain_of_schemas(count: int) -> GrammarSpec:
     ("spec", "text"), [(chain_of_rules(4_000), "bbbb"), (chain_of_schemas(1_500), '{"a":{"a"')]
 )
 def test_a_chain_that_is_longer_than_a_stack_is_followed(spec: GrammarSpec, text: str) -> None:
-    assert at(backend("llguidance").compile(spec), text) is not None
+    assert at(backend().compile(spec), text) is not None
 
 
 @pytest.mark.slow("compiles the longest texts that may be compiled")
@@ -41,13 +39,7 @@ def test_the_longest_chain_that_the_limit_of_characters_allows_is_followed(make:
     most, count = Limits().max_grammar_chars, 3_000
     while len(make(count + 200).text) <= most:  # type: ignore[operator]
         count += 200
-    backend("llguidance").compile(make(count))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("spec", [chain_of_rules(1_000), chain_of_schemas(200)])
-def test_a_chain_ends_no_process_of_xgrammar(spec: GrammarSpec) -> None:
-    with contextlib.suppress(RequestError):
-        backend("xgrammar").compile(spec)
+    backend().compile(make(count))  # type: ignore[operator]
 
 
 def test_what_a_call_in_a_deep_thread_raises_is_raised() -> None:

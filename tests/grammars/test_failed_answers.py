@@ -9,15 +9,14 @@ import pytest
 
 from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import DovetailError
-from dovetail_grammars import xgrammar_backend
+from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
-from tests.grammars.helpers import BACKENDS
 
 CONTEXT = GrammarContext([b"a", b"b", None], frozenset({2}), 3)  # without a token for "q"
 
 
-def begun(name: str, regex: str) -> tuple[Grammar, Matcher]:
-    grammar = BACKENDS[name](GrammarOptions(), CONTEXT).compile(GrammarSpec("regex", regex))
+def begun(regex: str) -> tuple[Grammar, Matcher]:
+    grammar = LLGuidance(GrammarOptions(), CONTEXT).compile(GrammarSpec("regex", regex))
     return grammar, grammar.begin()
 
 
@@ -34,10 +33,9 @@ CALLS: dict[str, Callable[[Matcher], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("call", CALLS)
-def test_each_call_raises_once_one_has_failed(name: str, call: str) -> None:
-    grammar, matcher = begun(name, "(a|b)q")
+def test_each_call_raises_once_one_has_failed(call: str) -> None:
+    grammar, matcher = begun("(a|b)q")
     assert matcher.accept(0)
     with pytest.raises(DovetailError):
         mask(matcher)
@@ -48,9 +46,8 @@ def test_each_call_raises_once_one_has_failed(name: str, call: str) -> None:
     assert mask(grammar.begin()) == 0b011
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_forced_tokens_end_where_none_fits_and_the_matcher_stays(name: str) -> None:
-    _, matcher = begun(name, "abq")
+def test_forced_tokens_end_where_none_fits_and_the_matcher_stays() -> None:
+    _, matcher = begun("abq")
     assert list(matcher.forced()) == [0, 1]
     assert mask(matcher) == 0b001
     assert matcher.accept(0)
@@ -61,7 +58,7 @@ def test_an_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
     words = [bytes(b"ab"[number >> bit & 1] for bit in range(8)) for number in range(256)]
     context = GrammarContext([*words, None], frozenset({256}), 257)
     spec = GrammarSpec("grammar", 'start: a\na: a a | "a" | "b"\n')
-    matcher = BACKENDS["llguidance"](GrammarOptions(), context).compile(spec).begin()
+    matcher = LLGuidance(GrammarOptions(), context).compile(spec).begin()
     line = np.zeros(9, dtype=np.uint32)
 
     def go_on() -> None:
@@ -71,26 +68,3 @@ def test_an_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
 
     with pytest.raises(DovetailError, match="too ambiguous for the backend llguidance"):
         go_on()
-
-
-def test_a_grammar_whose_masks_take_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [bytes(b"ab"[number >> bit & 1] for bit in range(8)) for number in range(256)]
-    backend = BACKENDS["xgrammar"](
-        GrammarOptions(), GrammarContext([*words, None], frozenset({256}), 257)
-    )
-    ambiguous, plain = (
-        backend.compile(GrammarSpec("grammar", text)).begin()
-        for text in ('root ::= a\na ::= a a | "a" | "b"', "root ::= [ab]*")
-    )
-    lines = np.zeros((2, 9), dtype=np.uint32)
-    for token in range(20):
-        backend.fill_many([ambiguous, plain], lines)
-        assert ambiguous.accept(token)
-        assert plain.accept(token)
-    monkeypatch.setattr(xgrammar_backend, "MOST_MASK_S", 0.0)
-    with pytest.raises(DovetailError, match="too ambiguous for the backend xgrammar"):
-        backend.fill_many([ambiguous, plain], lines)
-    monkeypatch.undo()
-    with pytest.raises(DovetailError, match="too ambiguous"):
-        ambiguous.fill(lines[0])
-    plain.fill(lines[1])

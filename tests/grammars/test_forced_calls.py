@@ -9,11 +9,10 @@ from itertools import product
 
 import pytest
 
-from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
+from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import RequestError
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
-from dovetail_grammars.xgrammar_backend import XGrammar
 from tests.grammars.helpers import answers
 from tests.support import FULL
 
@@ -43,12 +42,9 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return matcher is not None and matcher.accept(5)
 
 
-@pytest.mark.parametrize("kind", [LLGuidance, XGrammar])
 @pytest.mark.parametrize("flags", FORMS)
-def test_where_structures_stand_is_as_asked(
-    kind: type[GrammarBackend], flags: tuple[bool, bool]
-) -> None:
-    backend = kind(GrammarOptions(), CONTEXT)
+def test_where_structures_stand_is_as_asked(flags: tuple[bool, bool]) -> None:
+    backend = LLGuidance(GrammarOptions(), CONTEXT)
     tag = {
         "structures": STRUCTURES,
         "triggers": ["<f", "<a"],
@@ -68,13 +64,10 @@ def test_where_structures_stand_is_as_asked(
     assert not wrong
 
 
-@pytest.mark.parametrize("kind", [LLGuidance, XGrammar])
 @pytest.mark.parametrize("separator", ["", "a", "1>"])
 @pytest.mark.parametrize("flags", FORMS)
-def test_with_a_separator_there_is_no_free_text(
-    kind: type[GrammarBackend], separator: str, flags: tuple[bool, bool]
-) -> None:
-    backend = kind(GrammarOptions(), CONTEXT)
+def test_with_a_separator_there_is_no_free_text(separator: str, flags: tuple[bool, bool]) -> None:
+    backend = LLGuidance(GrammarOptions(), CONTEXT)
     tag = {
         "structures": STRUCTURES,
         "triggers": ["<f", "<a"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +97,13 @@ def test_unknown_qualified_name_suspects_only_its_distribution(site: Site) -> No
     with pytest.raises(PluginError, match="dovetail-a/main") as caught:
         Registry.discover().resolve("scheduler", "dovetail-a:fair")
     assert "dovetail-b" not in str(caught.value)
+
+
+def test_a_former_built_in_names_the_example_package_to_install() -> None:
+    path = "examples/plugins/dovetail-xgrammar"
+    with pytest.raises(PluginError, match=f"unknown grammar 'xgrammar'(?s:.*)pip install ./{path}"):
+        Registry.discover().resolve("grammar", "xgrammar")
+    assert (Path(__file__).parents[2] / path / "pyproject.toml").exists()
 
 
 def test_name_of_another_kind_is_reported(site: Site) -> None:

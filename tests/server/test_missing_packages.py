@@ -109,7 +109,7 @@ def no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     distribution = metadata.distribution
 
     def find(name: str) -> metadata.Distribution:
-        if name in ("llguidance", "xgrammar"):
+        if name == "llguidance":
             raise metadata.PackageNotFoundError(name)
         return distribution(name)
 

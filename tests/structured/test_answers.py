@@ -1,4 +1,4 @@
-"""Answers written by chance parse, and follow their schemas: generated schemas, three vocabularies, both backends."""
+"""Answers written by chance parse, and follow their schemas: generated schemas, three vocabularies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from dovetail.api.grammar import GrammarSpec
 from dovetail.errors import RequestError
-from tests.grammars.helpers import BACKENDS
 from tests.structured.formats import validator
 from tests.structured.schemas import schema
 from tests.structured.vocabularies import MAKERS
@@ -19,58 +18,41 @@ from tests.structured.walks import backend, walk
 from tests.support import FULL
 
 SCHEMAS = 400 if FULL else 300
-PLAN = {  # schemas, and answers to each: 20,000 in all in the full profile
-    ("llguidance", "demo"): (SCHEMAS, 15 if FULL else 1),
-    ("llguidance", "byte-level"): (SCHEMAS, 10) if FULL else (12, 1),
-    ("llguidance", "sentencepiece"): (SCHEMAS, 15 if FULL else 1) if FULL else (40, 1),
-    ("xgrammar", "demo"): (SCHEMAS, 8) if FULL else (40, 1),
-    ("xgrammar", "byte-level"): (SCHEMAS, 4) if FULL else (4, 1),
-    ("xgrammar", "sentencepiece"): (SCHEMAS, 8) if FULL else (20, 1),
+PLAN = {  # schemas, and answers to each
+    "demo": (SCHEMAS, 20 if FULL else 1),
+    "byte-level": (SCHEMAS, 14) if FULL else (12, 1),
+    "sentencepiece": (SCHEMAS, 20) if FULL else (40, 1),
 }
-KNOWN = {"llguidance": 0.97, "xgrammar": 0.7}  # share of the schemas that a backend must not refuse
-
-
-QUICK = {
-    ("llguidance", "demo"): 75,
-    ("llguidance", "byte-level"): 3,
-}  # schemas in the quick profile, where not all
+KNOWN = 0.97  # share of the schemas that must not be refused
+QUICK = {"demo": 75, "byte-level": 3}  # schemas in the quick profile, where not all
 LONGER = pytest.mark.slow("compiles hundreds of schemas, or some with the largest vocabulary")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _vocabularies_are_read() -> None:
-    for name in BACKENDS:
-        for vocabulary in MAKERS:
-            backend(name, vocabulary)
+    for vocabulary in MAKERS:
+        backend(vocabulary)
 
 
 def parts() -> Iterator[Any]:
-    """Yield a backend, a vocabulary and the seeds of schemas."""
-    for name in BACKENDS:
-        for vocabulary in MAKERS:
-            count, _ = PLAN[name, vocabulary]
-            first = min(count, QUICK.get((name, vocabulary), count))
-            yield pytest.param(name, vocabulary, range(first), id=f"{name}-{vocabulary}")
-            if first < count:
-                yield pytest.param(
-                    name,
-                    vocabulary,
-                    range(first, count),
-                    marks=LONGER,
-                    id=f"{name}-{vocabulary}-more",
-                )
+    """Yield a vocabulary and the seeds of schemas."""
+    for vocabulary in MAKERS:
+        count, _ = PLAN[vocabulary]
+        first = min(count, QUICK.get(vocabulary, count))
+        yield pytest.param(vocabulary, range(first), id=vocabulary)
+        if first < count:
+            more = range(first, count)
+            yield pytest.param(vocabulary, more, marks=LONGER, id=f"{vocabulary}-more")
 
 
-@pytest.mark.parametrize(("name", "vocabulary", "seeds"), list(parts()))
-def test_answers_that_end_follow_their_schemas(name: str, vocabulary: str, seeds: range) -> None:
-    count, answers = len(seeds), PLAN[name, vocabulary][1]
+@pytest.mark.parametrize(("vocabulary", "seeds"), list(parts()))
+def test_answers_that_end_follow_their_schemas(vocabulary: str, seeds: range) -> None:
+    count, answers = len(seeds), PLAN[vocabulary][1]
     refused = ended = 0
     for seed in seeds:
         rule = schema(seed)
         try:
-            grammar = backend(name, vocabulary).compile(
-                GrammarSpec("json_schema", json.dumps(rule))
-            )
+            grammar = backend(vocabulary).compile(GrammarSpec("json_schema", json.dumps(rule)))
         except RequestError:
             refused += 1
             continue
@@ -79,7 +61,7 @@ def test_answers_that_end_follow_their_schemas(name: str, vocabulary: str, seeds
             if answer.ended:
                 ended += 1
                 require_valid(rule, answer.text)
-    assert refused <= max(1, (1 - KNOWN[name]) * count)
+    assert refused <= max(1, (1 - KNOWN) * count)
     assert ended >= 0.9 * (count - refused) * answers
 
 

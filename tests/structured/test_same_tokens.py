@@ -57,7 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
 ALL = tuple(range(len(PROMPTS)))
 SOME = (1, 2)
 LONGER = pytest.mark.slow("six answers of up to 120 tokens, together and alone")
-QUICK = [("llguidance", "overlap"), ("xgrammar", "small memory")]
+QUICK = ["overlap", "small memory"]
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
@@ -65,8 +65,8 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
 
 
 @cache
-def alone(grammar: str, requests: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    with LLM("demo", grammar=grammar, overlap=False) as llm:
+def alone(requests: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    with LLM("demo", overlap=False) as llm:
         return [
             tokens(llm.generate(PROMPTS[number], PARAMS[number], use_tqdm=False))[0]
             for number in requests
@@ -76,38 +76,30 @@ def alone(grammar: str, requests: Sequence[int]) -> list[list[tuple[int, ...]]]:
 @pytest.fixture(scope="module", autouse=True)
 def _some_are_answered_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        # A trial changes no token, but takes a process that imports torch for xgrammar.
+        # A trial changes no token, but takes a process.
         patch.setattr("dovetail.front.grammars.GrammarTrials", ToyTrials)
-        for grammar in dict(QUICK) if PROFILE == "quick" else ():
-            alone(grammar, SOME)
+        if PROFILE == "quick":
+            alone(SOME)
         yield
 
 
-SLOW = [
-    (grammar, way)
-    for grammar in ("llguidance", "xgrammar")
-    for way in WAYS
-    if (grammar, way) not in QUICK
-]
-
-
 @pytest.mark.parametrize(
-    ("grammar", "way", "requests"),
+    ("way", "requests"),
     [
-        ("llguidance", "overlap", SOME),
-        ("xgrammar", "small steps", SOME),
-        *(pytest.param(*pair, ALL, marks=LONGER) for pair in QUICK),
-        *(pytest.param(*pair, ALL, marks=pytest.mark.full) for pair in SLOW),
+        ("overlap", SOME),
+        ("small steps", SOME),
+        *(pytest.param(way, ALL, marks=LONGER) for way in QUICK),
+        *(pytest.param(way, ALL, marks=pytest.mark.full) for way in WAYS if way not in QUICK),
     ],
 )
 def test_tokens_under_a_rule_are_the_same_whatever_is_around_them(
-    grammar: str, way: str, requests: Sequence[int]
+    way: str, requests: Sequence[int]
 ) -> None:
     params = [PARAMS[number] for number in requests]
-    with LLM("demo", grammar=grammar, **WAYS[way]) as llm:
+    with LLM("demo", **WAYS[way]) as llm:
         outputs = llm.generate([PROMPTS[number] for number in requests], params, use_tqdm=False)
         preemptions = llm.engine.stats().preemptions
-    assert tokens(outputs) == alone(grammar, requests)
+    assert tokens(outputs) == alone(requests)
     assert (preemptions > 0) == (way == "small memory")
     for output, of_request in zip(outputs, params, strict=True):
         for sample in output.outputs if of_request.structured else ():

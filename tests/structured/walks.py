@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext
+from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
-from tests.grammars.helpers import BACKENDS
 from tests.structured.vocabularies import vocabulary
 
 FREE = 25  # tokens until an answer strives for its end
@@ -46,8 +46,8 @@ class Answer:
 
 
 @cache
-def backend(name: str, vocabulary_name: str) -> GrammarBackend:
-    return BACKENDS[name](GrammarOptions(threads=1), vocabulary(vocabulary_name))
+def backend(vocabulary_name: str) -> GrammarBackend:
+    return LLGuidance(GrammarOptions(threads=1), vocabulary(vocabulary_name))
 
 
 @cache

@@ -38,7 +38,10 @@ PREFERENCE: Mapping[Kind, tuple[str, ...]] = {  # best first
         "torch",
         "packed",
     ),  # as measured in docs/performance.md; the last is the only one for encoders
-    "grammar": ("llguidance", "xgrammar"),  # the first is ready at once, whatever the schema
+    "grammar": ("llguidance",),
+}
+EXAMPLES: Mapping[tuple[Kind, str], str] = {  # packages of examples/plugins, by former built-ins
+    ("grammar", "xgrammar"): "dovetail-xgrammar",
 }
 
 
@@ -237,6 +240,11 @@ class Registry:
         lines.append(
             f"  installed: {', '.join(f'{c.spec.name} ({c.distribution} {c.version})' for c in installed) or f'no {kind} at all'}"
         )
+        if (package := EXAMPLES.get((kind, name))) is not None:
+            lines.append(
+                f"  it is an example package: pip install ./examples/plugins/{package}"
+                ", in a clone of Dovetail's repository"
+            )
         suspects = list(self._suspects(name))
         if suspects:
             lines.append("  it may have been offered by a plugin that isn't there:")
@@ -321,17 +329,14 @@ def chosen_grammar(
 ) -> ResolvedComponent | None:
     """Return the grammar backend that requests may ask for.
 
-    For "auto" it is the first built-in of `PREFERENCE` whose required packages are installed; if none is, the very first, so that `check_requires`
-    names the pip line when a request asks; None if there is no such built-in. Raises as `attention_candidates` does.
+    For "auto" it is the built-in one, even if its required packages aren't installed: then
+    `check_requires` names the pip line when a request asks. None if there is no such built-in.
+    Raises as `attention_candidates` does.
     """
     where = where or Where(("grammar",))
     if name != AUTO:
         return registry.resolve("grammar", name, options, where)
-    built_ins = _built_ins("grammar", registry, options, where)
-    usable = (
-        component for component in built_ins if not missing_requirements(component.spec.requires)
-    )
-    return next(usable, built_ins[0] if built_ins else None)
+    return next(iter(_built_ins("grammar", registry, options, where)), None)
 
 
 def _built_ins(

@@ -16,12 +16,4 @@ def dovetail_components() -> list[ComponentSpec]:
             summary="llguidance: parses incrementally, so that schemas need no compilation",
             requires=("llguidance>=1.9",),
         ),
-        ComponentSpec(
-            kind="grammar",
-            name="xgrammar",
-            target="dovetail_grammars.xgrammar_backend:XGrammar",
-            options="dovetail_grammars.options:GrammarOptions",
-            summary="XGrammar: precompiles masks, for slower compilation but faster masks",
-            requires=("xgrammar>=0.2.8",),
-        ),
     ]

@@ -1,6 +1,6 @@
-"""`Failing`: base of both backends' matchers. Once failed, a matcher stays failed, regardless of its library's behavior.
+"""`Failing`: base of matchers. Once failed, a matcher stays failed, whatever its library does.
 
-`forced_tokens` determines the next tokens from masks. Both backends use it if their library reports forced text.
+`forced_tokens` determines the next tokens from masks, where the library reports forced text.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from dovetail_grammars.deep_threads import in_deep_thread
 from dovetail_grammars.llguidance_matcher import HEAD, Fill, Lanes, LLGrammar, LLMatcher
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.positions import Tracker
-from dovetail_grammars.regexes import RUST, Ranges, demands, rewritten
+from dovetail_grammars.regexes import Ranges, demands, rewritten
 from dovetail_grammars.schemas import (
     BOUNDS,
     EXCLUSIVE_BOUNDS,
@@ -221,7 +221,7 @@ def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Seque
     `RequestError` for features that the library doesn't support or gets wrong."""
     parts = checked_parts(spec, schema, place)
     for part in parts:
-        refuse_others(spec, part, DONE, "llguidance")
+        refuse_others(spec, part)
         _refuse_rounded(spec, part)
         _refuse_unwritten(spec, part)
         _refuse_uncountable(spec, part)
@@ -241,34 +241,6 @@ def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Seque
     return parts
 
 
-DONE = frozenset(
-    {
-        *(
-            "$ref",
-            "type",
-            "const",
-            "enum",
-            "anyOf",
-            "oneOf",
-            "allOf",
-            *BOUNDS,
-            "multipleOf",
-            "minLength",
-            "maxLength",
-            "pattern",
-            "format",
-        ),
-        *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
-        *(
-            "properties",
-            "patternProperties",
-            "additionalProperties",
-            "required",
-            "minProperties",
-            "maxProperties",
-        ),
-    }
-)
 _COMBINING = frozenset({"$ref", "anyOf", "oneOf"})
 _BOUNDED = BOUNDS | {"multipleOf"}
 _OF_VALUES = frozenset(
@@ -407,7 +379,7 @@ def _json_object(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
 
 
 def _regex(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    return f"start: {_pattern(rewritten(spec, spec.text, RUST))}\n"
+    return f"start: {_pattern(rewritten(spec))}\n"
 
 
 def _choice(spec: GrammarSpec, options: Mapping[str, Any]) -> str:

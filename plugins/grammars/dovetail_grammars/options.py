@@ -1,4 +1,4 @@
-"""`GrammarOptions`: the options that both backends take."""
+"""`GrammarOptions`: apart from the backend, whose library takes long to import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GrammarOptions(BaseModel):
     """White space between JSON tokens. compact: none. flexible: up to 20 characters at each place, so that no answer gets stuck in it."""
 
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Number of threads that fill the masks of a step. null: up to four with `llguidance`, the library's default with `xgrammar`."""
+    """Number of threads that fill the masks of a step. null: up to four."""
 
 
 WHITESPACE_AT_MOST = 20  # characters in a row, with `whitespace: flexible`

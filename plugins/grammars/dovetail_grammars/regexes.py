@@ -1,14 +1,15 @@
-"""Rewrites regular expressions for both libraries, whose dialects differ from Python's and silently ignore some features.
+"""Rewrites regular expressions for the library, whose dialect differs from Python's and silently
+ignores some features.
 
-A pattern is parsed by Python's own `re`, non-regular features are rejected by name, and the rest is rewritten with groups, alternatives, repetitions
-and classes as ranges of characters, which every dialect has.
+A pattern is parsed by Python's own `re`, non-regular features are rejected by name, and the rest is
+rewritten with groups, alternatives, repetitions and classes as ranges of characters.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from re import _constants, _parser  # type: ignore[attr-defined]  # the one reader of the syntax, in each Python that Dovetail runs on
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ Ranges = list[tuple[int, int]]  # of code points, first and last
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 UNLIMITED = _constants.MAXREPEAT
-MAX_REPEATED = 2**31 - 1  # XGrammar counts in 32 bits
+MAX_REPEATED = 2**31 - 1  # the library counts in 32 bits
 CATEGORIES: dict[str, Ranges] = {
     "CATEGORY_DIGIT": [(0x30, 0x39)],
     "CATEGORY_SPACE": [(0x09, 0x0D), (0x20, 0x20)],
@@ -36,33 +37,16 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """Target notation of a pattern. Classes, repetitions and escapes (\\u and four digits) are the same in all."""
-
-    group: str  # opening of a group
-    quote: str  # around literal text
-    space: str  # between the parts of a sequence
-    never: Ranges = field(default_factory=list)  # characters to exclude from all classes
-
-
-RUST = Dialect("(?:", "", "")
-EBNF = Dialect("(", '"', " ")
-IN_JSON = Dialect(
-    "(?:", "", "", never=[(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]
-)  # within a JSON string, where these must be escaped
-
-
-def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect, named: str = "") -> str:
-    """Return `pattern`, in Python's syntax with the flag ASCII, in another dialect. Raises `RequestError` if it is invalid or isn't regular. `named`:
-    prefix of the error's text."""
+def rewritten(spec: GrammarSpec) -> str:
+    """Return a spec's pattern, in Python's syntax with the flag ASCII, for the library. Raises
+    `RequestError` if it is invalid or isn't regular."""
     try:
-        parsed = _parser.parse(pattern, re.ASCII)
-        return _Writer(spec, dialect, named).sequence(_without_anchors(parsed), parsed.state.flags)
+        parsed = _parser.parse(spec.text, re.ASCII)
+        return _Writer(spec).sequence(_without_anchors(parsed), parsed.state.flags)
     except (re.error, OverflowError) as error:
-        refuse(spec, f"{named}invalid regular expression: {error}")
+        refuse(spec, f"invalid regular expression: {error}")
     except RecursionError:
-        refuse(spec, f"{named}the regular expression is nested too deeply")
+        refuse(spec, "the regular expression is nested too deeply")
 
 
 _UNREAD_CONTROLS = re.compile(
@@ -113,80 +97,60 @@ def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes a parsed pattern in a dialect. `flags`: those in effect at the place, since groups can change them."""
+    """Writes a parsed pattern. `flags`: those in effect at the place, since groups can change them."""
 
     spec: GrammarSpec
-    dialect: Dialect
-    named: str
 
     def sequence(self, items: Iterable[Any], flags: int) -> str:
-        parts: list[str] = []
-        text = ""  # of consecutive literals
-        for name, value in items:
-            part = self.item(str(name), value, flags)
-            if isinstance(part, int):
-                text += _escaped(part)
-                continue
-            parts += [self.literal(text)] * bool(text) + [part]
-            text = ""
-        return self.dialect.space.join(parts + [self.literal(text)] * bool(text or not parts))
+        return "".join(self.item(str(name), value, flags) for name, value in items)
 
-    def literal(self, text: str) -> str:
-        return f"{self.dialect.quote}{text}{self.dialect.quote}"
+    def item(self, name: str, value: Any, flags: int) -> str:
+        """Return the text of an item that `re` has parsed."""
+        match name:
+            case "LITERAL":
+                return self.characters(_cases([(value, value)], flags))
+            case "NOT_LITERAL":
+                return self.characters(_others(_cases([(value, value)], flags)))
+            case "ANY":
+                return self.characters(_others([] if flags & re.DOTALL else [(0x0A, 0x0A)]))
+            case "IN":
+                return self.characters(_members(value, flags))
+            case "BRANCH":
+                return _group("|".join(self.sequence(branch, flags) for branch in value[1]))
+            case "SUBPATTERN":
+                _, added, removed, inner = value
+                return _group(self.sequence(inner, flags & ~removed | added))
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                least, most, inner = value
+                if max(least, 0 if most == UNLIMITED else most) > MAX_REPEATED:
+                    refuse(self.spec, f"a repetition of more than {MAX_REPEATED}")
+                return _group(self.sequence(inner, flags)) + _times(least, most)
+            case _:
+                return self.refuse(name, value)
 
-    def item(self, name: str, value: Any, flags: int) -> str | int:
-        """Return the text of an item, or the code point if it is a single character."""
-        if name == "LITERAL":
-            return self.characters(_cases([(value, value)], flags))
-        if name == "NOT_LITERAL":
-            return self.characters(_others(_cases([(value, value)], flags)))
-        if name == "ANY":
-            return self.characters(_others([] if flags & re.DOTALL else [(0x0A, 0x0A)]))
-        if name == "IN":
-            return self.characters(_members(value, flags))
-        if name == "BRANCH":
-            return self.group("|".join(self.sequence(branch, flags) for branch in value[1]))
-        if name == "SUBPATTERN":
-            _, added, removed, inner = value
-            return self.group(self.sequence(inner, flags & ~removed | added))
-        if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, most, inner = value
-            if max(least, 0 if most == UNLIMITED else most) > MAX_REPEATED:
-                refuse(self.spec, f"{self.named}a repetition of more than {MAX_REPEATED}")
-            return self.group(self.sequence(inner, flags)) + _times(least, most)
-        return self.refuse(name, value)
-
-    def group(self, text: str) -> str:
-        return f"{self.dialect.group}{text})"
-
-    def characters(self, ranges: Ranges) -> str | int:
-        """Return a class as text, or the code point if it has a single character."""
-        merged = (
-            _others([*_others(ranges), *self.dialect.never])
-            if self.dialect.never
-            else _merged(ranges)
-        )
+    def characters(self, ranges: Ranges) -> str:
+        merged = _merged(ranges)
         if not merged:
-            unwritten = ", except those that must be escaped in JSON" if self.dialect.never else ""
-            refuse(
-                self.spec,
-                f"{self.named}the regular expression has a class without any character{unwritten}",
-            )
+            refuse(self.spec, "the regular expression has a class without any character")
         if len(merged) == 1 and merged[0][0] == merged[0][1]:
-            return merged[0][0]
-        return f"[{''.join(_escaped(first) if first == last else f'{_escaped(first)}-{_escaped(last)}' for first, last in merged)}]"
+            return _escaped(merged[0][0])
+        return f"[{''.join(map(_range, merged))}]"
 
     def refuse(self, name: str, value: Any) -> NoReturn:
         anchors = {"AT_BOUNDARY": "word boundaries, \\b", "AT_NON_BOUNDARY": "word boundaries, \\B"}
-        what = (
-            anchors.get(str(value), "anchors within the expression")
-            if name == "AT"
-            else REFUSED.get(name, name.lower())
-        )
-        refuse(
-            self.spec,
-            f"{self.named}{what} can't be followed token by token; write the expression without",
-        )
+        what = REFUSED.get(name, name.lower())
+        if name == "AT":
+            what = anchors.get(str(value), "anchors within the expression")
+        refuse(self.spec, f"{what} can't be followed token by token; write the expression without")
+
+
+def _group(text: str) -> str:
+    return f"(?:{text})"
+
+
+def _range(characters: tuple[int, int]) -> str:
+    first, last = characters
+    return _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
 
 
 def _members(members: Sequence[Any], flags: int) -> Ranges:

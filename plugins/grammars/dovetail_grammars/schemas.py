@@ -1,5 +1,5 @@
-"""Library-independent checks of JSON Schemas: `checked_parts` reports place, keyword and value of anything malformed, and normalizes what the
-libraries interpret differently or not at all."""
+"""Checks of JSON Schemas: `checked_parts` reports place, keyword and value of anything malformed,
+and normalizes what the library interprets differently or not at all."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _HOST = rf"({_LABEL}\.){{0,3}}{_LABEL}"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE = r"(\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5])"
 
-PATTERNS: Mapping[
-    str, str
-] = {  # of string formats that the libraries check too loosely; used by both backends
+# Of string formats that the library checks too loosely
+PATTERNS: Mapping[str, str] = {
     "date": f"^{_DATE}$",  # with the number of days of each month
     "time": f"^{_TIME}$",  # without second 60, allowed only in the last minute of a day
     "date-time": f"^{_DATE}T{_TIME}$",
@@ -46,48 +45,15 @@ COUNTS = (
     "minContains",
     "maxContains",
 )
-MAX_COUNT = 2**31 - 1  # above, the libraries overflow
-ASSERTIONS = BOUNDS | {  # keywords that affect validity
-    *(
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-        "type",
-        "const",
-        "enum",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "not",
-        "if",
-        "then",
-        "else",
-    ),
-    *(
-        "multipleOf",
-        "pattern",
-        "format",
-        "items",
-        "prefixItems",
-        "additionalItems",
-        "unevaluatedItems",
-        "contains",
-        "uniqueItems",
-        *COUNTS,
-    ),
-    *(
-        "properties",
-        "patternProperties",
-        "additionalProperties",
-        "unevaluatedProperties",
-        "propertyNames",
-        "required",
-    ),
-    *("dependentRequired", "dependentSchemas", "dependencies"),
-}
+MAX_COUNT = 2**31 - 1  # above, the library overflows
+UNSUPPORTED = frozenset(  # keywords that affect validity, and that the library would ignore
+    {"$dynamicRef", "$recursiveRef", "contains", "minContains", "maxContains", "uniqueItems"}
+    | {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}
+    | {"dependentRequired", "dependentSchemas", "dependencies", "not", "if", "then", "else"}
+)
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)  # supported by both backends
+)  # supported by the library
 _STANDARD_FORMATS = FORMATS | {  # JSON Schema ignores any other
     *(
         "idn-email",
@@ -153,13 +119,13 @@ def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Sub
     return parts
 
 
-def refuse_others(spec: GrammarSpec, part: Subschema, done: frozenset[str], backend: str) -> None:
-    """Raise `RequestError` for the first keyword or format that a backend doesn't support."""
+def refuse_others(spec: GrammarSpec, part: Subschema) -> None:
+    """Raise `RequestError` for the first keyword or format that the library doesn't support."""
     for key in part.schema:
-        if key in ASSERTIONS and key not in done:
-            part.refuse(spec, key, f"the backend {backend} doesn't support this keyword")
+        if key in UNSUPPORTED:
+            part.refuse(spec, key, "the backend llguidance doesn't support this keyword")
     if part.schema.get("format", "uri") not in FORMATS:
-        part.refuse(spec, "format", f"the backend {backend} doesn't support this format")
+        part.refuse(spec, "format", "the backend llguidance doesn't support this format")
 
 
 def literals(value: Json) -> Iterator[Json]:

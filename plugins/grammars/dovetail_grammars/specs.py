@@ -1,6 +1,7 @@
-"""Parses specs for both backends: bounded JSON, choices, structural tags, and loops of references that no library detects.
+"""Parses specs: bounded JSON, choices, structural tags, and loops of references, which the library
+doesn't detect.
 
-Checks users' Lark grammars: both libraries extend the syntax in ways that would break a backend's contract.
+Checks users' Lark grammars: the library extends the syntax in ways that would break the contract.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dovetail.api.grammar import GrammarSpec
 from dovetail.checks import exact_float
 from dovetail.errors import RequestError
 
-MAX_NESTING = 100  # levels of JSON: the libraries parse it recursively
+MAX_NESTING = 100  # levels of JSON: the library parses it recursively
 MAX_REASON = 300  # characters of a library's explanation
 
 Json = Any
@@ -134,7 +135,7 @@ def _must_follow(schema: Json) -> Iterator[str]:
 
 
 def target(root: Json, reference: str) -> Json:
-    """Return the target of a JSON pointer; None if it has none, or is another kind of reference, which is left to the libraries."""
+    """Return the target of a JSON pointer; None if it has none, or is another kind of reference, which is left to the library."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     target = root
