@@ -22,19 +22,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def token_array(token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `token_ids` as a read-only int64 array, of an array a view. Raises `OverflowError` if an id needs more than 64 bits."""
+def token_array(token_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return `token_ids` as a read-only int32 array [tokens], of such an array a view.
+
+    A prompt's ids are int32 from where a request enters to the device. Raises `OverflowError` for
+    an id of more than 32 bits.
+    """
     import numpy as np  # here, since a command line that only shows its help doesn't need it
 
     if isinstance(token_ids, np.ndarray):
-        view = token_ids.view()
+        view = token_ids.astype(np.int32, copy=False).view()
         view.flags.writeable = False
         return view
     try:
-        packed = struct.pack(f"{len(token_ids)}q", *token_ids)  # five times as fast as numpy alone
+        packed = struct.pack(f"{len(token_ids)}i", *token_ids)  # five times as fast as numpy alone
     except struct.error:
-        raise OverflowError("a token id of more than 64 bits") from None
-    return np.frombuffer(packed, np.int64)
+        raise OverflowError("a token id of more than 32 bits") from None
+    return np.frombuffer(packed, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ class Request:
     def __init__(
         self,
         id: str,
-        prompt_token_ids: Sequence[int] | NDArray[np.int64],
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
         params: SamplingParams,
         *,
         max_tokens: int,
@@ -170,8 +174,9 @@ class Request:
         tbt_s: float | None = None,
         indivisible: bool = False,
     ) -> None:
-        """Make a request. `prompt_token_ids`: of an int64 array a read-only view is kept, and it must not change afterwards; any other sequence is
-        copied. Raises `OverflowError` if an id needs more than 64 bits."""
+        """Make a request. `prompt_token_ids`: of an int32 array a read-only view is kept, and it
+        must not change afterwards; any other sequence is copied. Raises `OverflowError` for an id
+        of more than 32 bits."""
         self.id = id
         self.prompt_array = token_array(prompt_token_ids)
         self._prompt_token_ids: tuple[int, ...] | None = None
@@ -198,7 +203,8 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt's ids as ints. The tuple is made on first use and kept; the engine itself uses `prompt_array`, int64 [prompt_tokens]."""
+        """The prompt's ids as ints. The tuple is made on first use and kept; the engine itself uses
+        `prompt_array`, int32 [prompt_tokens]."""
         if self._prompt_token_ids is None:
             self._prompt_token_ids = tuple(self.prompt_array.tolist())
         return self._prompt_token_ids

@@ -136,11 +136,11 @@ def test_hashes_of_xxh3_differ_from_cache_to_cache_so_that_none_can_be_prepared(
 
 
 def test_sha256_is_that_of_the_standard() -> None:
-    """Block by block over the hash before it and the tokens, eight bytes each; the first over the cache keys'."""
+    """Block by block over the hash before it and the tokens, four bytes each; the first over the cache keys'."""
     first = request([1, 2, 3, 4], keys=("salt:a",))
     parent = hashlib.sha256(b"('salt:a',)").digest()
     expected = [
-        parent := hashlib.sha256(parent + struct.pack("<2q", *tokens)).digest()
+        parent := hashlib.sha256(parent + struct.pack("<2i", *tokens)).digest()
         for tokens in ((1, 2), (3, 4))
     ]
     assert HashChain(first, 2, make_digest("sha256")).extend(2) == expected

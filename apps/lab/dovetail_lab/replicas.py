@@ -26,8 +26,6 @@ from pathlib import Path
 from threading import Condition, Event
 from typing import Any
 
-import numpy as np
-
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
@@ -183,7 +181,7 @@ class _Replica:
 
     def cached_tokens(self, prompt: TokenIds) -> int:
         """Return how many tokens of a prompt its cache holds."""
-        probe = Request("router's probe", prompt.astype(np.int64), SamplingParams(), max_tokens=1)
+        probe = Request("router's probe", prompt, SamplingParams(), max_tokens=1)
         found = self.core.kv.lookup(probe)
         self.core.kv.free(probe)
         return found

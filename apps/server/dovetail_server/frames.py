@@ -265,7 +265,7 @@ def add_of(
     return Add(
         number=number,
         request_id=request.request_id,
-        token_ids=request.prompt_array.astype(np.int32).tobytes(),
+        token_ids=request.prompt_array.tobytes(),
         params={
             name: value
             for name in params.__match_args__
@@ -285,8 +285,7 @@ def add_of(
 
 def request_of(add: Add) -> CheckedRequest:
     """Return the request in a message, without its text, which stays in the front end."""
-    prompt_array = np.frombuffer(add.token_ids, np.int32).astype(np.int64)
-    prompt_array.flags.writeable = False
+    prompt_array = np.frombuffer(add.token_ids, np.int32)
     params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)
     return CheckedRequest(
         add.request_id,

@@ -78,7 +78,7 @@ class LiveRequest(Request):
     def __init__(
         self,
         id: str,
-        prompt_token_ids: Sequence[int] | NDArray[np.int64],
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
         params: SamplingParams,
         *,
         max_tokens: int,

@@ -122,7 +122,7 @@ class CheckedRequest:
     text: str | None  # the prompt's, if it was one
     token_ids: tuple[int, ...]
     prompt_array: NDArray[
-        np.int64
+        np.int32
     ]  # the part of it that is computed: all but padding that a classifier skips
     params: SamplingParams  # with `min_tokens` cut to the room that there is
     max_tokens: int  # with the room that the model's length leaves
@@ -340,7 +340,7 @@ class Intake:
             return prompt.text, prompt.token_ids
         return None, as_sequence(content_of(prompt))
 
-    def _checked_ids(self, given: Sequence[Any]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
+    def _checked_ids(self, given: Sequence[Any]) -> tuple[tuple[int, ...], NDArray[np.int32]]:
         """Return the token ids of a prompt, as a tuple and as an array."""
         if not given:
             raise RequestError("the prompt is empty: it needs at least one token")

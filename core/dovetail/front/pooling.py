@@ -139,7 +139,7 @@ class PoolingFacts:
         is_active = params.use_activation is not False
         return RowPooling(task, params.dimensions, is_active, of_pair=params.task == "score")
 
-    def pooled_part(self, prompt: NDArray[np.int64], pooling: RowPooling) -> NDArray[np.int64]:
+    def pooled_part(self, prompt: NDArray[np.int32], pooling: RowPooling) -> NDArray[np.int32]:
         """Return a prompt without the padding at its end that the task skips; at least a token."""
         if pooling.task != "classify" or self.capacity.padding is None:
             return prompt

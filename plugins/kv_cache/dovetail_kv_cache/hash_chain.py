@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 from dovetail.request import Request
 
-TOKEN_BYTES = 8
+TOKEN_BYTES = 4
 
 HashName = Literal["xxh3", "sha256"]
 Digest = Callable[[bytes], bytes]
@@ -34,10 +34,10 @@ class Beginning:
     """Hashes of a chain, for reuse by a chain of another request with the same beginning. Doesn't keep the request."""
 
     root: bytes
-    prompt: NDArray[np.int64]  # [tokens]
+    prompt: NDArray[np.int32]  # [tokens]
     hashes: list[bytes]  # the chain's own list, which grows
 
-    def same_tokens(self, prompt: NDArray[np.int64]) -> int:
+    def same_tokens(self, prompt: NDArray[np.int32]) -> int:
         """Return the number of leading tokens that both share."""
         most = min(len(self.prompt), len(prompt))
         differ = self.prompt[:most] != prompt[:most]
@@ -100,6 +100,6 @@ def _token_bytes(request: Request, start: int, end: int) -> bytes:
     prompt, data = request.prompt_tokens, request.prompt_array[start:end].tobytes()
     if end > prompt:
         data += array(
-            "q", request.output_token_ids[max(0, start - prompt) : end - prompt]
+            "i", request.output_token_ids[max(0, start - prompt) : end - prompt]
         ).tobytes()
     return data
