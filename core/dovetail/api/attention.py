@@ -12,9 +12,9 @@ The cache may have a smaller dtype than q, k and v. A layer then divides K and V
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel
 
@@ -228,6 +228,81 @@ class AttentionLayer(ABC):
         between a layer's `write` and its `attend`."""
 
 
+class _Feature(NamedTuple):
+    """What some layers need, and the field of `AttentionCapabilities` that declares it."""
+
+    capability: str
+    is_needed: Callable[[Sequence[LayerSpec]], bool]
+    refusal: str
+
+
+_FEATURES = (
+    _Feature(
+        "window",
+        lambda layers: any(layer.window is not None for layer in layers),
+        "sliding windows aren't supported",
+    ),
+    _Feature(
+        "causal",
+        lambda layers: any(layer.causal for layer in layers),
+        "causal attention isn't supported",
+    ),
+    _Feature(
+        "bidirectional",
+        lambda layers: not all(layer.causal for layer in layers),
+        "attention to later tokens (an encoder's) isn't supported",
+    ),
+    _Feature(
+        "sinks",
+        lambda layers: any(layer.sinks for layer in layers),
+        "attention sinks aren't supported",
+    ),
+    _Feature(
+        "softcap",
+        lambda layers: any(layer.softcap is not None for layer in layers),
+        "a softcap of attention scores isn't supported",
+    ),
+    _Feature(
+        "groups",
+        lambda layers: len({layer.window for layer in layers}) > 1,
+        "layers with different windows (several cache groups) aren't supported",
+    ),
+    _Feature(
+        "v_in_k",
+        lambda layers: any(layer.v_in_k for layer in layers),
+        "latent attention (v_in_k) isn't supported",
+    ),
+)
+
+
+def _reasons_against_values(
+    caps: AttentionCapabilities, context: AttentionContext, layers: Sequence[LayerSpec]
+) -> list[str]:
+    """Return the reasons against sizes, dtypes and the device."""
+    reasons = []
+    device = context.device.split(":")[0]
+    if device not in caps.devices:
+        reasons.append(f"device {device} is not among {', '.join(caps.devices)}")
+    if context.dtype not in caps.dtypes:
+        reasons.append(f"dtype {context.dtype} is not among {', '.join(caps.dtypes)}")
+    if context.cache_dtype is not None and context.cache_dtype not in caps.cache_dtypes:
+        only = f", only in {', '.join(caps.cache_dtypes)}" if caps.cache_dtypes else ""
+        reasons.append(f"the KV cache can't be {context.cache_dtype}{only}")
+    if caps.head_sizes is not None:
+        allowed = ", ".join(map(str, caps.head_sizes))
+        sizes = {layer.head_size for layer in layers if not layer.v_in_k}
+        wrong = sorted(sizes.difference(caps.head_sizes))
+        reasons += [f"head size {size} is not among {allowed}" for size in wrong]
+    if not caps.supports_block_size(context.block_size):
+        allowed = ", ".join(map(str, caps.block_sizes or ()))
+        allowed = allowed or f"multiples of {caps.block_size_multiple}"
+        reasons.append(f"block size {context.block_size} is not among {allowed}")
+    own_v = (layer for layer in layers if not layer.v_in_k)
+    if any(layer.v_head_size not in (None, layer.head_size) for layer in own_v):
+        reasons.append("V with a head size of its own (v_head_size) isn't supported without v_in_k")
+    return reasons
+
+
 class AttentionBackend(ABC):
     """An attention backend. Its executor calls `make_layer` while the model is built, then `bind` of each layer, `prepare`, and `plan` in
     each step."""
@@ -241,52 +316,12 @@ class AttentionBackend(ABC):
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
         """Return the reasons why this backend can't serve these layers, one sentence each; empty if it can. The default checks `capabilities`."""
-        caps, reasons = cls.capabilities, []
-        device = context.device.split(":")[0]
-        if device not in caps.devices:
-            reasons.append(f"device {device} is not among {', '.join(caps.devices)}")
-        if context.dtype not in caps.dtypes:
-            reasons.append(f"dtype {context.dtype} is not among {', '.join(caps.dtypes)}")
-        if context.cache_dtype is not None and context.cache_dtype not in caps.cache_dtypes:
-            served = ", ".join(caps.cache_dtypes)
-            reasons.append(
-                f"the KV cache can't be {context.cache_dtype}"
-                + (f", only in {served}" if served else "")
-            )
-        for size in sorted({layer.head_size for layer in layers if not layer.v_in_k}):
-            if caps.head_sizes is not None and size not in caps.head_sizes:
-                reasons.append(
-                    f"head size {size} is not among {', '.join(map(str, caps.head_sizes))}"
-                )
-        if not caps.supports_block_size(context.block_size):
-            sizes = (
-                ", ".join(map(str, caps.block_sizes))
-                if caps.block_sizes
-                else f"multiples of {caps.block_size_multiple}"
-            )
-            reasons.append(f"block size {context.block_size} is not among {sizes}")
-        if not caps.window and any(layer.window is not None for layer in layers):
-            reasons.append("sliding windows aren't supported")
-        if not caps.causal and any(layer.causal for layer in layers):
-            reasons.append("causal attention isn't supported")
-        if not caps.bidirectional and not all(layer.causal for layer in layers):
-            reasons.append("attention to later tokens (an encoder's) isn't supported")
-        if not caps.sinks and any(layer.sinks for layer in layers):
-            reasons.append("attention sinks aren't supported")
-        if not caps.softcap and any(layer.softcap is not None for layer in layers):
-            reasons.append("a softcap of attention scores isn't supported")
-        if not caps.groups and len({layer.window for layer in layers}) > 1:
-            reasons.append("layers with different windows (several cache groups) aren't supported")
-        if not caps.v_in_k and any(layer.v_in_k for layer in layers):
-            reasons.append("latent attention (v_in_k) isn't supported")
-        if any(
-            layer.v_head_size not in (None, layer.head_size) and not layer.v_in_k
-            for layer in layers
-        ):
-            reasons.append(
-                "V with a head size of its own (v_head_size) isn't supported without v_in_k"
-            )
-        return reasons
+        features = (
+            feature.refusal
+            for feature in _FEATURES
+            if not getattr(cls.capabilities, feature.capability) and feature.is_needed(layers)
+        )
+        return [*_reasons_against_values(cls.capabilities, context, layers), *features]
 
     @abstractmethod
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:

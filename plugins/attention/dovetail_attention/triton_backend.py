@@ -72,6 +72,23 @@ LEAST_FOR_FP8 = (8, 9)  # compute capability from which Triton has the type
 LOADS_APART = "prefill with separate warps for loading"
 
 
+def _reasons_against_latent(layers: Sequence[LayerSpec]) -> list[str]:
+    """Return the reasons against layers whose V lies in K."""
+    latent = [layer for layer in layers if layer.v_in_k]
+    reasons = []
+    if any(layer.kv_heads > 1 for layer in latent):
+        reasons.append("latent attention with more than one KV head isn't supported")
+    sizes = {(layer.out_size, layer.head_size - layer.out_size) for layer in latent}
+    for size, rest in sorted(sizes):
+        if size not in LATENT_SIZES or rest not in LATENT_RESTS:
+            reasons.append(
+                f"latent attention with K of {size + rest} numbers, {size} of them V: "
+                f"these must be a multiple of 8 up to {LATENT_SIZES[-1]}, "
+                f"and the others up to {LATENT_RESTS[-1]}"
+            )
+    return reasons
+
+
 class TritonAttention(AttentionBackend):
     """Creates layers, and owns the buffers of a step. `tilings` may be replaced before `prepare`."""
 
@@ -108,17 +125,7 @@ class TritonAttention(AttentionBackend):
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
         """Where the kernels were never measured, they are tried with such layers first: a GPU for which one doesn't compile, or computes something
         else, is served by another backend."""
-        reasons = super().reasons_against(context, layers)
-        if any(layer.v_in_k and layer.kv_heads > 1 for layer in layers):
-            reasons.append("latent attention with more than one KV head isn't supported")
-        for size, rest in sorted(
-            {(layer.out_size, layer.head_size - layer.out_size) for layer in layers if layer.v_in_k}
-        ):
-            if size not in LATENT_SIZES or rest not in LATENT_RESTS:
-                reasons.append(
-                    f"latent attention with K of {size + rest} numbers, {size} of them V: these must be a multiple of 8 up to {LATENT_SIZES[-1]}, "
-                    f"and the others up to {LATENT_RESTS[-1]}"
-                )
+        reasons = super().reasons_against(context, layers) + _reasons_against_latent(layers)
         if reasons:
             return reasons
         device = torch.device(context.device)

@@ -96,11 +96,9 @@ class _Candidates:
         """Return the maximum length of a string, if nothing but `minLength` constrains it otherwise."""
         strings = self.of_type("string")
         lengths = {schema.get("maxLength", math.inf) for schema in strings}
-        if (
-            not self.known
-            or len(lengths) != 1
-            or not all((_VALUES | _OTHERS_OF_STRINGS).isdisjoint(schema) for schema in strings)
-        ):
+        otherwise = _VALUES | _OTHERS_OF_STRINGS
+        only_by_length = all(otherwise.isdisjoint(schema) for schema in strings)
+        if not (self.known and only_by_length and len(lengths) == 1):
             return None
         [longest] = lengths
         return longest if longest == math.inf or type(longest) is int else None
@@ -165,6 +163,93 @@ class Step(NamedTuple):
     begins: bool
 
 
+@dataclass(slots=True)
+class _Walk:
+    """A position that changes with each byte of a token. The first fields are those of `Position`."""
+
+    tracker: Tracker
+    container: _Container | None
+    follows: _Candidates
+    in_string: bool
+    is_key: bool
+    key: bytes | None
+    unfinished: int
+    characters: int = 0  # that the token adds to the string where it ends
+    begins: bool = False  # that string begins in the token
+
+    def step(self) -> Step:
+        """Return what the bytes so far have led to."""
+        to = self.tracker.position(
+            self.container, self.follows, self.in_string, self.is_key, self.key, self.unfinished
+        )
+        return Step(to, self.characters, self.begins)
+
+    def follow(self, byte: bytes) -> None:
+        if not self.in_string:
+            self._follow_between(byte)
+        elif byte == _QUOTE and not self.unfinished:
+            self._close_string()
+        else:
+            self._follow_within(byte)
+
+    def _follow_between(self, byte: bytes) -> None:
+        """Follow a byte outside of strings."""
+        container = self.container
+        if byte == _QUOTE:
+            self._open_string()
+        elif byte in _OPEN:
+            self.container = self.tracker.container(byte == b"{", self.follows, container)
+            self._expect_member(self.container, self.follows)
+        elif container is None:
+            return
+        elif byte in _CLOSE:
+            self.container = container.outer
+            self.follows = _UNKNOWN
+            self.is_key = False
+        elif byte == _COLON:
+            self.follows = self.tracker.property(container.follows, self.key)
+            self.is_key = False
+        elif byte == _COMMA:
+            self._expect_member(container, container.follows)
+
+    def _expect_member(self, container: _Container, of: _Candidates) -> None:
+        self.is_key = container.is_object
+        self.follows = _UNKNOWN if self.is_key else self.tracker.items(of)
+
+    def _open_string(self) -> None:
+        self.in_string = True
+        self.begins = True
+        self.characters = 0
+        self.key = b""
+        if self.is_key and self.container is not None:
+            of = self.container.follows
+            if of.any_names and not of.names:
+                self.key = None
+
+    def _close_string(self) -> None:
+        self.in_string = False
+        self.begins = False
+        self.characters = 0
+        if not self.is_key:
+            self.follows = _UNKNOWN
+            self.key = b""
+
+    def _follow_within(self, byte: bytes) -> None:
+        """Follow a byte of a string's content."""
+        if self.unfinished == _ESCAPED:
+            self.unfinished = 0
+        elif self.unfinished:
+            self.unfinished -= 1
+        else:
+            self.characters += 1
+            further = (byte >= b"\xc0") + (byte >= b"\xe0") + (byte >= b"\xf0")
+            self.unfinished = _ESCAPED if byte == _BACKSLASH else further
+        if self.is_key and self.key is not None and self.container is not None:
+            key = self.key + byte
+            names = self.container.follows.names
+            self.key = key if any(name.startswith(key) for name in names) else None
+
+
 class Tracker:
     """Positions in answers to one schema, with a cache of steps."""
 
@@ -207,76 +292,23 @@ class Tracker:
         self._remembered += size
 
     def _go(self, at: Position, text: bytes) -> Step:
-        container, follows, in_string, is_key, key, unfinished = (
-            at.container,
-            at.follows,
-            at.in_string,
-            at.is_key,
-            at.key,
-            at.unfinished,
-        )
-        characters, begins = 0, False
-        for byte in (text[n : n + 1] for n in range(len(text))):
-            if not in_string:
-                if byte == _QUOTE:
-                    in_string, characters, begins, key = True, 0, True, b""
-                    if (
-                        is_key
-                        and container is not None
-                        and container.follows.any_names
-                        and not container.follows.names
-                    ):
-                        key = None
-                elif byte in _OPEN:
-                    container = self._container(byte == b"{", follows, container)
-                    is_key = container.is_object
-                    follows = _UNKNOWN if is_key else self._items(follows)
-                elif byte in _CLOSE and container is not None:
-                    container, follows, is_key = container.outer, _UNKNOWN, False
-                elif byte == _COLON and container is not None:
-                    follows, is_key = self._property(container.follows, key), False
-                elif byte == _COMMA and container is not None:
-                    is_key = container.is_object
-                    follows = _UNKNOWN if is_key else self._items(container.follows)
-                continue
-            if unfinished == _ESCAPED:
-                unfinished = 0
-            elif unfinished:
-                unfinished -= 1
-            elif byte == _QUOTE:
-                in_string, begins, characters = False, False, 0
-                if not is_key:
-                    follows, key = _UNKNOWN, b""
-                continue
-            else:
-                characters += 1
-                unfinished = (
-                    _ESCAPED
-                    if byte == _BACKSLASH
-                    else (byte >= b"\xc0") + (byte >= b"\xe0") + (byte >= b"\xf0")
-                )
-            if is_key and key is not None and container is not None:
-                key += byte
-                if not any(name.startswith(key) for name in container.follows.names):
-                    key = None
-        return Step(
-            self._position(container, follows, in_string, is_key, key, unfinished),
-            characters,
-            begins,
-        )
+        walk = _Walk(self, at.container, at.follows, at.in_string, at.is_key, at.key, at.unfinished)
+        for n in range(len(text)):
+            walk.follow(text[n : n + 1])
+        return walk.step()
 
-    def _container(self, *of: Any) -> _Container:
+    def container(self, *of: Any) -> _Container:
         if of not in self._containers:
             self._containers[of] = _Container(*of)
         return self._containers[of]
 
-    def _position(self, container: _Container | None, follows: _Candidates, *rest: Any) -> Position:
+    def position(self, container: _Container | None, follows: _Candidates, *rest: Any) -> Position:
         at = container, follows, *rest
         if at not in self._positions:
             self._positions[at] = Position(*at)
         return self._positions[at]
 
-    def _property(self, of: _Candidates, key: bytes | None) -> _Candidates:
+    def property(self, of: _Candidates, key: bytes | None) -> _Candidates:
         name = key if key in of.names else None
         if name not in of.within:
             parts = []
@@ -290,7 +322,7 @@ class Tracker:
             of.within[name] = self._parts(of, "object", parts)
         return of.within[name]
 
-    def _items(self, of: _Candidates) -> _Candidates:
+    def items(self, of: _Candidates) -> _Candidates:
         if _ITEMS not in of.within:
             arrays = of.of_type("array")
             parts = [
