@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
     """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any length. Reads no more than it shows."""
     try:
         text = _repr(value, _SHOWN + 1)
-    except Exception:  # somebody else's class, or an integer that Python finds too long to print
+    except Exception:  # an integer that Python finds too long to print, say
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
@@ -54,10 +54,7 @@ def is_integer(value: Any) -> bool:
 
 
 def plain_integer(value: Any) -> int | None:
-    """An int of exactly that type, to be compared and kept, since a class of somebody else's may compare as it likes; None for what `is_integer`
-    says is none."""
-    if isinstance(value, int):
-        return None if isinstance(value, bool) else int.__index__(value)
+    """Return what `is_integer` accepts as an int, None for anything else."""
     return int(value) if is_integer(value) else None
 
 
@@ -88,11 +85,6 @@ def exact_float(text: str) -> float:
             f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308"
         )
     return value
-
-
-def plain_text(value: Any) -> str | None:
-    """A string as one of exactly that type, since a class of somebody else's may raise when it is hashed or compared; None for anything else."""
-    return str.__str__(value) if isinstance(value, str) else None
 
 
 def unicode_error(text: str) -> UnicodeEncodeError | None:

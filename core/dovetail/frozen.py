@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
-from dovetail.checks import as_number, plain_integer, plain_text, shown
+from dovetail.checks import as_number, plain_integer, shown
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -43,15 +43,14 @@ def frozen(value: Any, levels: int = MAX_DEPTH) -> Any:
         return frozenset(frozen(inner, levels - 1) for inner in value)
     if isinstance(value, list | tuple):
         return tuple(frozen(inner, levels - 1) for inner in value)
-    if value is None or isinstance(value, bool | bytes):
+    if value is None or isinstance(value, bool | bytes | str):
         return value
     if isinstance(value, bytearray):
         return bytes(value)
-    plain: float | str | None = (
-        float.__float__(value) if isinstance(value, float) else plain_text(value)
-    )
-    for convert in (plain_integer, as_number):
-        plain = convert(value) if plain is None else plain
+    if isinstance(value, float):
+        return float(value)  # not one of numpy's
+    number = plain_integer(value)
+    plain = as_number(value) if number is None else number
     if plain is None:
         raise ValueError(f"expected a plain value, as JSON has them, got {shown(value)}")
     return plain

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.checks import plain_integer, plain_text, shown
+from dovetail.checks import plain_integer, shown
 from dovetail.errors import RequestError
 
 MAX_PATH_CHARS = 4096  # Linux opens no longer path, and resolving one takes quadratic time
@@ -25,7 +25,8 @@ class LoRARequest:
     def __post_init__(self) -> None:
         for name in ("lora_name", "lora_path"):
             value: Any = getattr(self, name)
-            if not (text := plain_text(str(value) if isinstance(value, Path) else value)):
+            text = str(value) if isinstance(value, Path) else value
+            if not isinstance(text, str) or not text:
                 raise RequestError(f"{name} must be a non-empty string, got {shown(value)}")
             object.__setattr__(self, name, text)
         if (length := len(self.lora_path)) > MAX_PATH_CHARS:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dovetail.checks import INT64, MAX_TIME_S, as_number, plain_integer, plain_text, shown
+from dovetail.checks import INT64, MAX_TIME_S, as_number, plain_integer, shown
 from dovetail.end_reason import EndReason, FinishReason
 from dovetail.errors import RequestError
 from dovetail.lora import LoRARequest
@@ -57,7 +57,7 @@ class RequestFields:
     lora_request: LoRARequest | None = None
 
     def __post_init__(self) -> None:
-        """Check all values, and keep them as plain `int`, `float` and `str`: those of a subclass may compare as they like."""
+        """Check all values, and keep numbers as plain `int` and `float`, not numpy's."""
         for name, check in _CHECKS.items():
             value = getattr(self, name)
             if value is not None or name == "priority":
@@ -69,9 +69,9 @@ class RequestFields:
 
 
 def _text(name: str, value: Any) -> str:
-    if (text := plain_text(value)) is None:
+    if not isinstance(value, str):
         raise RequestError(f"{name} must be a string or None, got {shown(value)}")
-    return text
+    return value
 
 
 def _instant(name: str, value: Any) -> float:

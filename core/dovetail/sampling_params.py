@@ -18,7 +18,6 @@ from dovetail.checks import (
     as_number,
     did_you_mean,
     plain_integer,
-    plain_text,
     shown,
     unicode_error,
 )
@@ -423,12 +422,11 @@ def _number(
 def _texts(name: str, values: Any) -> tuple[str, ...]:
     texts = []
     for value in _items(name, values, "non-empty strings"):
-        text = plain_text(value)
-        if not text or unicode_error(text):
+        if not isinstance(value, str) or not value or unicode_error(value):
             raise RequestError(
                 f"{name} must be a list of non-empty strings, got {shown(value)} in it"
             )
-        texts.append(text)
+        texts.append(value)
     return tuple(texts)
 
 

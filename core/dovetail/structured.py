@@ -17,7 +17,6 @@ from dovetail.checks import (
     INT64,
     exact_float,
     plain_integer,
-    plain_text,
     shown,
     unicode_error,
 )
@@ -252,12 +251,11 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any, name: str) -> str:
-    text = plain_text(value)
-    if not text:
+    if not isinstance(value, str) or not value:
         raise _wrong(name, f"it must be a non-empty string, got {shown(value)}")
-    if unicode_error(text):
+    if unicode_error(value):
         raise _wrong(name, "it isn't valid Unicode: it has half a surrogate pair")
-    return text
+    return value
 
 
 def _choice(value: Any, name: str) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """YAML reader that keeps the line of each value. YAML 1.1, except that 1e-3 is a number.
 
-Files are untrusted: size, depth and the number of values, aliases expanded, are bounded, since a few lines of nested aliases can expand to more
-than memory holds.
+Files are the operator's own: what a mistake can do is reported with its line.
 """
 
 from __future__ import annotations
@@ -14,24 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dovetail.checks import shown, unicode_error
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.where import KeyPath, Where, explain
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_CHARACTERS = 1 << 20
-MAX_VALUES = (
-    20_000  # mappings, lists and their values; a value counts again wherever an alias repeats it
-)
-MAX_DEPTH = 50  # nested mappings and lists
-MAX_DIGITS = (
-    100  # characters of a number: reading one takes time that grows with the square of its length
-)
+MAX_CHARACTERS = 1 << 20  # more are a wrong file, not a config
 
 _MERGE = "tag:yaml.org,2002:merge"
 _STRING = "tag:yaml.org,2002:str"
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class YamlSource(NamedTuple):
@@ -42,31 +33,9 @@ class YamlSource(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with our bounds, with 1e-3 as a number, and with errors of its conversions as YAML errors with a line."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-        self._count = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._depth += 1
-        self._count += 1
-        if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
-            what = (
-                _TOO_MANY
-                if self._count > MAX_VALUES
-                else f"more than {MAX_DEPTH} levels of mappings and lists"
-            )
-            raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+    """PyYAML's safe loader, with 1e-3 as a number, and errors of its conversions as YAML errors."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
-            problem = f"a number of {len(node.value)} characters, where {MAX_DIGITS} are the most"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
@@ -76,8 +45,6 @@ class _Loader(yaml.SafeLoader):
             problem = f"{shown(node.value)} can't be read as {kind}; a text that looks like one needs quotes"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
-
-_TOO_MANY = f"more than {MAX_VALUES} values, counted again wherever an alias repeats them"
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -116,8 +83,8 @@ def read_settings(name: str, model: type[Model], example: str) -> tuple[Model, W
 
 
 def parse_yaml(text: str, name: str) -> YamlSource:
-    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad syntax, a duplicate key, a key that isn't a string, or
-    a document beyond the bounds above."""
+    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad syntax,
+    a duplicate key, a key that isn't a string, or more than `MAX_CHARACTERS`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{name}: more than {MAX_CHARACTERS} characters: that is no config")
     loader = None
@@ -150,34 +117,26 @@ def parse_yaml(text: str, name: str) -> YamlSource:
 
 
 class _Checker:
-    """A walk through a document with its aliases expanded, before any value of it is made."""
+    """A walk through a document with its aliases expanded, before its values are made."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._origins: dict[KeyPath, str] = {}
-        self._left = MAX_VALUES
 
     def origins_of(self, root: yaml.Node) -> dict[KeyPath, str]:
         """Return the place of each key and item. Raises `ConfigError` for YAML that a config may not contain."""
-        self._walk(root, (), frozenset())
+        self._walk(root, ())
         return self._origins
 
-    def _walk(self, node: yaml.Node, path: KeyPath, above: frozenset[int]) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise ConfigError(f"{self._place(node)}: {_TOO_MANY}")
-        if id(node) in above:
-            raise ConfigError(f"{self._place(node)}: an alias to what contains it")
-        if isinstance(node, yaml.ScalarNode):
-            self._check_text(node)
-        elif isinstance(node, yaml.SequenceNode):
+    def _walk(self, node: yaml.Node, path: KeyPath) -> None:
+        if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self._origins[(*path, index)] = self._place(item)
-                self._walk(item, (*path, index), above | {id(node)})
-        else:
-            self._walk_mapping(node, path, above | {id(node)})
+                self._walk(item, (*path, index))
+        elif isinstance(node, yaml.MappingNode):
+            self._walk_mapping(node, path)
 
-    def _walk_mapping(self, node: yaml.Node, path: KeyPath, above: frozenset[int]) -> None:
+    def _walk_mapping(self, node: yaml.Node, path: KeyPath) -> None:
         seen: dict[str, str] = {}
         for key, value in node.value:
             place = self._place(key)
@@ -185,20 +144,13 @@ class _Checker:
                 raise ConfigError(
                     f"{place}: a key must be a string, got {shown(key.value) if isinstance(key, yaml.ScalarNode) else 'a collection'}"
                 )
-            self._check_text(key)
             if key.value in seen:
                 raise ConfigError(
                     f"{place}: key {shown(key.value)} is here twice, first at {seen[key.value]}"
                 )
             seen[key.value] = place
             self._origins[(*path, key.value)] = place
-            self._walk(value, (*path, key.value), above)
-
-    def _check_text(self, node: yaml.ScalarNode) -> None:
-        if unicode_error(node.value) is not None:
-            raise ConfigError(
-                f"{self._place(node)}: {shown(node.value)} has half a surrogate pair, which is no text"
-            )
+            self._walk(value, (*path, key.value))
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import RowPooling
 from dovetail.api.sampler import RowSampling
-from dovetail.checks import plain_text, shown
+from dovetail.checks import shown
 from dovetail.engine.adapter import Adapter
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import TokenWatcher
@@ -164,11 +164,11 @@ class Intake:
     ) -> CheckedRequest:
         """Validate a request, but for the content of `extra`. Raises `RequestError`, and `ModelLoadError` if it needs a tokenizer and the model has
         none."""
-        if not (plain_id := plain_text(request_id)):
+        if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
         adapter = None if fields.lora_request is None else fields.lora_request.lora_name
         names = {
-            "request_id": plain_id,
+            "request_id": request_id,
             "client": fields.client,
             "cache_salt": fields.cache_salt,
             "lora_request.lora_name": adapter,
@@ -180,7 +180,7 @@ class Intake:
             raise RequestError(f"lora_request: this engine takes no adapters: {ENABLE}")
         request_checks.check_extra(extra, self.facts.limits)
         if isinstance(params, PoolingParams):
-            return self._checked_pooling(plain_id, prompt, params, fields)
+            return self._checked_pooling(request_id, prompt, params, fields)
         in_use(params)
         if (can := self.facts.pooling) is not None and not can.capacity.generates:
             raise RequestError(f"this model can't generate: {can.calls}")
@@ -207,7 +207,7 @@ class Intake:
         least = params.min_tokens or (0 if is_ruled else defaults.min_tokens)
         if (least := min(least, limit)) != params.min_tokens:  # there may be less room
             params = changed_unchecked(params, min_tokens=least)
-        return CheckedRequest(plain_id, text, token_ids, prompt_array, params, limit, fields)
+        return CheckedRequest(request_id, text, token_ids, prompt_array, params, limit, fields)
 
     def seed_of(self, params: SamplingParams) -> int:
         """Return the seed of a request, 64 bits: a new one if it names none."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dovetail.api.clock import Clock, VirtualClock
-from dovetail.checks import MAX_TIME_S, as_number, plain_text, shown
+from dovetail.checks import MAX_TIME_S, as_number, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import ConfigError, EngineDeadError, RequestError
@@ -579,8 +579,8 @@ class LLMEngine(SaysWhatIsMissing):
 
 def request_ids(value: Any) -> list[str]:
     """Return an id, or several, as a list. Raises `RequestError` for anything else."""
-    if (text := plain_text(value)) is not None:
-        return [text]
+    if isinstance(value, str):
+        return [value]
     if (
         not isinstance(value, Sequence | Set)
         or isinstance(value, bytes | bytearray | memoryview)
@@ -589,4 +589,4 @@ def request_ids(value: Any) -> list[str]:
         raise RequestError(
             f"a request id must be a string, and several a list of strings, got {shown(value)}"
         )
-    return [str.__str__(one) for one in value]
+    return list(value)

@@ -1,8 +1,7 @@
-"""YAML that was made to do harm, or is merely odd: each is refused by an error of ours, short and soon."""
+"""Odd YAML: each mistake is an error of ours, short and with its place."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,66 +11,22 @@ from hypothesis import strategies as st
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.where import LISTED
-from dovetail.yaml_source import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
+from dovetail.yaml_source import MAX_CHARACTERS, parse_yaml
 from tests.support import examples
 from tests.work import at_most
-
-MUCH_WORK = 5_000_000  # calls: more than a document of as many values as are allowed takes
 
 
 def error_of(folder: Path, text: str) -> str:
     path = folder / "engine.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught, at_most(MUCH_WORK):
+    with pytest.raises(ConfigError) as caught:
         EngineConfig.load(path)
     return str(caught.value).replace(str(path), "engine.yaml")
 
 
-def nested(opening: str, closing: str, depth: int) -> str:
-    return opening * depth + closing * depth
-
-
-def doubling(line: str, lines: int) -> str:
-    """Each line holds the one before nine times."""
-    return "a0: &a0 {x: 1}\n" + "".join(
-        line.format(i, ", ".join([f"*a{i - 1}"] * 9)) for i in range(1, lines)
-    )
-
-
-HOSTILE = {
-    "aliases": (doubling("a{0}: &a{0} [{1}]\n", 14), "engine.yaml:1: more than 20000 values"),
-    "merges": (doubling("a{0}: &a{0} {{<<: [{1}]}}\n", 14), "more than 20000 values"),
-    "lists": (
-        "a: " + nested("[", "]", 500),
-        f"engine.yaml:1: not valid YAML: more than {MAX_DEPTH} levels",
-    ),
-    "mappings": (nested("{a: ", "}", 5000), f"more than {MAX_DEPTH} levels"),
-    "dashes": ("- " * 5000, f"more than {MAX_DEPTH} levels"),
-    "indents": ("\n".join(" " * i + "a:" for i in range(1000)), f"more than {MAX_DEPTH} levels"),
-    "long": ("# " + "x" * MAX_CHARACTERS, "engine.yaml: more than 1048576 characters"),
-    "sixties": (
-        "seed: 1" + ":59" * 30_000,
-        "engine.yaml:1: not valid YAML: a number of 90001 characters, where 100 are the most",
-    ),
-    "digits": ("seed: " + "9" * 5000, "engine.yaml:1: not valid YAML: a number of 5000 characters"),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_what_would_take_time_or_memory_without_end_is_refused(tmp_path: Path, name: str) -> None:
-    text, says = HOSTILE[name]
-    error = error_of(tmp_path, text)
-    assert says in error
-    assert len(error) < 300
-
-
-def test_values_are_counted_while_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dovetail.yaml_source.MAX_VALUES", 100)
-    assert error_of(tmp_path, "a:\n" + "-\n" * 200).startswith(
-        "engine.yaml:99: not valid YAML: more than"
-    )
+def test_a_large_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    error = error_of(tmp_path, "# " + "x" * MAX_CHARACTERS)
+    assert error.startswith("engine.yaml: more than 1048576 characters")
 
 
 @pytest.mark.parametrize(
@@ -82,11 +37,8 @@ def test_values_are_counted_while_they_are_read(
         ("\nseed: !!int _", "engine.yaml:2: not valid YAML: '_' can't be read as int"),
         ("seed: !!float ''", "engine.yaml:1: not valid YAML: '' can't be read as float"),
         ("seed: !!timestamp x", "engine.yaml:1: not valid YAML: 'x' can't be read as timestamp"),
-        ("seed: 1:59:59." + "0" * 80 + ":5", "engine.yaml:1: "),
         ("kv_cache_memory: 1e400GB", "engine.yaml:1: kv_cache_memory: expected a size like 4GiB"),
         ('seed: "\\UFFFFFFFF"', "engine.yaml:1: not valid YAML: "),
-        ('model: "\\ud800"', "engine.yaml:1: '\\ud800' has half a surrogate pair"),
-        ('"\\ud800": 1', "engine.yaml:1: '\\ud800' has half a surrogate pair"),
         (
             "model: a\nseed: \x00",
             "engine.yaml:2: not valid YAML: the character '\\x00' is not allowed",
@@ -220,31 +172,8 @@ LINES = st.lists(st.tuples(st.sampled_from(KEYS), YAML).map(": ".join) | PIECES,
 
 @examples(quick=200, full=20_000)
 @given(st.text(max_size=30) | YAML | LINES)
-def test_any_text_is_a_config_or_a_config_error_and_takes_work_by_its_length(text: str) -> None:
-    with at_most(20_000 + 1_000 * len(text)):
-        try:
-            EngineConfig.load(parse_yaml(text, "f").value or {})
-        except ConfigError as error:
-            assert len(str(error)) < 5000  # noqa: PT017
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "- 1\n",
-        "- {a: 1}\n",
-        "- [1]\n",
-        "# comment\n",
-        "- 'a\n",
-        "- !!int 1\n",
-        "- 2024-01-01\n",
-        "- &a x\n- *a\n",
-    ],
-)
-def test_twice_the_text_is_twice_the_work(line: str) -> None:
-    def calls(lines: int) -> int:
-        with at_most(MUCH_WORK) as work, suppress(ConfigError):
-            parse_yaml(line * lines, "f")
-        return work.calls
-
-    assert calls(200) < 2.2 * calls(100)
+def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
+    try:
+        EngineConfig.load(parse_yaml(text, "f").value or {})
+    except ConfigError as error:
+        assert len(str(error)) < 5000  # noqa: PT017
