@@ -56,6 +56,19 @@ class VocabParallelEmbedding(Layer):
         return self.group.all_reduce(hidden.masked_fill_(absent[:, None], 0))
 
 
+class ScaledEmbedding(VocabParallelEmbedding):
+    """Embedding times a number: its rows multiplied by `scale`."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, context: BuildContext, *, scale: float
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, context)
+        self.scale = scale
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(token_ids).mul_(self.scale)
+
+
 class Table(Layer):
     """indices [tokens] int64 -> their rows [tokens, hidden] of a small table, which every rank holds whole: of positions, of token types."""
 

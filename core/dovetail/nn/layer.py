@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -15,7 +15,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Layer(nn.Module):
-    """A module whose `forward` returns a tensor."""
+    """A module whose `forward` returns a tensor. `transform`: see `WeightRule.transform`."""
+
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     if TYPE_CHECKING:
 

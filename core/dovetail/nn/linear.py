@@ -255,8 +255,22 @@ class RowParallelLinear(LinearLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(self._share(x))
 
-    def add_to(self, residual: Residual, x: torch.Tensor) -> None:
-        """Add self(x) [tokens, out] to the stream."""
+    def add_to(
+        self,
+        residual: Residual,
+        x: torch.Tensor,
+        *,
+        wanted: torch.Tensor | None = None,
+        norm: RMSNorm | None = None,
+    ) -> None:
+        """Add self(x) [tokens, out] to the stream, normed before if `norm` is given. `wanted` [n]
+        int64: first reduce the stream and x to these tokens."""
+        if wanted is not None:
+            residual.keep(wanted)
+            x = x.index_select(0, wanted)
+        if norm is not None:
+            residual.add_parts(norm(self(x))[None])
+            return
         x = x.contiguous()
         if self.group.size > 1 or self.bias is not None:
             self._add_sum_to(residual, x)

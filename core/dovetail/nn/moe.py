@@ -4,15 +4,16 @@
     ids, weights = choose(logits, k, normalize=True)      # [tokens, k]
     experts.add_to(residual, x, ids, weights)
 
-How logits are used is up to the model; `choose` is what most models do. Each rank has a share of the inner size of every expert.
+`SparseFeedForward` is these as a part of a block. How logits are used is up to the model; `choose`
+is what most models do. Each rank has a share of the inner size of every expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,9 @@ from dovetail.nn.format.base import ExpertLayers
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
-from dovetail.nn.parameter import Part, Weight, share, whole
+from dovetail.nn.linear import RowParallelLinear
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import Part, Weight, share, weight_rules, whole
 from dovetail.nn.residual import Residual
 
 ALIGNED = 8  # outputs: other numbers are slow to multiply
@@ -47,6 +50,7 @@ class Router(Layer):
     ) -> None:
         super().__init__()
         parts: dict[str | None, Part] = {None: Part((count, hidden), 0, 0, count)}
+        self.has_shared = shared
         if shared:
             parts["shared"] = Part((1, hidden), 0, 0, 1, at=count)
         self.outputs = count + shared
@@ -64,6 +68,13 @@ class Router(Layer):
         return F.linear(
             x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
         )[:, : self.outputs]
+
+    def choose(
+        self, x: torch.Tensor, k: int, *, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids [tokens, k] int32 and weights [tokens, k] float32 of the experts of x
+        [tokens, hidden], one more of each if there is a shared one: see `choose`."""
+        return choose(self(x), k, normalize=normalize, shared=self.has_shared)
 
 
 def choose(
@@ -105,9 +116,76 @@ class Stacked:
     optional: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a rank's parts of experts lie in tensors of a checkpoint."""
+
+    hidden: int
+    inner: int  # of an expert
+    count: int  # experts
+    layers: tuple[str, ...]  # whose outputs are merged: gate and up, or up alone
+    share: tuple[int, int]  # the rank's indices of the inner size: (first, number of them)
+    stacked: Stacked | None  # None: each expert has tensors of its own
+    suffix: str = ""  # of shard ids: where a checkpoint may have either layout, they differ
+
+    def first(self, expert: int) -> dict[str | None, Part]:
+        """Return the parts of an expert's first layer [merged outputs, hidden], by shard ids."""
+        if self.stacked is None:
+            return self._merged((self.inner, self.hidden), 0)
+        shape = len(self.layers) * self.inner, self.hidden
+        return self._merged(shape, 0, (expert, self.count), transposed=self.stacked.transposed)
+
+    def first_biases(self) -> dict[str | None, Part]:
+        """Return the parts of the biases [experts, merged outputs] of all experts' first layers."""
+        return self._merged((self.count, len(self.layers) * self.inner), 1)
+
+    def _merged(
+        self,
+        shape: tuple[int, ...],
+        dim: int,
+        expert: tuple[int, int] | None = None,
+        *,
+        transposed: bool = False,
+    ) -> dict[str | None, Part]:
+        """Return parts of a tensor of `shape`, whose outputs are along `dim`."""
+        first, size = self.share
+        stride, next_layer = 1, 0
+        if self.stacked is not None:
+            stride, next_layer = (2, 1) if self.stacked.interleaved else (1, self.inner)
+        return {
+            f"{name}{self.suffix}": Part(
+                shape,
+                dim,
+                stride * first + index * next_layer,
+                size,
+                index * size,
+                stride=stride,
+                expert=expert,
+                transposed=transposed,
+            )
+            for index, name in enumerate(self.layers)
+        }
+
+    def down(self, expert: int) -> dict[str | None, Part]:
+        """Return the part of an expert's last layer [hidden, inner], by its shard id."""
+        stacked = self.stacked
+        part = Part(
+            (self.hidden, self.inner),
+            1,
+            *self.share,
+            expert=None if stacked is None else (expert, self.count),
+            transposed=stacked is not None and stacked.transposed,
+        )
+        return {self.down_id: part}
+
+    @property
+    def down_id(self) -> str | None:
+        return f"down{self.suffix}" if self.suffix else None
+
+
 class Experts(nn.Module):
-    """`count` feed-forwards: down(activation(gate(x)) * up(x)), another function of gate and up, or, without gates, down(relu(up(x))²). Weights are
-    in a format of `dovetail.nn.format`."""
+    """`count` feed-forwards: down(activation(gate(x)) * up(x)), another function of gate and up, or,
+    without gates, down(relu(up(x))²). Weights are in a format of `dovetail.nn.format`."""
 
     format: WeightFormat = DENSE
 
@@ -124,8 +202,9 @@ class Experts(nn.Module):
         per_token: int | None = None,
         shared: bool = False,
     ) -> None:
-        """`stacked`: the checkpoint has one tensor for all experts; `bias` requires it. `per_token`: experts of a token, to estimate the work of a
-        step. `shared`: there is one more expert, which the checkpoint has by itself; not with `bias`. Raises `UnsupportedError` for an unknown
+        """`stacked`: the checkpoint has one tensor for all experts; `bias` requires it. `per_token`:
+        experts of a token, to estimate the work of a step. `shared`: there is one more expert, which
+        the checkpoint has by itself; not with `bias`. Raises `UnsupportedError` for an unknown
         activation, for `bias` without `stacked`, and if `inner` can't be split over the ranks."""
         super().__init__()
         if isinstance(activation, str) and activation not in (*ACTIVATIONS, RELU2):
@@ -136,80 +215,50 @@ class Experts(nn.Module):
             raise UnsupportedError(
                 "biases of experts are implemented only for checkpoints with all experts in one tensor (stacked)"
             )
-        self.group, self.activation, self.stacked = context.parallel, activation, stacked
+        self.group = context.parallel
+        self.activation = activation
         self.share_per_token = (per_token or count) / count
         self.shared = count if shared else None  # its id
-        self.layouts = (stacked, None) if stacked is not None and stacked.optional else (stacked,)
         size = share(inner, self.group, "the inner size of experts")
-        names = ("up",) if activation == RELU2 else ("gate", "up")
-        held, at = (
-            len(names) * size,
-            range(0, len(names) * size, size),
-        )  # outputs of the first layer
+        layers = ("up",) if activation == RELU2 else ("gate", "up")
+        own = (self.group.rank * size, size)
+        alone = _Layout(hidden, inner, count, layers, own, None)
+        self._alone = (alone,)
+        self._layouts: tuple[_Layout, ...] = self._alone
+        if stacked is not None:
+            suffix = " of all" if stacked.optional else ""
+            of_all = replace(alone, stacked=stacked, suffix=suffix)
+            self._layouts = (of_all, alone) if stacked.optional else (of_all,)
 
-        def first_parts(expert: int | None, layout: Stacked | None) -> dict[str | None, Part]:
-            """The parts of an expert's first layer; without an expert, of all biases."""
-            rows = inner if layout is None else len(names) * inner
-            stride = 2 if layout is not None and layout.interleaved else 1
-            next_name = 0 if layout is None else 1 if stride == 2 else inner
-            starts = [
-                stride * self.group.rank * size + index * next_name for index in range(len(names))
-            ]
-            shape, dim = ((rows, hidden), 0) if expert is not None else ((count, rows), 1)
-            whose = None if layout is None or expert is None else (expert, count)
-            turned = layout is not None and layout.transposed and expert is not None
-            return {
-                self._part(name, layout): Part(
-                    shape, dim, start, size, place, stride=stride, expert=whose, transposed=turned
-                )
-                for name, start, place in zip(names, starts, at, strict=True)
-            }
-
-        def down_part(expert: int, layout: Stacked | None) -> Part:
-            whose = None if layout is None else (expert, count)
-            return Part(
-                (hidden, inner),
-                1,
-                self.group.rank * size,
-                size,
-                expert=whose,
-                transposed=layout is not None and layout.transposed,
-            )
-
-        def gate_up_of(expert: int) -> dict[str | None, Part]:
-            return {
-                name: part
-                for layout in self._layouts_of(expert)
-                for name, part in first_parts(expert, layout).items()
-            }
-
-        def down_of(expert: int) -> dict[str | None, Part]:
-            return {
-                self._part(None, layout): down_part(expert, layout)
-                for layout in self._layouts_of(expert)
-            }
-
+        experts = range(count + shared)
+        held = len(layers) * size  # outputs of the first layer
         self.gate_up = nn.ParameterList(
-            Weight((held, hidden), gate_up_of(index), context, later=True)
-            for index in range(count + shared)
+            Weight(
+                (held, hidden),
+                _joined(layout.first(index) for layout in self._layouts_of(index)),
+                context,
+                later=True,
+            )
+            for index in experts
         )
         self.down = nn.ParameterList(
-            Weight((hidden, size), down_of(index), context, later=True)
-            for index in range(count + shared)
+            Weight(
+                (hidden, size),
+                _joined(layout.down(index) for layout in self._layouts_of(index)),
+                context,
+                later=True,
+            )
+            for index in experts
         )
         self.gate_up_bias = self.down_bias = None
         if bias:
-            self.gate_up_bias = Weight((count, held), first_parts(None, stacked), context)
+            self.gate_up_bias = Weight((count, held), self._layouts[0].first_biases(), context)
             self.down_bias = whole((count, hidden), context)
         if not context.weights_later:
             self.take_format(DENSE, context.device)
 
-    def _layouts_of(self, expert: int) -> tuple[Stacked | None, ...]:
-        return (None,) if expert == self.shared else self.layouts
-
-    def _part(self, name: str | None, layout: Stacked | None) -> str | None:
-        """Return the shard id of a part in a layout: each has its own if there are two."""
-        return name if layout is None or len(self.layouts) == 1 else f"{name or 'down'} of all"
+    def _layouts_of(self, expert: int) -> tuple[_Layout, ...]:
+        return self._alone if expert == self.shared else self._layouts
 
     def take_format(
         self, form: WeightFormat, device: torch.device, of_shared: WeightFormat | None = None
@@ -287,21 +336,71 @@ class Experts(nn.Module):
         for index, (first, back) in enumerate(zip(self.gate_up, self.down, strict=True)):
             for layout in self._layouts_of(index):
                 one = shared if index == self.shared else f"{prefix}{index}."
-                for name, own in (("gate", gate), ("up", up)):
-                    if (part := self._part(name, layout)) in first.parts:
-                        yield WeightRule(
-                            f"{one}{own}.weight" if layout is None else f"{prefix}{both}",
-                            first,
-                            part,
-                        )
-                yield WeightRule(
-                    f"{one}{down}.weight" if layout is None else f"{prefix}{down}",
-                    back,
-                    self._part(None, layout),
-                )
+                is_alone = layout.stacked is None
+                for name, own in zip(("gate", "up"), (gate, up), strict=True):
+                    if name in layout.layers:
+                        source = f"{one}{own}.weight" if is_alone else f"{prefix}{both}"
+                        yield WeightRule(source, first, f"{name}{layout.suffix}")
+                source = f"{one}{down}.weight" if is_alone else f"{prefix}{down}"
+                yield WeightRule(source, back, layout.down_id)
         if self.gate_up_bias is not None:
             yield from (
                 WeightRule(f"{prefix}{both}_bias", self.gate_up_bias, part)
                 for part in self.gate_up_bias.parts
             )
             yield WeightRule(f"{prefix}{down}_bias", self.down_bias)
+
+
+def _joined(parts: Iterable[Mapping[str | None, Part]]) -> dict[str | None, Part]:
+    return {shard_id: part for some in parts for shard_id, part in some.items()}
+
+
+class SharedFeedForward(Protocol):
+    """Feed-forward that all tokens go through, beside their experts: a `torch.nn.Module`, such as
+    `GatedFeedForward`."""
+
+    down_proj: RowParallelLinear
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def weights(self, prefix: str) -> Iterable[WeightRule]: ...
+
+
+class SparseFeedForward(nn.Module):
+    """Weighted sum of a few experts, which a router chooses for each token, plus perhaps a
+    feed-forward that all tokens go through."""
+
+    router_name = "gate"  # names in a checkpoint
+    shared_name = "shared_experts"
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        per_token: int,
+        *,
+        normalize: bool,
+        shared: SharedFeedForward | None = None,
+    ) -> None:
+        """`per_token`, `normalize`: see `choose`."""
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.per_token = per_token
+        self.normalize = normalize
+        self.shared = shared
+
+    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+        """See `GatedFeedForward.add_to`."""
+        x = residual.normed(norm)
+        ids, weights = self.router.choose(x, self.per_token, normalize=self.normalize)
+        if self.shared is not None:
+            self.shared.down_proj.add_to(residual, self.shared.inner(x))
+        self.experts.add_to(residual, x, ids, weights)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        """Yield the rules for tensors whose names begin with `prefix`."""
+        yield from weight_rules(prefix, {self.router_name: self.router})
+        if self.shared is not None:
+            yield from self.shared.weights(f"{prefix}{self.shared_name}.")
+        yield from self.experts.weights(f"{prefix}experts.", shared=f"{prefix}{self.shared_name}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -47,12 +48,26 @@ def _constant(value: float) -> torch.Tensor:
     return torch.tensor(value)
 
 
-class RMSNorm(Layer):
-    """x [..., size] -> the same shape."""
+def one_plus(weight: torch.Tensor) -> torch.Tensor:
+    return 1 + weight
 
-    def __init__(self, size: int, eps: float, context: BuildContext) -> None:
+
+def _in_float32(context: BuildContext) -> BuildContext:
+    """Return the context of weights that are 1 + w, which has more digits than w."""
+    return replace(context, dtype=torch.float32)
+
+
+class RMSNorm(Layer):
+    """x [..., size] -> the same shape. `zero_centered`: a checkpoint has w for weights 1 + w, which
+    are kept in float32."""
+
+    def __init__(
+        self, size: int, eps: float, context: BuildContext, *, zero_centered: bool = False
+    ) -> None:
         super().__init__()
         self.eps = eps
+        self.transform = one_plus if zero_centered else None
+        context = _in_float32(context) if zero_centered else context
         self.weight = whole((size,), context, scale=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,14 +90,25 @@ class LayerNorm(Layer):
 class QKNorm(Layer):
     """Norms each head of q and k: qk [tokens, heads + kv_heads, head_size], q's heads first -> the same shape. Counts are this rank's.
 
-    q's heads share a weight [head_size], k's another; these are repeated for each head, so that q and k are normed together. Shard ids: "q", "k".
+    q's heads share a weight [head_size], k's another; these are repeated for each head, so that q
+    and k are normed together. Shard ids: "q", "k". `zero_centered`: as of `RMSNorm`.
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, head_size: int, eps: float, context: BuildContext
+        self,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        eps: float,
+        context: BuildContext,
+        *,
+        zero_centered: bool = False,
     ) -> None:
         super().__init__()
-        self.eps, self.heads = eps, (heads + kv_heads, head_size)
+        self.eps = eps
+        self.heads = (heads + kv_heads, head_size)
+        self.transform = one_plus if zero_centered else None
+        context = _in_float32(context) if zero_centered else context
         parts: dict[str | None, Part] = {
             "q": Part((head_size,), 0, 0, head_size, at=0, copies=heads)
         }

@@ -5,15 +5,16 @@ A fused parameter (q, k and v; gate and up) has one `Part` for each of its tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dovetail.api.model import BuildContext, ParallelGroup
+from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.layer import Layer
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # see `WeightRule.transform`
 
@@ -172,6 +173,21 @@ class Weight(nn.Parameter):
 def whole(shape: tuple[int, ...], context: BuildContext, *, scale: bool = False) -> Weight:
     """Return a parameter that every rank holds whole."""
     return Weight(shape, {None: Part(shape, 0, 0, shape[0])}, context, scale=scale)
+
+
+def weight_rules(
+    prefix: str, layers: Mapping[str, Layer | tuple[Layer, *tuple[str, ...]]]
+) -> Iterator[WeightRule]:
+    """Yield the rules for all parameters of layers, by the names of modules in a checkpoint, which
+    follow `prefix`. A module that is a part of a merged layer, or several, has their shard ids
+    beside the layer."""
+    for name, layer in layers.items():
+        merged, *shard_ids = layer if isinstance(layer, tuple) else (layer, None)
+        for kind, weight in merged.named_parameters():  # "weight", "bias", or what a format adds
+            for shard_id in shard_ids:
+                yield WeightRule(
+                    f"{prefix}{name}.{kind}", weight, shard_id, transform=merged.transform
+                )
 
 
 def share(total: int, group: ParallelGroup, what: str) -> int:

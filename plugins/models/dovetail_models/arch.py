@@ -1,4 +1,5 @@
-"""Bases of architectures: `ConfigArch` validates a Hugging Face config, `DecoderArch` builds the shared decoder."""
+"""Bases of architectures: `ConfigArch` validates a Hugging Face config, `DecoderArch` also builds
+a decoder of a family's blocks."""
 
 from __future__ import annotations
 
@@ -6,14 +7,19 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
 from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.nn.attention import spec_of_rank
+from dovetail.nn.decoder import AnyBlock, Decoder
+from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.model_files import model_length
-from dovetail.nn.rotary import rope_from_config, rope_reasons_against
-from dovetail_models.decoder import Decoder, DecoderShape
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.rotary import Rope, rope_from_config, rope_reasons_against
+from dovetail_models import decoder as shaped
+from dovetail_models.decoder import DecoderShape
 
 _SIZES = (
     "vocab_size",
@@ -166,11 +172,62 @@ def _unknown_because(name: str, defaults: Mapping[str, Any]) -> str:
 
 
 class DecoderArch(ConfigArch):
-    """Architecture that is a `Decoder` with the shape in its config."""
+    """Architecture of a decoder. Its methods but `reasons_against_fields`, `size_reasons` and
+    `rope_reasons` are called only for configs without reasons against them."""
+
+    decoder = Decoder
 
     @abstractmethod
-    def shape(self, config: Any) -> DecoderShape:
-        """Return the shape of the decoder. Called only for configs without reasons against them."""
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> AnyBlock:
+        """Return layer `spec.index`. `spec`: its attention, of the whole model."""
+
+    def norm(self, config: Any, context: BuildContext) -> RMSNorm:
+        """Return a norm of the residual stream."""
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+
+    def window(self, config: Any, index: int) -> int | None:
+        """Return `LayerSpec.window` of a layer."""
+        return None
+
+    def rope(self, config: Any, index: int) -> Rope:
+        """Return the rotary embedding of a layer."""
+        return rope_from_config(config.rope_parameters, head_size(config))
+
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        """Return the attention of a layer, of the whole model."""
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        size = head_size(config)
+        return LayerSpec(index, heads, kv_heads, size, size**-0.5, self.window(config, index))
+
+    def embedding(self, config: Any, context: BuildContext) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
+
+    def head(
+        self, config: Any, context: BuildContext, tied: VocabParallelEmbedding | None
+    ) -> LMHead:
+        """Return the output layer. `tied`: the embedding whose weight it shares."""
+        return LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
+
+    def skipped(self, config: Any) -> list[str]:
+        """Return the tensors of checkpoints that aren't loaded: see `Decoder`."""
+        return []
+
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        layers = range(config.num_hidden_layers)
+        return [spec_of_rank(self.spec(config, index), parallel) for index in layers]
+
+    def build(self, config: Any, context: BuildContext) -> nn.Module:
+        embedding = self.embedding(config, context)
+        layers = range(config.num_hidden_layers)
+        return self.decoder(
+            embedding,
+            [self.block(config, self.spec(config, index), context) for index in layers],
+            self.norm(config, context),
+            self.head(config, context, embedding if config.tie_word_embeddings else None),
+            [self.rope(config, index) for index in layers],
+            context.max_len or model_length(config),
+            self.skipped(config),
+        )
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
@@ -194,12 +251,22 @@ class DecoderArch(ConfigArch):
     def rope_reasons(self, config: Any) -> list[str]:
         return rope_reasons_against(config.rope_parameters or {})
 
+
+class ShapedArch(DecoderArch):
+    """Transitional: architecture that is a `Decoder` with the shape in its config."""
+
+    @abstractmethod
+    def shape(self, config: Any) -> DecoderShape: ...
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> AnyBlock:
+        raise NotImplementedError
+
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         shape = self.shape(config)
         return [shape.layer_spec(index, parallel) for index in range(shape.num_layers)]
 
-    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
-        return Decoder(self.shape(config), context)
+    def build(self, config: Any, context: BuildContext) -> nn.Module:
+        return shaped.Decoder(self.shape(config), context)
 
 
 def head_size(config: Any) -> int:
@@ -231,6 +298,12 @@ def shape_fields(config: Any, **special: Any) -> dict[str, Any]:
         "tied": config.tie_word_embeddings,
     }
     return common | special
+
+
+def window_of_layer_type(config: Any, index: int) -> int | None:
+    """Return a layer's window, for configs with `layer_types`."""
+    slides = config.layer_types[index] == "sliding_attention"
+    return config.sliding_window if slides else None
 
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from dovetail.nn.rotary import rope_from_config
-from dovetail_models.arch import DecoderArch, base_shape, experts_reasons
+from dovetail_models.arch import ShapedArch, base_shape, experts_reasons
 from dovetail_models.decoder import DecoderShape, ExpertsShape
 from dovetail_models.grouped import Grouping, group_reasons
 from dovetail_models.latent import LatentShape
@@ -14,7 +14,7 @@ from dovetail_models.latent import LatentShape
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-class DeepseekV3(DecoderArch):
+class DeepseekV3(ShapedArch):
     """Serves `DeepseekV3ForCausalLM`."""
 
     model_type = "deepseek_v3"

@@ -23,18 +23,17 @@ from dovetail.checks import shown
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.json_files import read_json_object
-from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
+from dovetail.nn.embedding import LMHead
 from dovetail.nn.layer import LayerList
 from dovetail.nn.linear import ReplicatedLinear
+from dovetail.nn.model_files import model_length
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import RotaryEmbedding, Rotation
 from dovetail.nn.weights import dummy_weights, load_weights, tensor_names, tensors_named
-from dovetail_models.arch import DecoderArch
-from dovetail_models.decoder import Attention, Block, DecoderShape, FeedForward
 from dovetail_models.llama import Llama
 from dovetail_models.qwen3 import Qwen3
 
-_KINDS: dict[str, type[DecoderArch]] = {"llama": Llama, "qwen3": Qwen3}  # of layers
+_KINDS: dict[str, type[Llama | Qwen3]] = {"llama": Llama, "qwen3": Qwen3}  # of layers
 _FILE = NoEffect("the versions and classes that wrote the file")
 KEYS = FileKeys(
     "config.json of a draft head",
@@ -75,6 +74,8 @@ class Eagle3(HeadArch):
             )
         layer = _layer_config(raw.get("transformer_layer_config"))
         arch = _KINDS[layer.model_type](NoOptions(), ModelContext())
+        self.layer = layer
+        self.arch = arch
         self.hidden_size, self.vocab_size = layer.hidden_size, target.vocab_size
         self.draft_vocab_size = _whole(raw, "draft_vocab_size", layer.vocab_size)
         self.norm_before_residual = bool(raw.get("norm_before_residual", False))
@@ -99,10 +100,10 @@ class Eagle3(HeadArch):
             )
         if why:
             raise UnsupportedError("; ".join(why))
-        self.target_hidden_size, self.shape = states, arch.shape(layer)
+        self.target_hidden_size = states
 
     def layer_specs(self, parallel: ParallelGroup) -> list[LayerSpec]:
-        return [self.shape.layer_spec(index, parallel) for index in range(self.shape.num_layers)]
+        return self.arch.layer_specs(self.layer, parallel)
 
     def build(self, context: BuildContext, target: Tapped) -> nn.Module:
         return Eagle3Head(self, context, target)
@@ -160,16 +161,17 @@ def _taps(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
 class FirstLayer(nn.Module):
     """The head's first layer, whose attention also reads the embedding of the next token."""
 
-    def __init__(
-        self, shape: DecoderShape, context: BuildContext, *, norm_before_residual: bool
-    ) -> None:
+    def __init__(self, head: Eagle3, context: BuildContext) -> None:
         super().__init__()
-        self.norm_before_residual = norm_before_residual
-        self.embedding_norm, self.state_norm, self.mlp_norm = (
-            shape.norm(context) for _ in range(3)
+        arch, config = head.arch, head.layer
+        self.norm_before_residual = head.norm_before_residual
+        self.embedding_norm = arch.norm(config, context)
+        self.state_norm = arch.norm(config, context)
+        self.attention = arch.attention(
+            config, arch.spec(config, 0), context, inputs=2 * config.hidden_size
         )
-        self.attention = Attention(0, shape, context, inputs=2 * shape.hidden_size)
-        self.mlp = FeedForward(shape, context)
+        self.mlp_norm = arch.norm(config, context)
+        self.mlp = arch.feed_forward(config, context)
 
     def store(self, embedded: torch.Tensor, states: torch.Tensor, rotation: Rotation) -> None:
         """Store K and V only."""
@@ -177,9 +179,9 @@ class FirstLayer(nn.Module):
 
     def forward(self, embedded: torch.Tensor, states: torch.Tensor, rotation: Rotation) -> Residual:
         normed = self.state_norm(states)
-        query = self.attention.store(self._inputs(embedded, normed), None, rotation)
+        q = self.attention.store(self._inputs(embedded, normed), None, rotation)
         residual = Residual(normed if self.norm_before_residual else states.clone())
-        self.attention.attend(residual, *query)
+        self.attention.attend(residual, q)
         self.mlp.add_to(residual, self.mlp_norm)
         return residual
 
@@ -199,31 +201,25 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, arch: Eagle3, context: BuildContext, target: Tapped) -> None:
         super().__init__()
-        shape, self.vocab_size, self.draft_vocab_size = (
-            arch.shape,
-            arch.vocab_size,
-            arch.draft_vocab_size,
-        )
-        self.embedding = (
-            VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context)
-            if arch.has_embedding
-            else None
-        )
+        family, config = arch.arch, arch.layer
+        self.vocab_size = arch.vocab_size
+        self.draft_vocab_size = arch.draft_vocab_size
+        self.embedding = family.embedding(config, context) if arch.has_embedding else None
         self.embed: Callable[[torch.Tensor], torch.Tensor] = (
             target.embed if self.embedding is None else self.embedding
         )
         self.fc = ReplicatedLinear(
-            len(arch.taps) * arch.target_hidden_size, shape.hidden_size, context
+            len(arch.taps) * arch.target_hidden_size, config.hidden_size, context
         )
-        self.rotary = RotaryEmbedding(
-            shape.rope, context.max_len or shape.max_len, device=context.device
-        )
-        self.first = FirstLayer(shape, context, norm_before_residual=arch.norm_before_residual)
+        max_len = context.max_len or model_length(config)
+        self.rotary = RotaryEmbedding(family.rope(config, 0), max_len, device=context.device)
+        self.first = FirstLayer(arch, context)
         self.blocks = LayerList(
-            Block(index, shape, context) for index in range(1, shape.num_layers)
+            family.block(config, family.spec(config, index), context)
+            for index in range(1, config.num_hidden_layers)
         )
-        self.norm = shape.norm(context)
-        self.head = LMHead(arch.draft_vocab_size, shape.hidden_size, context)
+        self.norm = family.norm(config, context)
+        self.head = LMHead(arch.draft_vocab_size, config.hidden_size, context)
         self.targets: torch.Tensor | None = (
             None  # [draft vocabulary] int64: the target's id of each draft id; None: the same
         )
@@ -239,8 +235,8 @@ class Eagle3Head(nn.Module):
         residual = self.first(embedded, states, rotation)
         *earlier, last = self.blocks
         for block in earlier:
-            block.add_to(residual, [rotation])
-        last.store(residual, [rotation])
+            block.add_to(residual, rotation)
+        last.attention.store(residual, last.input_norm, rotation)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
@@ -248,7 +244,7 @@ class Eagle3Head(nn.Module):
         rotation = self.rotary(positions)
         residual: Residual = self.first(self.embed(token_ids), states, rotation)
         for block in self.blocks:
-            block.add_to(residual, [rotation])
+            block.add_to(residual, rotation)
         return residual.summed()
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
 from dovetail_models.arch import (
-    DecoderArch,
+    ShapedArch,
     base_shape,
     head_size,
     layer_type_reasons,
@@ -22,7 +22,7 @@ _KINDS = (
 )  # of layers; each has a rotary embedding of its own
 
 
-class GemmaArch(DecoderArch):
+class GemmaArch(ShapedArch):
     """Common parts of Gemma 2 and its successors."""
 
     activation_field = "hidden_activation"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
-from dovetail_models.arch import DecoderArch, base_shape, experts_reasons, head_size
+from dovetail_models.arch import ShapedArch, base_shape, experts_reasons, head_size
 from dovetail_models.decoder import DecoderShape, ExpertsShape
 from dovetail_models.grouped import Grouping, group_reasons
 
 
-class Glm4Moe(DecoderArch):
+class Glm4Moe(ShapedArch):
     """Serves `Glm4MoeForCausalLM`."""
 
     model_type = "glm4_moe"

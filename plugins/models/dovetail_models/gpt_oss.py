@@ -7,7 +7,7 @@ from typing import Any
 from dovetail.nn.activation import ClampedSwiGLU
 from dovetail.nn.moe import Stacked
 from dovetail_models.arch import (
-    DecoderArch,
+    ShapedArch,
     base_shape,
     experts_reasons,
     layer_type_reasons,
@@ -16,7 +16,7 @@ from dovetail_models.arch import (
 from dovetail_models.decoder import DecoderShape, ExpertsShape
 
 
-class GptOss(DecoderArch):
+class GptOss(ShapedArch):
     """Serves `GptOssForCausalLM`."""
 
     model_type = "gpt_oss"

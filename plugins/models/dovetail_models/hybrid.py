@@ -24,7 +24,7 @@ from dovetail.nn.parameter import share
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation
 from dovetail.nn.state import DeltaShape, GatedDeltaNet, Mamba2Mixer, Mamba2Shape
-from dovetail_models.arch import DecoderArch
+from dovetail_models.arch import ShapedArch
 from dovetail_models.decoder import (
     Attention,
     Decoder,
@@ -317,7 +317,7 @@ class HybridDecoder(Decoder):
         return super().is_around_one(rule) and all(rule.parameter is not weight for weight in gated)
 
 
-class HybridArch(DecoderArch):
+class HybridArch(ShapedArch):
     """Architecture that is a `HybridDecoder`."""
 
     kinds: ClassVar[Mapping[str, Kind]]  # by the names of the config's `layer_types`

@@ -24,7 +24,7 @@ from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import RotaryEmbedding, Rotation
 from dovetail.nn.weights import tensor_names
-from dovetail_models.arch import DecoderArch
+from dovetail_models.arch import ShapedArch
 from dovetail_models.decoder import Block, DecoderShape, one_plus
 from dovetail_models.deepseek import DeepseekV3, Glm4MoeLite
 from dovetail_models.glm4_moe import Glm4Moe
@@ -56,7 +56,7 @@ def _apart(config: Any) -> Names:
     )
 
 
-_DEEPSEEK: tuple[type[DecoderArch], ...] = (DeepseekV3, Glm4Moe, Glm4MoeLite)
+_DEEPSEEK: tuple[type[ShapedArch], ...] = (DeepseekV3, Glm4Moe, Glm4MoeLite)
 _FAMILIES = {arch.model_type: (arch, _after_the_last) for arch in _DEEPSEEK} | {
     arch.model_type: (arch, _apart) for arch in (Qwen3Next, Qwen35, Qwen35Moe)
 }

@@ -1,11 +1,16 @@
-"""Qwen2 and Qwen2.5 (dense): q, k and v have biases, attention's output has none; later layers may have a window."""
+"""Qwen2 and Qwen2.5 (dense): q, k and v have biases, attention's output has none; later layers may
+have a window."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dovetail_models.arch import DecoderArch, base_shape, layer_type_reasons, windows_by_layer_type
-from dovetail_models.decoder import DecoderShape
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import Block
+from dovetail.nn.feed_forward import GatedFeedForward
+from dovetail_models.arch import DecoderArch, layer_type_reasons, window_of_layer_type
 
 
 class Qwen2(DecoderArch):
@@ -19,5 +24,13 @@ class Qwen2(DecoderArch):
     def reasons_against_fields(self, config: Any) -> list[str]:
         return super().reasons_against_fields(config) + layer_type_reasons(config)
 
-    def shape(self, config: Any) -> DecoderShape:
-        return base_shape(config, windows=windows_by_layer_type(config), qkv_bias=True)
+    def window(self, config: Any, index: int) -> int | None:
+        return window_of_layer_type(config, index)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> Block[Attention]:
+        return Block(
+            self.norm(config, context),
+            Attention(config.hidden_size, spec, context, bias=True),
+            self.norm(config, context),
+            GatedFeedForward(config.hidden_size, config.intermediate_size, context),
+        )

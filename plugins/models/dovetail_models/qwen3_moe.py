@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.nn.moe import Stacked
-from dovetail_models.arch import DecoderArch, base_shape, experts_reasons, window_reasons
+from dovetail_models.arch import ShapedArch, base_shape, experts_reasons, window_reasons
 from dovetail_models.decoder import DecoderShape, ExpertsShape
 
 
-class Qwen3Moe(DecoderArch):
+class Qwen3Moe(ShapedArch):
     """Serves `Qwen3MoeForCausalLM`."""
 
     model_type = "qwen3_moe"

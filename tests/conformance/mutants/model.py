@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,13 +12,22 @@ import torch
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.api.state import StateBatch, StateLayer, StateSpec
+from dovetail.nn.attention import Attention
+from dovetail.nn.rotary import Rope
 from dovetail_models.bert import Bert, XLMRoberta
-from dovetail_models.decoder import DecoderShape
 from dovetail_models.llama import Llama
 from dovetail_models.modernbert import ModernBert
 from dovetail_models.qwen3 import Qwen3
 from dovetail_models.qwen3_next import Qwen35
 from tests.conformance.mutants import mutant
+
+
+def changed(config: Any, **fields: Any) -> Any:
+    """Return a copy of a config with other values of some fields."""
+    other = copy(config)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
 
 
 class Altered(Qwen3):
@@ -80,23 +90,27 @@ class AddsTheMeanOfTheStep(Bert):
 
 @mutant(caught_by="model.transformers")
 class RotatesALittleFaster(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        shape = super().shape(config)
-        return replace(shape, rope=replace(shape.rope, theta=shape.rope.theta * 0.9))
+    def rope(self, config: Any, index: int) -> Rope:
+        rope = super().rope(config, index)
+        return replace(rope, theta=rope.theta * 0.9)
 
 
 @mutant(caught_by="model.transformers")
 class UsualEps(Qwen3):
     """Passes over the config's eps."""
 
-    def shape(self, config: Any) -> DecoderShape:
-        return replace(super().shape(config), norm_eps=1e-6)
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        return super().build(changed(config, rms_norm_eps=1e-6), context)
 
 
 @mutant(caught_by="model.transformers")
 class NoNormOfHeads(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        return replace(super().shape(config), qk_norm=False)
+    def attention(
+        self, config: Any, spec: LayerSpec, context: BuildContext, inputs: int | None = None
+    ) -> Attention:
+        attention = super().attention(config, spec, context, inputs)
+        attention.qk_norm = None
+        return attention
 
 
 @mutant(caught_by="model.transformers")
@@ -130,15 +144,15 @@ class TakesEveryActivationForSilu(Qwen3):
 
 @mutant(caught_by="model.config_fields")
 class ForgetsBiases(Llama):
-    def shape(self, config: Any) -> DecoderShape:
-        return replace(super().shape(config), mlp_bias=False)
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        return super().build(changed(config, mlp_bias=False), context)
 
 
 @mutant(caught_by="model.config_fields")
 class WindowOneTooWide(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        shape = super().shape(config)
-        return replace(shape, windows=tuple(window and window + 1 for window in shape.windows))
+    def window(self, config: Any, index: int) -> int | None:
+        window = super().window(config, index)
+        return window and window + 1
 
 
 @mutant(caught_by="model.config_fields")
@@ -383,8 +397,8 @@ class RefusesWhatEveryConfigFileHas(Qwen3):
 
 @mutant(caught_by="model.tied")
 class NeverTied(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        return replace(super().shape(config), tied=False)
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        return super().build(changed(config, tie_word_embeddings=False), context)
 
 
 # ---- ranks, specs and dtypes
@@ -636,10 +650,10 @@ class PassesOverSwitches(Qwen3):
 class LastNormInItsDtype(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
-        model.norm.forward = lambda x: self.norm(x, model.norm.weight, config.rms_norm_eps)
+        model.norm.forward = lambda x: self.normed(x, model.norm.weight, config.rms_norm_eps)
         return model  # type: ignore[no-any-return]
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
@@ -660,7 +674,7 @@ class NormsHeadsInItsDtype(Qwen3):
 class RoundsTheMeanOfSquares(LastNormInItsDtype):
     """What is squared is in float32, so that nothing overflows."""
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         mean = x.float().pow(2).mean(-1, keepdim=True)
         kept = mean.bfloat16().float() if x.dtype != torch.float32 else mean
         return weight * (x.float() * torch.rsqrt(kept + eps)).to(x.dtype)
@@ -670,7 +684,7 @@ class RoundsTheMeanOfSquares(LastNormInItsDtype):
 class SquaresInItsDtype(LastNormInItsDtype):
     """Right but for what is so large that its square overflows."""
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         mean = x.pow(2).float().mean(-1, keepdim=True)
         return weight * (x.float() * torch.rsqrt(mean + eps)).to(x.dtype)
 
@@ -793,45 +807,37 @@ class TakesFallingPositionsForRising(Altered):
 
 @mutant(caught_by="model.config_fields")
 class HasALeastEps(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        shape = super().shape(config)
-        return replace(shape, norm_eps=max(shape.norm_eps, 1e-6))
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        return super().build(changed(config, rms_norm_eps=max(config.rms_norm_eps, 1e-6)), context)
 
 
 @mutant(caught_by="model.config_fields")
 class TakesAWindowOfOneForNone(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        shape = super().shape(config)
-        return replace(
-            shape, windows=tuple(None if window == 1 else window for window in shape.windows)
-        )
+    def window(self, config: Any, index: int) -> int | None:
+        window = super().window(config, index)
+        return None if window == 1 else window
 
 
 @mutant(caught_by="model.config_fields")
 class HasALeastWindow(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        shape = super().shape(config)
-        return replace(shape, windows=tuple(window and max(window, 2) for window in shape.windows))
+    def window(self, config: Any, index: int) -> int | None:
+        window = super().window(config, index)
+        return window and max(window, 2)
 
 
 @mutant(caught_by="model.config_fields")
 class TakesNoUnwindowedLayersForAll(Qwen3):
     """`max_window_layers` of 0 is taken for a field that isn't set."""
 
-    def shape(self, config: Any) -> DecoderShape:
-        shape = super().shape(config)
-        return (
-            replace(shape, windows=(None,) * len(shape.windows))
-            if not config.max_window_layers
-            else shape
-        )
+    def window(self, config: Any, index: int) -> int | None:
+        return super().window(config, index) if config.max_window_layers else None
 
 
 @mutant(caught_by="model.config_fields")
 class HasALargestTheta(Qwen3):
-    def shape(self, config: Any) -> DecoderShape:
-        shape = super().shape(config)
-        return replace(shape, rope=replace(shape.rope, theta=min(shape.rope.theta, 1e6)))
+    def rope(self, config: Any, index: int) -> Rope:
+        rope = super().rope(config, index)
+        return replace(rope, theta=min(rope.theta, 1e6))
 
 
 # ---- states

@@ -1,0 +1,186 @@
+"""Decoder composed of parts: embedding, blocks, norm, output layer.
+
+A family of models composes its own block of norms, attention and feed-forward: `Block`, or a class
+with the same methods where the order differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from dovetail.api.model import WeightRule
+from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
+from dovetail.nn.layer import LayerList
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import weight_rules
+from dovetail.nn.residual import Residual
+from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
+
+AddTo = Callable[[Residual, Rotation, torch.Tensor | None], None]  # `Block.add_to`
+
+
+class Mixer(Protocol):
+    """Part of a block that mixes the tokens of a row: a `torch.nn.Module`, such as `Attention`."""
+
+    name: str  # of the module in a checkpoint
+
+    def add_to(
+        self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
+    ) -> None:
+        """See `Attention.add_to`."""
+
+    def weights(self, prefix: str) -> Iterable[WeightRule]:
+        """Return the rules for tensors whose names begin with `prefix`."""
+
+
+M = TypeVar("M", bound=Mixer)
+
+
+class FeedForward(Protocol):
+    """Part of a block that computes on tokens individually: a `torch.nn.Module`."""
+
+    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+        """See `GatedFeedForward.add_to`."""
+
+    def weights(self, prefix: str) -> Iterable[WeightRule]:
+        """Return the rules for tensors whose names begin with `prefix`."""
+
+
+class Block(nn.Module, Generic[M]):
+    """Pre-norm block: attention, then feed-forward; each reads the stream through a norm and adds
+    to it."""
+
+    mixes = True  # tokens of a row
+
+    def __init__(
+        self, input_norm: RMSNorm, attention: M, mlp_norm: RMSNorm, mlp: FeedForward
+    ) -> None:
+        super().__init__()
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def add_to(
+        self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None
+    ) -> None:
+        """Add the block to the stream [tokens, hidden]. `wanted` [n] int64: reduce the stream to
+        these tokens once they are mixed."""
+        self.attention.add_to(residual, self.input_norm, rotation, wanted)
+        self.mlp.add_to(residual, self.mlp_norm)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        """Yield the rules for tensors whose names begin with `prefix`."""
+        yield from weight_rules(
+            prefix,
+            {"input_layernorm": self.input_norm, "post_attention_layernorm": self.mlp_norm},
+        )
+        yield from self.attention.weights(f"{prefix}{self.attention.name}.")
+        yield from self.mlp.weights(f"{prefix}mlp.")
+
+
+class AnyBlock(Protocol):
+    """What `Decoder` needs of its blocks, which are `torch.nn.Module`s: see `Block`."""
+
+    mixes: bool
+
+    def add_to(
+        self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None
+    ) -> None: ...
+
+    def weights(self, prefix: str) -> Iterable[WeightRule]: ...
+
+
+class Decoder(nn.Module):
+    """The whole model, a `dovetail.api.model.Tapped`. Names of a checkpoint's tensors are those of
+    most families in transformers."""
+
+    embedding_name = "model.embed_tokens"
+    layers_name = "model.layers"
+    norm_name = "model.norm"
+
+    def __init__(
+        self,
+        embedding: VocabParallelEmbedding,
+        blocks: Iterable[AnyBlock],
+        norm: RMSNorm,
+        head: LMHead,
+        ropes: Sequence[Rope],
+        max_len: int,
+        skipped: Sequence[str] = (),
+    ) -> None:
+        """`ropes`: of each block. `max_len`: tokens of the longest sequence. `skipped`: tensors of
+        a checkpoint that aren't loaded, as `WeightRule.source` names them."""
+        super().__init__()
+        self.embedding = embedding
+        different = list(dict.fromkeys(ropes))
+        self.rotaries = LayerList(
+            RotaryEmbedding(rope, max_len, device=embedding.weight.device) for rope in different
+        )
+        self.blocks: Sequence[AnyBlock] = LayerList(blocks)  # type: ignore[assignment,type-var]
+        self.norm = norm
+        self.head = head
+        self._rotary_of = [different.index(rope) for rope in ropes]
+        self._last_mixer = max(index for index, block in enumerate(self.blocks) if block.mixes)
+        self._skipped = skipped
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.forward_tapped(token_ids, positions, wanted, ())[0]
+
+    def forward_tapped(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        taps: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(token_ids)
+        rotations = [rotary(positions) for rotary in self.rotaries]
+        added = self.added(token_ids, x)
+        residual = Residual(x)  # changes x
+        tapped = dict[int, torch.Tensor]()
+        taps_see_all = not taps or max(taps) <= self._last_mixer
+        for index, (add_to, rotary) in enumerate(zip(added, self._rotary_of, strict=True)):
+            if index in taps:
+                tapped[index] = residual.summed().clone()
+            reduces = taps_see_all and index == self._last_mixer
+            add_to(residual, rotations[rotary], wanted if reduces else None)
+        hidden = residual.normed(self.norm)
+        if not taps:
+            return hidden, hidden
+        tapped[len(self.blocks)] = hidden
+        states = tapped[taps[0]]
+        if len(taps) > 1:
+            states = torch.cat([tapped[tap] for tap in taps], dim=1)
+        if wanted is not None and not taps_see_all:
+            hidden = hidden.index_select(0, wanted)
+        return hidden, states
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def added(self, token_ids: torch.Tensor, x: torch.Tensor) -> Sequence[AddTo]:
+        """Return `add_to` of each block, for tokens with the embeddings x [tokens, hidden]. Models
+        whose blocks read more than the stream override it."""
+        return [block.add_to for block in self.blocks]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+    def weights(self) -> Iterator[WeightRule]:
+        """Yield the rules for tensors of a Hugging Face checkpoint. A tied head shares the
+        embedding's weight, under either name or both."""
+        yield from weight_rules("", {self.embedding_name: self.embedding})
+        is_tied = self.head.weight is self.embedding.weight
+        yield WeightRule("lm_head.weight", self.head.weight, optional=is_tied)
+        yield from weight_rules("", {self.norm_name: self.norm})
+        for index, block in enumerate(self.blocks):
+            yield from block.weights(f"{self.layers_name}.{index}.")
+        for name in self._skipped:
+            yield WeightRule(name, None, optional=True)
