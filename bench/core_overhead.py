@@ -24,7 +24,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Result
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.api.scheduler import SchedulerContext
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.features import features_of
 from dovetail.front.assembly import Assembly
@@ -33,7 +33,7 @@ from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 BLOCK_SIZE = 16
 MAX_LEN = 32_768

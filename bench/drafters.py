@@ -25,7 +25,7 @@ from dovetail.api.drafter import DrafterContext
 from dovetail.engine.live_request import LiveRequest
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 
 FILES = (
     "textwrap.py",

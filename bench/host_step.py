@@ -17,8 +17,8 @@ import time
 import zmq
 
 from bench.core_overhead import make_engine, measure
-from dovetail.request import RequestFields
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.request import RequestFields
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.frames import Hello, add_of, encode
 from dovetail_server.host import EngineHost
 from dovetail_server.links import ZmqPost

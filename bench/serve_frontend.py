@@ -21,9 +21,9 @@ from pathlib import Path
 import uvicorn
 
 import dovetail_models
+from dovetail.config.limits import Limits
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import IntakeFacts
-from dovetail.limits import Limits
 from dovetail_server.app import create_app
 from dovetail_server.engine import EngineInfo, Load
 from dovetail_server.frames import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.bounded_json import JsonBounds, JsonTexts, WrongJsonError, excess_of, read_json
+from dovetail.base.bounded_json import JsonBounds, JsonTexts, WrongJsonError, excess_of, read_json
 from tests.budget import least_cpu_s
 from tests.support import examples
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dovetail import LLM, SamplingParams
-from dovetail.logs import LEVELS, VARIABLE
+from dovetail.base.logs import LEVELS, VARIABLE
 
 SPEAK = """
 log = logging.getLogger("dovetail")

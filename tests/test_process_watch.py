@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.process_watch import LONGEST_TURN_S, STOPPED_S, ProcessWatch, how_ended
+from dovetail.api.process_watch import LONGEST_TURN_S, STOPPED_S, ProcessWatch, how_ended
 
 
 class Time:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.checks import shown
+from dovetail.errors import shown
 from tests.budget import least_cpu_s
 from tests.support import examples
 

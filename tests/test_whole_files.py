@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.whole_files import write_whole
+from dovetail.api.whole_files import write_whole
 
 
 def test_a_file_is_replaced_once_it_is_complete(tmp_path: Path) -> None:

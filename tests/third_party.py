@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from dovetail import LLMEngine, SamplingParams
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from dovetail.registry.registry import Registry
 
 config_file, kind, name, folder, *model = sys.argv[1:]

@@ -21,17 +21,17 @@ import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from dovetail import sentence_transformers_files
+from dovetail.api import sentence_transformers_files
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused
 from dovetail.cli.app import app
-from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
-from dovetail.config_schema import json_schema
-from dovetail.file_keys import FileKeys, NoEffect, Refused
+from dovetail.config.engine import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
+from dovetail.config.limits import Limits
+from dovetail.config.schema import json_schema
 from dovetail.front import lora_files, tokenizer
 from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
-from dovetail.limits import Limits
 from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent

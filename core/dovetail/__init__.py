@@ -1,7 +1,7 @@
 """Dovetail: a pluggable LLM inference engine.
 
 The names below are loaded when first used, so that `import dovetail` is quick and needs no torch. Importing the package sets up
-its logging: see `dovetail.logs`.
+its logging: see `dovetail.base.logs`.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dovetail import logs
+from dovetail.base import logs
 
 if TYPE_CHECKING:
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
     from dovetail.end_reason import EndReason
     from dovetail.errors import DovetailError
     from dovetail.front.async_engine import AsyncLLMEngine
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.llm import LLM
     from dovetail.front.llm_engine import LLMEngine
-    from dovetail.lora import LoRARequest
-    from dovetail.pooling import (
+    from dovetail.request.lora import LoRARequest
+    from dovetail.request.outputs import CompletionOutput, RequestOutput
+    from dovetail.request.pooling import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingParams,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from dovetail.request import CompletionOutput, RequestOutput
-    from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams
-    from dovetail.structured import Structured, StructuredOutputsParams
+    from dovetail.request.sampling_params import BeamSearchParams, OutputKind, SamplingParams
+    from dovetail.request.structured import Structured, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -37,23 +37,23 @@ _HOMES = {
     "LLM": "dovetail.front.llm",
     "LLMEngine": "dovetail.front.llm_engine",
     "AsyncLLMEngine": "dovetail.front.async_engine",
-    "BeamSearchParams": "dovetail.sampling_params",
+    "BeamSearchParams": "dovetail.request.sampling_params",
     "EngineArgs": "dovetail.front.engine_args",
-    "EngineConfig": "dovetail.config",
+    "EngineConfig": "dovetail.config.engine",
     "DovetailError": "dovetail.errors",
     "EndReason": "dovetail.end_reason",
-    "LoRARequest": "dovetail.lora",
-    "CompletionOutput": "dovetail.request",
-    "ClassificationRequestOutput": "dovetail.pooling",
-    "EmbeddingRequestOutput": "dovetail.pooling",
-    "PoolingParams": "dovetail.pooling",
-    "PoolingRequestOutput": "dovetail.pooling",
-    "ScoringRequestOutput": "dovetail.pooling",
-    "OutputKind": "dovetail.sampling_params",
-    "RequestOutput": "dovetail.request",
-    "SamplingParams": "dovetail.sampling_params",
-    "Structured": "dovetail.structured",
-    "StructuredOutputsParams": "dovetail.structured",
+    "LoRARequest": "dovetail.request.lora",
+    "CompletionOutput": "dovetail.request.outputs",
+    "ClassificationRequestOutput": "dovetail.request.pooling",
+    "EmbeddingRequestOutput": "dovetail.request.pooling",
+    "PoolingParams": "dovetail.request.pooling",
+    "PoolingRequestOutput": "dovetail.request.pooling",
+    "ScoringRequestOutput": "dovetail.request.pooling",
+    "OutputKind": "dovetail.request.sampling_params",
+    "RequestOutput": "dovetail.request.outputs",
+    "SamplingParams": "dovetail.request.sampling_params",
+    "Structured": "dovetail.request.structured",
+    "StructuredOutputsParams": "dovetail.request.structured",
 }
 
 __all__ = [

@@ -6,9 +6,11 @@ Messages say what was wrong, where, and what would be right.
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 from dovetail.end_reason import EndReason
 
+_SHOWN = 80  # characters of a value in an error
 DISTRIBUTION = "dovetail-llm"  # Dovetail's name for pip; the package index has another `dovetail`
 
 
@@ -101,3 +103,30 @@ def describe_raised(error: BaseException, package: str) -> str:
     """Return the type and text of an error, and where in a package it was raised if that is known."""
     place = raised_at(error, package)
     return f"{describe(error)} ({place})" if place else describe(error)
+
+
+def shown(value: Any) -> str:
+    """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any length. Reads no more than it shows."""
+    try:
+        text = _repr(value, _SHOWN + 1)
+    except Exception:  # somebody else's class, or an integer that Python finds too long to print
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _repr(value: Any, room: int) -> str:
+    """Return the repr of a value, or the beginning of it if that has more than `room` characters."""
+    kind = type(value)
+    if kind in (str, bytes):
+        return repr(value[:room])
+    if kind not in (list, tuple, dict) or not value:
+        return repr(value)
+    text = "[" if kind is list else "(" if kind is tuple else "{"
+    for index, item in enumerate(value):
+        if len(text) > room:
+            return text
+        text += (", " if index else "") + _repr(item, room - len(text))
+        if kind is dict:
+            text += ": " + _repr(value[item], max(0, room - len(text)))
+    comma = "," if kind is tuple and len(value) == 1 else ""
+    return text + comma + ("]" if kind is list else ")" if kind is tuple else "}")

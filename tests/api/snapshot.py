@@ -17,15 +17,12 @@ from types import ModuleType
 from typing import Any, ForwardRef
 
 import dovetail.api
-from dovetail import end_reason, request, sampling_params
+from dovetail import end_reason
+from dovetail.request import outputs, request, sampling_params
 
-OF_REQUEST = (
-    "CompletionOutput",
-    "Logprob",
-    "Request",
-    "RequestMetrics",
-    "RequestOutput",
-)
+OF_END_REASON = ("EndReason", "FinishReason")
+OF_REQUEST = ("Request",)
+OF_OUTPUTS = ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput")
 OF_SAMPLING_PARAMS = ("BeamSearchParams", "OutputKind", "SamplingParams")
 
 
@@ -39,8 +36,9 @@ def lines() -> Iterator[str]:
         ),
     ]:
         yield from _module(module, _public(module))
-    yield from _module(end_reason, ("EndReason", "FinishReason"))
+    yield from _module(end_reason, OF_END_REASON)
     yield from _module(request, OF_REQUEST)
+    yield from _module(outputs, OF_OUTPUTS)
     yield from _module(sampling_params, OF_SAMPLING_PARAMS)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dovetail import LLMEngine
-from dovetail.request import Request, RequestFields
+from dovetail.request import Request
+from dovetail.request.request import RequestFields
 
 RESOLVED = {"cache_salt", "lora_request"}  # a request has them as some of its `cache_keys`
 

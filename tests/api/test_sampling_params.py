@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.checks import is_larger
+from dovetail.base.checks import is_larger
 from dovetail.errors import RequestError
-from dovetail.frozen import MAX_DEPTH, FrozenDict, frozen
-from dovetail.sampling_params import NAMES_ELSEWHERE, OutputKind, SamplingParams
+from dovetail.request.frozen import MAX_DEPTH, FrozenDict, frozen
+from dovetail.request.sampling_params import NAMES_ELSEWHERE, OutputKind, SamplingParams
 from tests.support import examples
 
 PLAIN = st.recursive(

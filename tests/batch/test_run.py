@@ -17,7 +17,8 @@ import pytest
 from bench.batch import main as bench_main
 from bench.toy import answer, installed_in
 
-from dovetail import LLM, LLMEngine, PoolingParams, SamplingParams, process_watch
+from dovetail import LLM, LLMEngine, PoolingParams, SamplingParams
+from dovetail.api import process_watch
 from dovetail.errors import ConfigError, EngineDeadError, ModelLoadError
 from dovetail.front.tokenizer import Tokenizer
 from dovetail_batch import open_job, runner

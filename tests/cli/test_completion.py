@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from dovetail.api.component import KINDS
 from dovetail.cli.app import app
 from dovetail.cli.completion import join_words
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from tests.registry.fakes import Site
 
 

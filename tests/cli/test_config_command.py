@@ -11,13 +11,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dovetail.base.roadmap import HEADINGS, PAGE
 from dovetail.cli.app import app
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.front.assembly import assemble
 from dovetail.registry.registry import Registry
-from dovetail.roadmap import HEADINGS, PAGE
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.registry.fakes import Site, components, scheduler
 
 

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.request import CompletionOutput, RequestOutput
-from dovetail.sampling_params import OutputKind, SamplingParams
-from dovetail.structured import Structured
+from dovetail.request.outputs import CompletionOutput, RequestOutput
+from dovetail.request.sampling_params import OutputKind, SamplingParams
+from dovetail.request.structured import Structured
 
 
 class Echo:

@@ -17,8 +17,8 @@ BLOCKED = """
 import importlib, pkgutil, sys
 for name in ("torch", "transformers", "tokenizers", "huggingface_hub", "triton"):
     sys.modules[name] = None  # importing it now raises ImportError
-import dovetail.request, dovetail.errors, dovetail.config, dovetail.config_schema, dovetail.parts
-for package in ("api", "registry", "engine", "cli"):
+import dovetail.errors
+for package in ("api", "base", "request", "config", "registry", "engine", "cli"):
     top = importlib.import_module("dovetail." + package)
     for module in pkgutil.walk_packages(top.__path__, top.__name__ + "."):
         importlib.import_module(module.name)

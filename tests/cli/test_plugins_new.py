@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from dovetail import LLMEngine, SamplingParams, __version__
 from dovetail.api.component import API_VERSIONS, KINDS, ComponentSpec, Kind
 from dovetail.cli.plugins_new import MAX_NAME, component_name, new, write_package
-from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.registry import Registry

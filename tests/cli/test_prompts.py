@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dovetail.cli.prompts import Prompt, as_chat, read_plain, read_prompts
 from dovetail.errors import RequestError
-from dovetail.sampling_params import OutputKind
+from dovetail.request.sampling_params import OutputKind
 from tests.support import examples
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.cli.streams import echo_json
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from tests.preloaded import Preloaded
 from tests.support import examples
 

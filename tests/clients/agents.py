@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from dovetail.config.limits import Limits
 from dovetail.front.chat import ChatFrontEnd
-from dovetail.limits import Limits
 from tests.server.fake_engine import FakeRequest
 from tests.server.scripted import Script, ScriptedEngine
 from tests.server.serving import serving_in_thread

@@ -12,12 +12,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig, Speculation
+from dovetail.base.yaml_source import parse_yaml
+from dovetail.config.engine import COMPONENT_KEYS, ComponentChoice, EngineConfig, Speculation
+from dovetail.config.limits import Limits
+from dovetail.config.parts import find_parts
 from dovetail.errors import DISTRIBUTION, ConfigError
-from dovetail.limits import Limits
-from dovetail.parts import find_parts
 from dovetail.registry.registry import PREFERENCE, Registry
-from dovetail.yaml_source import parse_yaml
 from tests.registry.fakes import Site, components
 from tests.support import examples
 

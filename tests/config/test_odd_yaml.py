@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.config import EngineConfig
+from dovetail.base.where import LISTED
+from dovetail.base.yaml_source import MAX_CHARACTERS, parse_yaml
+from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError
-from dovetail.where import LISTED
-from dovetail.yaml_source import MAX_CHARACTERS, parse_yaml
 from tests.support import examples
 from tests.work import at_most
 

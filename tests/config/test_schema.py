@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.config import EngineConfig
-from dovetail.config_schema import json_schema
+from dovetail.config.engine import EngineConfig
+from dovetail.config.schema import json_schema
 from dovetail.registry.registry import Registry
 from tests.registry.fakes import Site, components, scheduler
 

@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
-from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.registry.registry import AUTO, Registry
 from dovetail.testing import runner

@@ -16,7 +16,7 @@ from tools import docs_griffe, docs_hooks
 import dovetail
 from dovetail import api, testing
 from dovetail.api.component import KINDS, Kind
-from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.metadata import PROBLEMS
@@ -253,7 +253,7 @@ def test_every_page_is_in_the_navigation(nav: list[str]) -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """Paths like `core/dovetail/config.py`, and bare names of modules like `step.py`."""
+    """Paths like `core/dovetail/config/engine.py`, and bare names of modules like `step.py`."""
     files = [
         path
         for folder in ("core", "plugins", "apps", "bench", "tests", "tools")
@@ -318,10 +318,11 @@ def contract_modules() -> list[Any]:
 
     fronts = ["front.llm_engine", "front.llm", "front.async_engine", "front.chat"]
     names = [
-        "request",
-        "sampling_params",
-        "config",
-        "limits",
+        "request.request",
+        "request.outputs",
+        "request.sampling_params",
+        "config.engine",
+        "config.limits",
         *fronts,
         "engine.step",
         "engine.core",

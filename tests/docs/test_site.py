@@ -75,8 +75,8 @@ def test_no_table_of_the_site_has_a_column_with_nothing_in_it(site: Path) -> Non
 @pytest.mark.full
 def test_a_class_has_its_fields_in_a_table_and_not_once_more_below(site: Path) -> None:
     page = (site / "reference/engine/index.html").read_text(encoding="utf-8")
-    assert page.count('id="dovetail.sampling_params.SamplingParams"') == 1
-    assert 'id="dovetail.sampling_params.SamplingParams.max_tokens"' not in page
+    assert page.count('id="dovetail.request.sampling_params.SamplingParams"') == 1
+    assert 'id="dovetail.request.sampling_params.SamplingParams.max_tokens"' not in page
     assert "model_config" not in "".join(
         path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html")
     )

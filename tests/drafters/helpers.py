@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.registry.registry import Registry
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 
 CONTEXT = DrafterContext(vocab_size=512, max_drafts=8, max_model_len=100_000)
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from dovetail.api.clock import VirtualClock, WallClock
+from dovetail.config.limits import Limits
 from dovetail.errors import (
     ConfigError,
     DovetailError,
@@ -31,7 +32,6 @@ from dovetail.errors import (
     RequestError,
     UnsupportedError,
 )
-from dovetail.limits import Limits
 from dovetail.registry.registry import Registry
 from tests.e2e.test_same_tokens import model_dir
 from tests.registry.fakes import Site, components, scheduler

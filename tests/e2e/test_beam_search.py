@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from dovetail import LLM, BeamSearchParams, CompletionOutput, LoRARequest, SamplingParams
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.beam_search import BeamSearch, BeamSearchOutput
-from dovetail.request import Logprob
+from dovetail.request.outputs import Logprob
 from tests.adapters import config_of, weights_of, write_adapter
 from tests.e2e.reference import checkpoint
 from tests.e2e.test_equal_to_transformers import DEMO, random_prompts

@@ -14,7 +14,8 @@ import pytest
 from dovetail import LLM, SamplingParams
 from dovetail.api.executor import ComponentRef
 from dovetail.api.tokenizer import TokenizerCapabilities
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
+from dovetail.config.parts import find_problems
 from dovetail.errors import (
     ConfigError,
     DovetailError,
@@ -26,9 +27,8 @@ from dovetail.errors import (
 from dovetail.front.chat import ChatOptions
 from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.detokenizer import token_text
-from dovetail.parts import find_problems
 from dovetail.registry.registry import Registry
-from dovetail.structured import Structured
+from dovetail.request.structured import Structured
 from tests.conformance.mutants.tokenizer import Bytes, MakesUnknownIds, Normalizes, with_specials
 from tests.registry.fakes import Site, components
 from tests.registry.site import site  # noqa: F401

@@ -18,7 +18,7 @@ from transformers import MinistralConfig, Qwen3Config
 
 from dovetail import LLMEngine, RequestOutput, SamplingParams
 from dovetail.api.kv_cache import KVLayout
-from dovetail.lora import LoRARequest
+from dovetail.request.lora import LoRARequest
 from tests.adapters import config_of, weights_of, write_adapter
 from tests.models import hybrids
 from tests.models.oracle import reference

@@ -28,7 +28,8 @@ from dovetail.api.clock import VirtualClock
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import llm as llm_module
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.request import Request, TokenLogprobMap
+from dovetail.request import Request
+from dovetail.request.outputs import TokenLogprobMap
 from tests.rounding import rounded, roundings_of_demo
 from tests.small_model import small_demo
 from tests.support import examples

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dovetail import LLM, EngineConfig, LLMEngine, SamplingParams
+from dovetail.config.parts import find_problems
 from dovetail.errors import ConfigError, DovetailError, PluginError, UnsupportedError
-from dovetail.parts import find_problems
 from dovetail.registry.registry import Registry
 from tests.registry.fakes import Site, components
 from tests.registry.site import site

@@ -28,7 +28,7 @@ from dovetail import (
     pooling,
     sampling_params,
 )
-from dovetail.checks import among
+from dovetail.base.checks import among
 from dovetail.errors import ConfigError, DovetailError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.vllm_args import ARGUMENTS, TABLE, UNSET, translated

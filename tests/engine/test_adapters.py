@@ -14,7 +14,7 @@ from dovetail.end_reason import EndReason
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.suites.holding import reachable
 from tests.engine.policies import (
     BUILT_IN,

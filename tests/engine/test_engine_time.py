@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dovetail.api.scheduler import Step
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.step_times import LATE_SHARE
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.engine.policies import always, fcfs, scripted
 from tests.engine.world import Shape, Spec, World
 from tests.support import examples

@@ -20,7 +20,7 @@ from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.pooling import Pooling
 from dovetail.errors import DovetailError
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.engine.policies import always, fcfs
 from tests.engine.world import Shape, Spec, World
 

@@ -15,7 +15,7 @@ from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import RequestError
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.engine.rules import Rule, RuleBackend, RuleMatcher, compiled, expected_by_rule
 from tests.engine.world import Shape, Spec, World
 

@@ -15,7 +15,7 @@ from dovetail.api.scheduler import Claims, Grant, Refusal, Scheduler, Step
 from dovetail.engine import step_times
 from dovetail.engine.step_times import LEAST_PROMPT_TOKENS, prompt_tokens_within
 from dovetail.request import Request
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.request.sampling_params import OutputKind, SamplingParams
 from dovetail.testing import make_request
 from tests.engine.policies import FCFS
 from tests.engine.world import Shape, Spec, World

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dovetail.engine.books import RequestQueue, RowAllocator
 from dovetail.engine.live_request import LiveRequest
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.engine.world import Spec, World
 from tests.support import examples
 

@@ -26,7 +26,7 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.fake_executor import next_token
 from tests.engine.drafters import DRAFTERS, Adversary, Alternating, FakeModel, Oracle
 from tests.engine.rules import Rule, RuleBackend, RuleMatcher, compiled

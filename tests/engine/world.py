@@ -32,7 +32,7 @@ from dovetail.engine.speculation import Speculation
 from dovetail.engine.stats import ObserverHub
 from dovetail.engine.step_times import StepTimeFit
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
 from dovetail_kv_cache.hash_chain import HashName

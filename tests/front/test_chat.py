@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dovetail_models
+from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.chat import CHECKED_NAMES, ChatFrontEnd, ChatOptions
 from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
-from dovetail.limits import Limits
 from tests.support import examples
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from dovetail.config.limits import Limits
 from dovetail.errors import DovetailError, MissingExtraError, RequestError
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
-from dovetail.limits import Limits
 
 LIMITS = Limits(max_template_s=30, max_template_bytes=2**28, max_chat_chars=1_000_000)
 HELLO = ChatTemplate("Hello {{ name }}!")
@@ -247,7 +247,7 @@ print(renderer._own._idle[0]._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     code = (
-        "from dovetail.limits import Limits\nfrom dovetail.front.chat_rendering import ChatTemplate\n"
+        "from dovetail.config.limits import Limits\nfrom dovetail.front.chat_rendering import ChatTemplate\n"
         + code
     )
     parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -25,7 +25,7 @@ from dovetail.front.detokenizer import (
     token_text,
 )
 from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.support import examples
 
 WORDS = [

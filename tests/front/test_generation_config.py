@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 from dovetail import LLM, SamplingParams
+from dovetail.api.file_keys import NoEffect, Refused, Used
 from dovetail.errors import DovetailError, UnsupportedError
-from dovetail.file_keys import NoEffect, Refused, Used
 from dovetail.front.generation_config import GENERATION_CONFIG, GenerationDefaults
 from tests.models.pooling_checkpoints import save
 

@@ -11,7 +11,7 @@ from dovetail.api.sampler import RowSampling
 from dovetail.errors import ModelLoadError
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import resolve_sampling
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 
 
 def model(directory: Path, generation: object = None, config: object = None) -> Path:

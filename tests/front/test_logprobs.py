@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.front.logprobs import MOST_STEPS, LogprobLog, TokenLogprobs
-from dovetail.request import Logprob, TokenLogprobMap
+from dovetail.request.outputs import Logprob, TokenLogprobMap
 from tests.support import examples
 
 

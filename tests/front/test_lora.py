@@ -17,7 +17,7 @@ import pytest
 
 from dovetail import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from dovetail.api.executor import AdapterCapacity
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError, RequestError, UnsupportedError
 from dovetail.front.adapters import AdapterStore
 from dovetail.front.lora_files import WEIGHTS, AdapterFiles, read_adapter
@@ -405,7 +405,7 @@ KILLED = """
 import sys, time
 from dovetail.api.executor import AdapterCapacity
 from dovetail.front.adapters import AdapterStore
-from dovetail.lora import LoRARequest
+from dovetail.request.lora import LoRARequest
 from dovetail.testing.fake_executor import ADAPTED
 store = AdapterStore(AdapterCapacity(2, 16, ADAPTED), 4)
 print(store.get(LoRARequest("a", 1, sys.argv[1])).path, flush=True)

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from dovetail.api.executor import AdapterCapacity
+from dovetail.api.file_keys import Refused, Used
 from dovetail.errors import RequestError
-from dovetail.file_keys import Refused, Used
 from dovetail.front.lora_files import CONFIG, KEYS, WEIGHTS, AdapterFiles, read_adapter
 from dovetail.testing.fake_executor import ADAPTED
 from tests.adapters import config_of, weights_of, write_adapter

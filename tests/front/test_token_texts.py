@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from dovetail.front.detokenizer import IncrementalText
 from dovetail.front.token_texts import TokenTexts, speller, texts_of_prompt
 from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.front.test_detokenizer import byte_level, metaspace
 from tests.support import examples
 

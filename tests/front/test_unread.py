@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.front.engine_thread import Unread
-from dovetail.request import CompletionOutput, Logprob, RequestOutput
+from dovetail.request.outputs import CompletionOutput, Logprob, RequestOutput
 from tests.support import examples
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dovetail.api.grammar import GrammarSpec
-from dovetail.limits import Limits
+from dovetail.config.limits import Limits
 from dovetail_grammars.deep_threads import in_deep_thread
 from tests.grammars.helpers import at, backend
 

@@ -26,7 +26,9 @@ from starlette.types import Message
 
 from dovetail.api.executor import AdapterCapacity, ComponentRef
 from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
+from dovetail.api.json_files import read_json_object
 from dovetail.cli.prompts import parse_json
+from dovetail.config.limits import Limits
 from dovetail.errors import DovetailError
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.generation_config import GenerationDefaults
@@ -36,10 +38,8 @@ from dovetail.front.intake import Intake, IntakeFacts
 from dovetail.front.lora_files import CONFIG, WEIGHTS, AdapterFiles, read_adapter
 from dovetail.front.pooling import PoolingFacts
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.json_files import read_json_object
-from dovetail.limits import Limits
-from dovetail.pooling import PoolingParams
-from dovetail.structured import Structured
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.structured import Structured
 from dovetail.testing.fake_executor import ADAPTED
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions

@@ -7,7 +7,7 @@ from itertools import count
 
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.engine.live_request import LiveRequest
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 
 _ids = count()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from dovetail.api.kv_cache import KVContext, KVLayout
+from dovetail.api.kv_layout import CachedLayer, CachedState, plan_layout
 from dovetail.engine.live_request import LiveRequest
-from dovetail.kv_layout import CachedLayer, CachedState, plan_layout
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.kv_cache.helpers import generate, request
 

@@ -17,7 +17,7 @@ from dovetail.api.clock import VirtualClock
 from dovetail.api.observer import Decision, ObserverContext
 from dovetail.errors import ConfigError
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_lab.decision_log import REQUESTS, DecisionLog, DecisionLogOptions, Lanes, _fates
 from dovetail_lab.records import RunResult
 from dovetail_lab.simulate import replay

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces import Span, TraceRequest

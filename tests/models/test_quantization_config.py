@@ -17,6 +17,7 @@ from transformers.utils import quantization_config
 
 from dovetail import LLM, SamplingParams
 from dovetail.api.executor import QuantizationRef
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused
 from dovetail.errors import (
     ConfigError,
     DovetailError,
@@ -24,7 +25,6 @@ from dovetail.errors import (
     PluginError,
     UnsupportedError,
 )
-from dovetail.file_keys import FileKeys, NoEffect, Refused
 from dovetail.nn.format import (
     DENSE,
     Quantization,

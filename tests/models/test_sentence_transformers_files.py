@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.errors import UnsupportedError
-from dovetail.file_keys import FileKeys, Refused
-from dovetail.sentence_transformers_files import (
+from dovetail.api.file_keys import FileKeys, Refused
+from dovetail.api.sentence_transformers_files import (
     ALL,
     DENSE,
     LOGIT_SCORE,
@@ -21,6 +20,7 @@ from dovetail.sentence_transformers_files import (
     TRANSFORMER,
     read_checked,
 )
+from dovetail.errors import UnsupportedError
 
 WRITTEN: list[
     tuple[FileKeys, set[str]]

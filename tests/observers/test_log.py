@@ -17,7 +17,7 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_observers.log import LogObserver, LogOptions
 
 

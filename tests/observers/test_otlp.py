@@ -10,9 +10,9 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dovetail import EngineArgs, LLMEngine, SamplingParams
+from dovetail.api.spans import SPAN, Spans
 from dovetail.compat import vllm as compat
 from dovetail.errors import ConfigError, RequestError
-from dovetail.spans import SPAN, Spans
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-other": "a"}

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from dovetail.config.limits import Limits
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import IntakeFacts
-from dovetail.limits import Limits
-from dovetail.request import CompletionOutput, RequestOutput
+from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load, ServedEngine
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics

@@ -13,13 +13,13 @@ from dovetail.api.attention import AttentionBackend, AttentionContext, LayerSpec
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.api.executor import Capacity, Executor
 from dovetail.api.kv_cache import CacheGroup, KVLayout
+from dovetail.api.targets import bridged
 from dovetail.errors import PluginError
 from dovetail.registry import api_changes
 from dovetail.registry.api_changes import CHANGES, ApiChange, changes_since
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import BASE_CLASSES
-from dovetail.targets import bridged
 from tests.docs.pages import DOCS
 from tests.registry.fakes import Site, components
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dovetail.api import Scheduler
 from dovetail.api.scheduler import SchedulerContext
+from dovetail.base.where import KeyPath, Where
 from dovetail.errors import ConfigError, MissingExtraError, PluginError
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
-from dovetail.where import KeyPath, Where
 from tests.registry.fakes import SCHEDULER, Site, components, scheduler
 from tests.support import examples
 

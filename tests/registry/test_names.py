@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.base.where import Where
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.models import locate_model
 from dovetail.registry.registry import Registry
-from dovetail.where import Where
 from tests.registry.fakes import Site, components, scheduler
 
 

@@ -25,12 +25,12 @@ from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import ComponentRef
 from dovetail.api.sampler import SamplerCapabilities, SamplerContext
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
+from dovetail.config.parts import find_parts
 from dovetail.errors import UnsupportedError
 from dovetail.nn.adapters import StepAdapters
 from dovetail.nn.kernels import available, gpu, launch
 from dovetail.nn.parallel import SINGLE
-from dovetail.parts import find_parts
 from dovetail.registry.registry import Registry
 from dovetail_attention import triton_backend
 from dovetail_attention.triton_backend import TritonAttention

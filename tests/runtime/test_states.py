@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import NewRow
 from dovetail.api.kv_cache import PageCopy
+from dovetail.api.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
 from dovetail.api.sampler import RowSampling
 from dovetail.api.state import CHUNK, StateSpec, StateTensor
 from dovetail.errors import DovetailError, UnsupportedError
-from dovetail.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
 from dovetail.nn.state.states import States, cached_state, cut
 from dovetail_executors.runtime import kv_pool
 from dovetail_executors.runtime.kv_pool import KVPool

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dovetail.errors import DovetailError, EngineDeadError
 from dovetail.front.assembly import Assembly, assemble
-from dovetail.request import CompletionOutput, RequestOutput
+from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail_server.host import EngineHost
 from dovetail_server.links import ZmqLine, ZmqPost
 from dovetail_server.one_process import HostThread

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.config.limits import Limits
 from dovetail.end_reason import EndReason, FinishReason
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.chat import ChatFrontEnd
@@ -17,9 +18,8 @@ from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.limits import Limits
-from dovetail.request import CompletionOutput, RequestOutput
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.outputs import CompletionOutput, RequestOutput
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.engine import EngineInfo, Listener, Load
 
 

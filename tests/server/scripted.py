@@ -8,7 +8,7 @@ import transformers
 
 from dovetail.errors import EngineDeadError
 from dovetail.front.tokenizer import TransformersTokenizer
-from dovetail.request import CompletionOutput, RequestOutput
+from dovetail.request.outputs import CompletionOutput, RequestOutput
 from tests.server.fake_engine import FakeEngine, FakeRequest
 
 TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson + '\n' }}{% endfor %}

@@ -16,9 +16,9 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from dovetail.config.limits import Limits
 from dovetail.front.chat import ChatFrontEnd
-from dovetail.limits import Limits
-from dovetail.structured import Structured
+from dovetail.request.structured import Structured
 from dovetail_server.app import create_app
 from dovetail_server.protocol.reasoning import EFFORT_TOKENS, reads
 from dovetail_server.protocol.response_tools import ResponseTools

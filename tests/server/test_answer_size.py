@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from dovetail import SamplingParams
+from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.intake import GenerationDefaults, IntakeFacts
-from dovetail.limits import Limits
 from dovetail_server.answer_size import LOGPROB_BYTES, TOKEN_BYTES, with_bounded_answer
 from tests.server.serving import serving_in_threads
 

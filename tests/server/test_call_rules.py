@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.parser import ToolCallArguments, ToolCallStart
-from dovetail.structured import Structured
+from dovetail.request.structured import Structured
 from dovetail_server.parsers.registry import call_rule
 from tests.server.answers import KNOWN, parser_named
 from tests.support import examples

@@ -13,7 +13,7 @@ import transformers
 
 from dovetail.front.grammars import token_speller
 from dovetail.front.tokenizer import TransformersTokenizer
-from dovetail.request import CompletionOutput, Logprob
+from dovetail.request.outputs import CompletionOutput, Logprob
 from dovetail_server.protocol.openai_common import logprobs_json
 from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine

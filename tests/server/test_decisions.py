@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server import host, remote
 from dovetail_server.engine import DecidedStep
 from dovetail_server.frames import Ask

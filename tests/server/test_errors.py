@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from dovetail.end_reason import EndReason
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
 from dovetail_server.app import create_app
 from dovetail_server.errors import STATUSES, error_of_end, http_error
 from dovetail_server.protocol.chat import ChatRequest

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.front import vllm_args
 from dovetail.front.vllm_args import TABLE, translated

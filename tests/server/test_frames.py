@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.executor import HostLogprobs
+from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import Intake, IntakeFacts
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.limits import Limits
-from dovetail.request import RequestFields
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.request import RequestFields
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.engine import Load
 from dovetail_server.frames import (
     Add,

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from dovetail.api.parser import Event
 from dovetail.errors import RequestError
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
 from dovetail_server.protocol import messages as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.message_events import MessageWriter

@@ -18,11 +18,11 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from dovetail.config.limits import Limits
 from dovetail.end_reason import FinishReason
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import IntakeFacts
-from dovetail.limits import Limits
-from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
+from dovetail.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail_server.engine import EngineInfo, Load, ServedEngine
 from dovetail_server.metrics import (
     MAX_CLIENT_CHARS,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from dovetail.errors import DovetailError
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
 from dovetail_server.parsers.pieces import Malformed
 from dovetail_server.parsers.reader import AnswerReader
 from dovetail_server.parsers.registry import ChosenParsers, Finds, opens_reasoning, parser_for

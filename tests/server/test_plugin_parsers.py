@@ -11,8 +11,8 @@ import pytest
 
 from dovetail.api.parser import Content
 from dovetail.errors import ConfigError, DovetailError, PluginError
-from dovetail.request import CompletionOutput
-from dovetail.structured import Structured
+from dovetail.request.outputs import CompletionOutput
+from dovetail.request.structured import Structured
 from dovetail_server.app import create_app
 from dovetail_server.parsers.reader import AnswerReader
 from dovetail_server.settings import ServerSettings

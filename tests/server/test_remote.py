@@ -15,7 +15,7 @@ import pytest
 from dovetail import LLM, SamplingParams
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.assembly import assemble
-from dovetail.request import RequestOutput
+from dovetail.request.outputs import RequestOutput
 from dovetail_server.frames import StepFrame, ToEngine, ToFrontEnd
 from dovetail_server.host import EngineHost
 from dovetail_server.links import Line, Take, ZmqLine, ZmqPost

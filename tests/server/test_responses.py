@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from dovetail.api.parser import Content, Event
 from dovetail.errors import DovetailError
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
 from dovetail_server.errors import HttpError
 from dovetail_server.parsers.reader import AnswerReader
 from dovetail_server.protocol import responses as protocol

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from dovetail import LLMEngine, SamplingParams
+from dovetail.api.process_watch import PULSE, Pulse
 from dovetail.errors import DovetailError
-from dovetail.process_watch import PULSE, Pulse
 from dovetail_executors.ranks import Ranks
 from dovetail_server.host import EngineHost, StepWatch
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dovetail.api.executor import Capacity
 from dovetail.api.kv_cache import CacheGroup, KVLayout
+from dovetail.api.kv_layout import CachedLayer, plan_layout
 from dovetail.front.engine_info import groups_in_words
-from dovetail.kv_layout import CachedLayer, plan_layout
 
 
 def test_several_cache_groups_are_a_line_of_their_own_and_one_is_none() -> None:

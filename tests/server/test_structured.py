@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from dovetail.structured import Structured
+from dovetail.request.structured import Structured
 from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import PATIENCE_S, demo_tokenizer, serving, serving_in_threads

@@ -19,10 +19,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from dovetail.api.spans import SPAN, phases_of
 from dovetail.cli.app import app
-from dovetail.request import RequestMetrics
-from dovetail.sampling_params import SamplingParams
-from dovetail.spans import SPAN, phases_of
+from dovetail.request.outputs import RequestMetrics
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import RequestRecord, Tracing

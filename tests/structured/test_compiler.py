@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from dovetail.api.grammar import Grammar, GrammarSpec
+from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.grammar_trials import GrammarTrials, TrialEndedError, TrialTimeoutError
 from dovetail.front.grammars import MAX_SLOW, GrammarCompiler
-from dovetail.limits import Limits
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from tests.structured.toy import Toy, ToyPart, ToyTrials
 
 PATIENCE_S = 30

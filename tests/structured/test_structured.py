@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import dovetail
+from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front import request_checks
 from dovetail.front.grammars import spec_of
-from dovetail.limits import Limits
-from dovetail.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
-from dovetail.structured import RULES, Structured
+from dovetail.request.sampling_params import (
+    GuidedDecodingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from dovetail.request.structured import RULES, Structured
 from tests.support import examples
 
 SCHEMA = {

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from dovetail.pooling import PoolingOutput, PoolingRequestOutput
-from dovetail.request import CompletionOutput, TokenLogprobMap
+from dovetail.request.outputs import CompletionOutput, TokenLogprobMap
+from dovetail.request.pooling import PoolingOutput, PoolingRequestOutput
 from dovetail_batch.rows import JobRow
 
 Answer = dict[str, Any]

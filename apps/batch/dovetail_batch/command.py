@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from dovetail_batch.open_job import Summary

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.request_checks import cuts
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_batch.answers import Answer, answer_of, failure_of
 from dovetail_batch.rows import JobRow
 

@@ -20,8 +20,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from dovetail.checks import shown
-from dovetail.errors import ConfigError, RequestError
+from dovetail.errors import ConfigError, RequestError, shown
 from dovetail_batch.answers import SUFFIXES, Answer, failure_of, output_tokens, writer_of
 from dovetail_batch.job import Plan
 from dovetail_batch.rows import JobRow, RowReader, id_of

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 import xxhash
 
-from dovetail.checks import shown
+from dovetail.api.json_files import MAX_DEPTH, is_deep
+from dovetail.base.where import unknown_key
 from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, fields_of, make_params
-from dovetail.errors import RequestError
-from dovetail.json_files import MAX_DEPTH, is_deep
-from dovetail.pooling import PoolingParams
-from dovetail.sampling_params import SamplingParams, changed_unchecked
-from dovetail.where import unknown_key
+from dovetail.errors import RequestError, shown
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 
 Form = Literal["prompt", "messages", "token_ids"]
 FORMS: tuple[Form, ...] = ("prompt", "messages", "token_ids")

@@ -14,8 +14,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
+from dovetail.api.process_watch import STOPPED_S, ProcessWatch, how_ended
 from dovetail.errors import ConfigError
-from dovetail.process_watch import STOPPED_S, ProcessWatch, how_ended
 from dovetail_batch.answers import Answer
 from dovetail_batch.job import Plan
 from dovetail_batch.open_job import OpenJob, Summary, job_folder

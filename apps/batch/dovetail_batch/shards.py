@@ -22,10 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.checks import shown
+from dovetail.api.whole_files import BESIDE, write_whole
 from dovetail.cli.streams import OutputError
-from dovetail.errors import ConfigError, EngineDeadError
-from dovetail.whole_files import BESIDE, write_whole
+from dovetail.errors import ConfigError, EngineDeadError, shown
 from dovetail_batch.answers import KEYS, Answer, Writer
 
 GO_ON = "the same command goes on with the job"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from dovetail.process_watch import die_with
+from dovetail.api.process_watch import die_with
 
 
 def start_bound(

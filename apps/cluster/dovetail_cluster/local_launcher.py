@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from dovetail.api.process_watch import how_ended
 from dovetail.errors import ConfigError, DovetailError
-from dovetail.process_watch import how_ended
 from dovetail_cluster.bound_process import start_bound
 from dovetail_cluster.interfaces import Replica, ReplicaStatus
 from dovetail_cluster.settings import ClusterSettings

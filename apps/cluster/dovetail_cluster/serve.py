@@ -13,9 +13,9 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from dovetail.checks import did_you_mean, shown
-from dovetail.config import EngineConfig
-from dovetail.errors import ConfigError, EngineDeadError, MissingExtraError
+from dovetail.base.checks import did_you_mean
+from dovetail.config.engine import EngineConfig
+from dovetail.errors import ConfigError, EngineDeadError, MissingExtraError, shown
 from dovetail_cluster.settings import plain_config
 from dovetail_server.settings import ServerSettings
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from dovetail import EngineConfig

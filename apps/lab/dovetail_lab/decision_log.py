@@ -36,8 +36,7 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Refusal
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, shown
 from dovetail.request import Request
 
 ENGINE, REQUESTS = 1, 2  # "processes" of the trace

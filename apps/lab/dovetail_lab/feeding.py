@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dovetail import LLMEngine
 from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError
-from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_lab.grammars import RULE
 from dovetail_lab.sessions import Followers, Released
 from dovetail_lab.simulated import SimulatedExecutor

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from dovetail.api.clock import Clock
 from dovetail.api.component import NoOptions
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
-from dovetail.structured import Structured
+from dovetail.request.structured import Structured
 from dovetail_lab.traces.request import stream_of
 
 if TYPE_CHECKING:

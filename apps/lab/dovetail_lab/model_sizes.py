@@ -9,9 +9,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from dovetail.api.json_files import read_json_object
+from dovetail.api.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
 from dovetail.errors import ConfigError, ModelLoadError
-from dovetail.json_files import read_json_object
-from dovetail.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
 from dovetail_lab.step_time import share_touched
 
 NAMES: Mapping[str, tuple[str, ...]] = {  # names of the same number by model family

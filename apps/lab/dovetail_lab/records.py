@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from dovetail.checks import shown
 from dovetail.end_reason import FinishReason
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, shown
 from dovetail_lab.writing import write_whole
 
 SETTINGS = (

@@ -31,7 +31,7 @@ from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.registry.registry import Registry
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline

@@ -18,7 +18,7 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Batch, Capacity, Executor, Result
 from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.errors import DovetailError
-from dovetail.sampling_params import OutputKind
+from dovetail.request.sampling_params import OutputKind
 from dovetail_lab.cache_layout import windows_of
 from dovetail_lab.step_time import StepShape, Windows
 

@@ -25,9 +25,9 @@ from dovetail.api.executor import (
     Result,
 )
 from dovetail.api.kv_cache import KVLayout
+from dovetail.api.kv_layout import PlannedLayout
 from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
-from dovetail.kv_layout import PlannedLayout
 from dovetail.testing.fake_executor import next_allowed
 from dovetail_lab.cache_layout import layout_of, pool_tokens, windows_of
 from dovetail_lab.grammars import SimulatedGrammars

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dovetail.errors import RequestError
 from dovetail.front.intake import IntakeFacts
 from dovetail.front.request_checks import at_most
-from dovetail.sampling_params import SamplingParams, changed_unchecked
+from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 
 LOGPROB_BYTES = 128  # of a token with its log-probability, about
 TOKEN_BYTES = 8  # of a token's text, or its id, about

@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dovetail.checks import shown
-from dovetail.errors import ConfigError, DovetailError
+from dovetail.errors import ConfigError, DovetailError, shown
 
 if TYPE_CHECKING:
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
 
 TIMEOUT_S = 600.0  # without data from the server
 MAX_LINE = 2**24  # bytes of one line of a response
@@ -57,7 +56,7 @@ class LocalModel:
         """`params`: sampling parameters. Raises `ConfigError` if there is no chat template."""
         from dovetail.front.chat import ChatFrontEnd, ChatOptions
         from dovetail.front.llm import LLM
-        from dovetail.sampling_params import SamplingParams
+        from dovetail.request.sampling_params import SamplingParams
 
         self.name = config.model.path
         self._params = SamplingParams.from_optional(**params)

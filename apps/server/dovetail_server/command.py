@@ -13,12 +13,11 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dovetail.checks import shown
+from dovetail.api.spans import check_installed
 from dovetail.cli.settings import RequiredSource, Settings
-from dovetail.config import EngineConfig
-from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.config.engine import EngineConfig
+from dovetail.errors import ConfigError, MissingExtraError, shown
 from dovetail.registry.registry import Registry
-from dovetail.spans import check_installed
 from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
 from dovetail_server.parsers.registry import check_names, named_parsers
 from dovetail_server.settings import ServerSettings

@@ -16,8 +16,8 @@ from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.pooling import PoolingParams
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import typer
 import yaml
 from typer.core import TyperCommand
 
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.front.engine_args import flag_of, flag_value
 from dovetail.front.vllm_args import ARGUMENTS, is_given, translated

@@ -27,7 +27,7 @@ def main() -> int:
     for message in early:
         orders.put(message)
     heed(channel, orders.put, partial(end_orphaned, start["directory"]))
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
     from dovetail.errors import DovetailError, EngineDeadError
     from dovetail.front.assembly import assemble
     from dovetail.front.engine_info import groups_in_words, ranks_in_words

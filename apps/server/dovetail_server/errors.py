@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from dovetail.end_reason import EndReason
 from dovetail.errors import DovetailError, RequestError, describe
-from dovetail.pooling import PoolingRequestOutput
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
+from dovetail.request.pooling import PoolingRequestOutput
 
 logger = logging.getLogger("dovetail.server")
 

@@ -29,14 +29,14 @@ import orjson
 from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
-from dovetail.bounded_json import JsonBounds
+from dovetail.base.bounded_json import JsonBounds
 from dovetail.errors import DovetailError
 from dovetail.front.prompt_source import PROMPT_COST, PromptSource
 from dovetail.front.request_checks import Prompt, at_most, check_counts, check_params, content_of
 from dovetail.front.tokenizer import TokenizedText
-from dovetail.pooling import PoolingParams, PoolingRequestOutput
-from dovetail.request import RequestMetrics, RequestOutput
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.outputs import RequestMetrics, RequestOutput
+from dovetail.request.pooling import PoolingParams, PoolingRequestOutput
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket, receive_body
 from dovetail_server.answer_size import with_bounded_answer
 from dovetail_server.batches.store import BatchStore

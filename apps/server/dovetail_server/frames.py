@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import ComponentRef, HostLogprobs, RowPooling
+from dovetail.config.limits import Limits
 from dovetail.end_reason import EndReason
 from dovetail.front.intake import CheckedRequest
-from dovetail.limits import Limits
-from dovetail.request import RequestFields
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.request.request import RequestFields
+from dovetail.request.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import Decisions, EngineInfo, Load
 
 _NEUTRAL = SamplingParams(output_kind=OutputKind.DELTA)

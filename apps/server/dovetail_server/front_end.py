@@ -17,8 +17,8 @@ from typing import Any
 
 import uvicorn
 
+from dovetail.api.process_watch import ProcessWatch
 from dovetail.errors import ConfigError, DovetailError
-from dovetail.process_watch import ProcessWatch
 from dovetail_server.app import create_app
 from dovetail_server.channel import BEAT_S, Channel, Message, channel_of_process, end_orphaned
 from dovetail_server.links import Line, ZmqLine

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dovetail.api.clock import VirtualClock, WallClock
 from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
+from dovetail.api.process_watch import PULSE, ProcessWatch
 from dovetail.end_reason import EndReason
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.core import EngineCore
@@ -34,9 +35,8 @@ from dovetail.front import request_checks
 from dovetail.front.adapters import RequestedAdapter
 from dovetail.front.assembly import Assembly
 from dovetail.front.intake import ENABLE, make_samples
-from dovetail.lora import LoRARequest
-from dovetail.process_watch import PULSE, ProcessWatch
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.lora import LoRARequest
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load
 from dovetail_server.frames import (
     Abort,

@@ -26,9 +26,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail.end_reason import FinishReason
-from dovetail.lora import LoRARequest
-from dovetail.pooling import PoolingRequestOutput
-from dovetail.request import RequestMetrics, RequestOutput
+from dovetail.request.lora import LoRARequest
+from dovetail.request.outputs import RequestMetrics, RequestOutput
+from dovetail.request.pooling import PoolingRequestOutput
 from dovetail_server.engine import ServedEngine
 
 MAX_CLIENTS = 100  # clients with separate figures; later ones are counted together

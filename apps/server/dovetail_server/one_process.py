@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import zmq
 
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_info import groups_in_words, ranks_in_words

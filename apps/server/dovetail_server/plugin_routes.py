@@ -22,8 +22,8 @@ from dovetail.front.engine_thread import Unread
 from dovetail.front.request_checks import Prompt, content_of, cuts
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.registry.registry import Registry
-from dovetail.request import RequestOutput
-from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.request.outputs import RequestOutput
+from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_server.errors import HttpError, http_error
 from dovetail_server.exchange import Server
 

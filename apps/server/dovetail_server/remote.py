@@ -33,9 +33,9 @@ from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.pooling import PoolingParams
-from dovetail.request import RequestFields
-from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.request import RequestFields
+from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_server.engine import Decisions, Listener, Load
 from dovetail_server.frames import (
     Abort,

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from dovetail.api.process_watch import STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
 from dovetail.errors import DovetailError, EngineDeadError
-from dovetail.process_watch import STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
 from dovetail_server.channel import BEAT_S, Channel, Message
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind

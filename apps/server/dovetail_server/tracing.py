@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dovetail.pooling import PoolingParams
-from dovetail.request import RequestMetrics
-from dovetail.sampling_params import SamplingParams
-from dovetail.spans import Spans, between, known, latencies, phases_of
+from dovetail.api.spans import Spans, between, known, latencies, phases_of
+from dovetail.request.outputs import RequestMetrics
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from starlette.types import Scope

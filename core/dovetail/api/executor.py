@@ -18,8 +18,8 @@ from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
 from dovetail.api.kv_cache import KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
+from dovetail.api.targets import bridged, import_target, make_component
 from dovetail.errors import PluginError, UnsupportedError
-from dovetail.targets import bridged, import_target, make_component
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from dovetail.front.chat import ChatOptions
     from dovetail.front.request_checks import Prompt
     from dovetail.front.tokenizer import Tokenizer
-    from dovetail.request import RequestOutput
-    from dovetail.sampling_params import SamplingParams
+    from dovetail.request.outputs import RequestOutput
+    from dovetail.request.sampling_params import SamplingParams
 
 
 class RouteContext(Protocol):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Sampling parameters of one request, with all defaults filled in. `dovetail.sampling_params.SamplingParams` documents each.
+    """Sampling parameters of one request, with all defaults filled in. `dovetail.request.sampling_params.SamplingParams` documents each.
 
     They are applied in this order: logit_bias; -inf for tokens outside allowed_token_ids, bad words and (before min_tokens) stop tokens;
     repetition, presence and frequency penalty; logits processors; temperature; then top_k, top_p and min_p, each over the tokens that the previous

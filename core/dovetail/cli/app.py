@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 
 from dovetail import __version__
-from dovetail.checks import shown
+from dovetail.base.roadmap import not_yet
 from dovetail.cli import config, generate, plugins
 from dovetail.cli.completion import join_words
 from dovetail.cli.streams import OutputError, make_any_text_printable, tell
@@ -27,10 +27,10 @@ from dovetail.errors import (
     PolicyError,
     SchedulerStalled,
     describe,
+    shown,
 )
 from dovetail.registry.registry import Registry, built_ins_first
 from dovetail.registry.resolved import ResolvedCommand
-from dovetail.roadmap import not_yet
 
 RUN_TIME_ERRORS = (
     PolicyError,

@@ -88,8 +88,8 @@ def params(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 
 def _keys(incomplete: str) -> Iterator[Offer]:
-    from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
-    from dovetail.limits import Limits
+    from dovetail.config.engine import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
+    from dovetail.config.limits import Limits
 
     yield from (
         (name, _first_line(field.description)) for name, field in EngineConfig.model_fields.items()
@@ -107,7 +107,7 @@ def _keys(incomplete: str) -> Iterator[Offer]:
 
 
 def _values(key: str) -> Iterator[Offer]:
-    from dovetail.config import COMPONENT_KEYS, LISTS, EngineConfig
+    from dovetail.config.engine import COMPONENT_KEYS, LISTS, EngineConfig
 
     if key in COMPONENT_KEYS:
         names = _names(_registry(), COMPONENT_KEYS[key])

@@ -12,8 +12,8 @@ from dovetail.cli.streams import tell
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dovetail.config.parts import Parts
     from dovetail.errors import DovetailError
-    from dovetail.parts import Parts
 
 app = typer.Typer(no_args_is_help=True, help="Show and validate configs.", rich_markup_mode=None)
 
@@ -23,8 +23,8 @@ DEFAULT_MODEL = "demo"
 @app.command()
 def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # noqa: B006 typer makes a list of its own
     """Print what would run: every key, with qualified names, versions and all options. The output is a config itself."""
-    from dovetail.config import COMPONENT_KEYS, EngineConfig
-    from dovetail.parts import read_parts
+    from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
+    from dovetail.config.parts import read_parts
     from dovetail.registry.models import locate_model
 
     config, registry, parts = read_parts(
@@ -40,7 +40,7 @@ def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # no
 
 def _offered_by(key: str, parts: Parts) -> str:
     """Return which plugin offers a component key's value."""
-    from dovetail.config import LISTS
+    from dovetail.config.engine import LISTS
 
     if key in LISTS:
         return ", ".join(f"{part.distribution} {part.version}" for part in getattr(parts, key))
@@ -72,7 +72,7 @@ def _yaml_line(key: str, value: Any) -> str:
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of engine.yaml for editors, with the components that are installed and their options."""
-    from dovetail.config_schema import json_schema
+    from dovetail.config.schema import json_schema
     from dovetail.registry.registry import Registry
 
     typer.echo(json.dumps(json_schema(Registry.discover(enforce_require=False)), indent=2))
@@ -81,10 +81,10 @@ def schema() -> None:
 @app.command()
 def check(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # noqa: B006
     """Check everything short of loading a model: keys, names, options, and that what is named can be imported."""
-    from dovetail.config import EngineConfig
-    from dovetail.parts import find_problems
+    from dovetail.base.where import LISTED, and_more
+    from dovetail.config.engine import EngineConfig
+    from dovetail.config.parts import find_problems
     from dovetail.registry.registry import Registry
-    from dovetail.where import LISTED, and_more
 
     config, wrong = EngineConfig.load_what_is_right(
         source, EngineConfig.read_settings(settings), origin="--set"

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from dovetail.checks import shown
 from dovetail.cli import completion
 from dovetail.cli.settings import RequiredSource, Settings, load_config
 from dovetail.cli.streams import echo_json, read_text
-from dovetail.errors import ConfigError, RequestError
+from dovetail.errors import ConfigError, RequestError, shown
 
 if TYPE_CHECKING:
     from dovetail.cli.prompts import Prompt
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
     from dovetail.front.llm_engine import LLMEngine
-    from dovetail.request import RequestOutput
+    from dovetail.request.outputs import RequestOutput
 
 MAX_LORA_RANK = 64  # of --lora, unless the config says
 FAILED = ("error", "rejected")  # with one of these finish reasons the exit code is 1
@@ -151,7 +150,7 @@ def generate(
 
 def _traced(config: EngineConfig, path: Path) -> EngineConfig:
     """Return the config with the observer `perfetto` added."""
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
     from dovetail.registry.plugin import NAMESPACE
 
     observer = {"name": f"{NAMESPACE}:perfetto", "path": str(path)}
@@ -164,8 +163,8 @@ def _adapted(
     config: EngineConfig, prompts: list[Prompt], text: str
 ) -> tuple[EngineConfig, list[Prompt]]:
     """Return the config with adapters, and the prompts with the one given as name=path. Raises `ConfigError`."""
-    from dovetail.config import EngineConfig
-    from dovetail.lora import LoRARequest
+    from dovetail.config.engine import EngineConfig
+    from dovetail.request.lora import LoRARequest
 
     name, _, path = text.partition("=")
     if not name or not path:
@@ -196,10 +195,10 @@ def _rule(json_schema: Path | None, regex: str | None, choice: list[str]) -> dic
 
 def _params(settings: list[str]) -> dict[str, Any]:
     """Return the `--param key=value`s. Raises `ConfigError` for one that isn't known."""
+    from dovetail.base.where import unknown_key
+    from dovetail.base.yaml_source import parse_yaml
     from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS
-    from dovetail.sampling_params import BEAM_NAMES, BEAM_SEARCH
-    from dovetail.where import unknown_key
-    from dovetail.yaml_source import parse_yaml
+    from dovetail.request.sampling_params import BEAM_NAMES, BEAM_SEARCH
 
     params = {}
     for text in settings:

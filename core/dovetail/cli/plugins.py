@@ -88,9 +88,9 @@ def info(
     name: ComponentName,
 ) -> None:
     """Show one component: its options, its capabilities, and where it comes from."""
+    from dovetail.base.where import Where
     from dovetail.registry.registry import Registry
     from dovetail.registry.requirements import missing_requirements
-    from dovetail.where import Where
 
     registry = Registry.discover(enforce_require=False)
     component = registry.resolve(kind, name, where=Where(("plugins info",)))  # type: ignore[arg-type]

@@ -18,9 +18,9 @@ import typer
 
 from dovetail import __version__
 from dovetail.api.component import KINDS, Kind
+from dovetail.base.where import did_you_mean
 from dovetail.cli.settings import KindName
 from dovetail.errors import DISTRIBUTION, ConfigError
-from dovetail.where import did_you_mean
 
 MAX_NAME = 40  # in characters
 PREFIX = "dovetail-"  # of a distribution's name

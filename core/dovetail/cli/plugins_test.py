@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.checks import shown
 from dovetail.cli.settings import ComponentName, KindName, TimeLimit
-from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.errors import ConfigError, MissingExtraError, shown
 from dovetail.registry.doctor.process import TIME_LIMIT_S
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def run_suite(
 def parse_mappings(texts: Sequence[str], flag: str) -> dict[str, Any]:
     """Read the values of a flag. Each text is "key=value", with the value in YAML, or a whole mapping in YAML or JSON; of a repeated key the last
     value counts. Raises `ConfigError`."""
-    from dovetail.yaml_source import parse_yaml
+    from dovetail.base.yaml_source import parse_yaml
 
     values: dict[str, Any] = {}
     for text in texts:

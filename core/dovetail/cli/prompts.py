@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dovetail.bounded_json import WrongJsonError, read_json
-from dovetail.checks import shown
-from dovetail.errors import RequestError
-from dovetail.json_files import MAX_DEPTH, is_deep
-from dovetail.request import RequestFields
-from dovetail.sampling_params import BEAM_NAMES, BEAM_SEARCH, OutputKind, SamplingParams
-from dovetail.where import Where, unknown_key
+from dovetail.api.json_files import MAX_DEPTH, is_deep
+from dovetail.base.bounded_json import WrongJsonError, read_json
+from dovetail.base.where import Where, unknown_key
+from dovetail.errors import RequestError, shown
+from dovetail.request.request import RequestFields
+from dovetail.request.sampling_params import BEAM_NAMES, BEAM_SEARCH, OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.front.tokenizer import TokenizedText

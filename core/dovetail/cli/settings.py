@@ -11,7 +11,7 @@ from dovetail.api.component import KINDS
 from dovetail.cli import completion
 
 if TYPE_CHECKING:
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
 
 _SOURCE_HELP = "A config file, or a model: a bundled one, a directory or a hub id."
 Source = Annotated[
@@ -63,6 +63,6 @@ ComponentName = Annotated[
 
 def load_config(source: str, settings: Sequence[str]) -> EngineConfig:
     """Return the config with `--set key=value`s on top. Raises `ConfigError`."""
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
 
     return EngineConfig.load_with(source, EngineConfig.read_settings(settings), origin="--set")

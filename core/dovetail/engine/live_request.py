@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.sampler import RowSampling
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

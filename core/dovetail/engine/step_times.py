@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dovetail.api.clock import Clock, VirtualClock
 from dovetail.engine.flight import InFlightStep
 from dovetail.request import Request
-from dovetail.sampling_params import OutputKind
+from dovetail.request.sampling_params import OutputKind
 
 FORGETTING = 0.995  # per step, the weight of what is past: about the last 200 steps count
 KEPT = 16  # this many steps of each kind are forgotten only as newer ones of the kind come

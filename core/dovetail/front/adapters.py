@@ -20,7 +20,7 @@ from dovetail.engine.finish import Finish
 from dovetail.errors import RequestError, describe
 from dovetail.front.lora_files import AdapterFiles, most_bytes
 from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
-from dovetail.lora import LoRARequest
+from dovetail.request.lora import LoRARequest
 
 logger = logging.getLogger("dovetail")
 

@@ -22,12 +22,14 @@ from pydantic import BaseModel, ValidationError
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.api.executor import Capacity, Executor, ExecutorContext
+from dovetail.api.json_files import read_json_object
 from dovetail.api.kv_cache import KVCacheManager, KVContext, KVLayout
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import RowSampling, SamplerCapabilities
 from dovetail.api.scheduler import SchedulerContext
-from dovetail.checks import shown
-from dovetail.config import EngineConfig
+from dovetail.base.where import Where, explain
+from dovetail.config.engine import EngineConfig
+from dovetail.config.parts import Parts, read_parts
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.drafting import Drafting, NoDrafts
 from dovetail.engine.features import features_of
@@ -41,6 +43,7 @@ from dovetail.errors import (
     RequestError,
     UnsupportedError,
     describe,
+    shown,
 )
 from dovetail.front.adapters import AdapterStore
 from dovetail.front.component_tokenizer import ComponentTokenizer
@@ -48,19 +51,16 @@ from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
 from dovetail.front.intake import IntakeFacts, full_names, resolve_sampling
 from dovetail.front.pooling import PoolingFacts
-from dovetail.frozen import FrozenDict, frozen, thawed
-from dovetail.json_files import read_json_object
-from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.structured import Structured
-from dovetail.where import Where, explain
+from dovetail.request.frozen import FrozenDict, frozen, thawed
+from dovetail.request.structured import Structured
 
 if TYPE_CHECKING:
     from dovetail.engine.constraint import Constraint
     from dovetail.front.tokenizer import Tokenizer
     from dovetail.registry.resolved import ResolvedComponent
-    from dovetail.sampling_params import SamplingParams
+    from dovetail.request.sampling_params import SamplingParams
 
 
 logger = logging.getLogger("dovetail")

@@ -11,20 +11,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from dovetail.checks import shown
-from dovetail.errors import ConfigError, EngineDeadError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, RequestError, shown
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.request_checks import Prompt, cuts, is_text
 from dovetail.front.vllm_methods import SaysWhatIsMissing
-from dovetail.lora import LoRARequest
-from dovetail.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from dovetail.request import RequestOutput
-from dovetail.sampling_params import OutputKind, SamplingParams, in_use
+from dovetail.request.lora import LoRARequest
+from dovetail.request.outputs import RequestOutput
+from dovetail.request.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from dovetail.request.sampling_params import OutputKind, SamplingParams, in_use
 
 if TYPE_CHECKING:
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.engine_info import (
         CacheConfig,

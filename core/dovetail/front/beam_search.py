@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dovetail.checks import plain_integer, shown
+from dovetail.base.checks import plain_integer
 from dovetail.end_reason import FinishReason
-from dovetail.errors import RequestError
+from dovetail.errors import RequestError, shown
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.lora import LoRARequest
-from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
-from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams
+from dovetail.request.lora import LoRARequest
+from dovetail.request.outputs import CompletionOutput, RequestOutput, TokenLogprobMap
+from dovetail.request.sampling_params import BeamSearchParams, OutputKind, SamplingParams
 
 
 @dataclass(slots=True)

@@ -14,13 +14,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dovetail.api.tokenizer import Chat
-from dovetail.checks import shown, unicode_error
-from dovetail.errors import RequestError
+from dovetail.base.checks import unicode_error
+from dovetail.config.limits import Limits
+from dovetail.errors import RequestError, shown
 from dovetail.front import request_checks
 from dovetail.front.chat_messages import Message, read_conversation, read_tools, without_other_names
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.limits import Limits
 
 CHECKED_NAMES = 50  # of called functions, which a rendered conversation must have
 _OWN_ARGUMENTS = (

@@ -9,9 +9,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.bounded_json import JsonTexts, WrongJsonError
-from dovetail.checks import shown
-from dovetail.errors import RequestError
+from dovetail.base.bounded_json import JsonTexts, WrongJsonError
+from dovetail.errors import RequestError, shown
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 

@@ -14,11 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dovetail.checks import shown
-from dovetail.errors import MissingExtraError, RequestError
+from dovetail.config.limits import Limits
+from dovetail.errors import MissingExtraError, RequestError, shown
 from dovetail.front.request_checks import check_template_chars
 from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
-from dovetail.limits import Limits
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
 _OVERTIME_S = 5.0  # a process that hasn't ended itself for so long after its time was up is stopped, and killed

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer

@@ -12,11 +12,11 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from dovetail.checks import among, did_you_mean, shown
-from dovetail.config import EngineConfig
-from dovetail.errors import ConfigError
+from dovetail.base.checks import among, did_you_mean
+from dovetail.base.yaml_source import parse_yaml
+from dovetail.config.engine import EngineConfig
+from dovetail.errors import ConfigError, shown
 from dovetail.front.vllm_args import ARGUMENTS, SECRETS, TABLE, UNSET, check_spelling, translated
-from dovetail.yaml_source import parse_yaml
 
 T = TypeVar("T")
 

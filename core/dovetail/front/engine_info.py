@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from dovetail.api.executor import Capacity
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
     from dovetail.registry.resolved import ResolvedComponent
 
 

@@ -22,8 +22,8 @@ from dovetail.end_reason import EndReason
 from dovetail.engine.core import EngineCore
 from dovetail.errors import EngineDeadError
 from dovetail.front.outputs import EngineOutput
-from dovetail.pooling import PoolingRequestOutput
-from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
+from dovetail.request.outputs import CompletionOutput, RequestOutput, TokenLogprobMap
+from dovetail.request.pooling import PoolingRequestOutput
 
 logger = logging.getLogger("dovetail")
 

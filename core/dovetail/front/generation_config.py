@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.checks import shown
-from dovetail.errors import ModelLoadError, RequestError
-from dovetail.file_keys import FileKeys, KeyRule, NoEffect, Refused, Used
-from dovetail.json_files import read_json_object
-from dovetail.limits import Limits
-from dovetail.sampling_params import SamplingParams
+from dovetail.api.file_keys import FileKeys, KeyRule, NoEffect, Refused, Used
+from dovetail.api.json_files import read_json_object
+from dovetail.config.limits import Limits
+from dovetail.errors import ModelLoadError, RequestError, shown
+from dovetail.request.sampling_params import SamplingParams
 
 Ids = tuple[int, ...]
 

@@ -22,9 +22,9 @@ if __name__ == "__main__":
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would not survive a fork
 
 from dovetail.api.grammar import GrammarBackend, GrammarSpec
+from dovetail.api.process_watch import die_with
 from dovetail.errors import RequestError, describe
 from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process, own_memory, why_ended
-from dovetail.process_watch import die_with
 
 
 class _Fork:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary, ref
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, SpecKind
-from dovetail.checks import shown
+from dovetail.config.limits import Limits
 from dovetail.engine.constraint import Constraint
-from dovetail.errors import RequestError, UnsupportedError, describe
+from dovetail.errors import RequestError, UnsupportedError, describe, shown
 from dovetail.front.detokenizer import byte_pieces
 from dovetail.front.grammar_trials import (
     GrammarTrials,
@@ -26,9 +26,8 @@ from dovetail.front.grammar_trials import (
     TrialTimeoutError,
 )
 from dovetail.front.worker_processes import own_memory
-from dovetail.limits import Limits
-from dovetail.sampling_params import SamplingParams
-from dovetail.structured import Structured
+from dovetail.request.sampling_params import SamplingParams
+from dovetail.request.structured import Structured
 
 if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer

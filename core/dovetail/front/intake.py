@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import RowPooling
 from dovetail.api.sampler import RowSampling
-from dovetail.checks import shown
+from dovetail.config.limits import Limits
 from dovetail.engine.adapter import Adapter
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import TokenWatcher
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
-from dovetail.errors import RequestError
+from dovetail.errors import RequestError, shown
 from dovetail.front import request_checks
 from dovetail.front.detokenizer import IncrementalText, StopStrings, special_names
 from dovetail.front.generation_config import GenerationDefaults
@@ -30,11 +30,10 @@ from dovetail.front.pooling import PoolingFacts, PoolingIntake
 from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt, as_ids, as_sequence, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.limits import Limits
-from dovetail.pooling import PoolingParams
-from dovetail.request import RequestFields, token_array
-from dovetail.sampling_params import SamplingParams, changed_unchecked, in_use
-from dovetail.structured import Structured
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.request import RequestFields, token_array
+from dovetail.request.sampling_params import SamplingParams, changed_unchecked, in_use
+from dovetail.request.structured import Structured
 
 if TYPE_CHECKING:
     import numpy as np

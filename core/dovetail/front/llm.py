@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar, cast
 
 from tqdm.auto import tqdm  # in a notebook a widget
 
-from dovetail.checks import BINARY, is_integer, shown
-from dovetail.config import EngineConfig
-from dovetail.errors import EngineDeadError, RequestError
+from dovetail.base.checks import BINARY, is_integer
+from dovetail.config.engine import EngineConfig
+from dovetail.errors import EngineDeadError, RequestError, shown
 from dovetail.front import engine_info
 from dovetail.front.beam_search import BeamSearchOutput, beam_search
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
@@ -30,8 +30,9 @@ from dovetail.front.request_checks import Prompt, cuts
 from dovetail.front.vllm_args import translated
 from dovetail.front.vllm_calls import check_call
 from dovetail.front.vllm_methods import SaysWhatIsMissing
-from dovetail.lora import LoRARequest
-from dovetail.pooling import (
+from dovetail.request.lora import LoRARequest
+from dovetail.request.outputs import RequestOutput
+from dovetail.request.pooling import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -41,8 +42,12 @@ from dovetail.pooling import (
     ScoringRequestOutput,
     Task,
 )
-from dovetail.request import RequestOutput
-from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams, changed_unchecked
+from dovetail.request.sampling_params import (
+    BeamSearchParams,
+    OutputKind,
+    SamplingParams,
+    changed_unchecked,
+)
 
 O = TypeVar("O", bound=EngineOutput, covariant=True)  # noqa: E741
 Bar = Callable[..., Any]  # makes a progress bar, as the class `tqdm` does

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dovetail.api.clock import Clock, VirtualClock
-from dovetail.checks import MAX_TIME_S, as_number, shown
+from dovetail.base.checks import MAX_TIME_S, as_number
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import EngineStats
-from dovetail.errors import ConfigError, EngineDeadError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, RequestError, shown
 from dovetail.front import engine_info, request_checks
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
@@ -28,13 +28,13 @@ from dovetail.front.pooling import PoolingIntake
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.front.vllm_methods import SaysWhatIsMissing
-from dovetail.lora import LoRARequest
-from dovetail.pooling import PoolingParams
-from dovetail.request import RequestFields
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.request.lora import LoRARequest
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.request import RequestFields
+from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from dovetail.config import EngineConfig
+    from dovetail.config.engine import EngineConfig
     from dovetail.front.adapters import AdapterStore
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.engine_info import (

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import HostLogprobs
-from dovetail.request import Logprob, TokenLogprobMap
+from dovetail.request.outputs import Logprob, TokenLogprobMap
 
 if TYPE_CHECKING:
     from dovetail.front.token_texts import TextsInOrder, TokenTexts

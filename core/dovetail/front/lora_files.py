@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from dovetail.api.executor import AdapterCapacity
-from dovetail.bounded_json import JsonBounds, WrongJsonError, read_json
-from dovetail.checks import as_number, plain_integer, shown
-from dovetail.errors import RequestError
-from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
-from dovetail.json_files import MAX_DEPTH
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.api.json_files import MAX_DEPTH
+from dovetail.base.bounded_json import JsonBounds, WrongJsonError, read_json
+from dovetail.base.checks import as_number, plain_integer
+from dovetail.errors import RequestError, shown
 
 T = TypeVar("T")
 

@@ -12,9 +12,14 @@ from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
 from dovetail.front.logprobs import LogprobLog
 from dovetail.front.token_texts import TokenTexts, texts_of_prompt
-from dovetail.pooling import PoolingOutput, PoolingRequestOutput
-from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobMap
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.request.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobMap,
+)
+from dovetail.request.pooling import PoolingOutput, PoolingRequestOutput
+from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,15 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import PoolingCapacity, PoolingTask, RowPooling
-from dovetail.checks import shown
-from dovetail.errors import ModelLoadError, RequestError
+from dovetail.api.json_files import read_json_object
+from dovetail.api.sentence_transformers_files import OWN_FILE, SIMILARITIES, has_marks, read_own
+from dovetail.errors import ModelLoadError, RequestError, shown
 from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt, content_of, cuts
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.json_files import read_json_object
-from dovetail.pooling import PoolingParams
-from dovetail.sampling_params import OutputKind, SamplingParams
-from dovetail.sentence_transformers_files import OWN_FILE, SIMILARITIES, has_marks, read_own
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 QUERY, DOCUMENT = (
     ("query",),

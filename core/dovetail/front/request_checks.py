@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.checks import BINARY, is_integer, is_larger, shown
-from dovetail.errors import RequestError
+from dovetail.api.json_files import MAX_DEPTH, is_deep
+from dovetail.base.checks import BINARY, is_integer, is_larger
+from dovetail.config.limits import MAX_CUT_CHARS, Limits
+from dovetail.errors import RequestError, shown
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.json_files import MAX_DEPTH, is_deep
-from dovetail.limits import MAX_CUT_CHARS, Limits
-from dovetail.pooling import PoolingParams
-from dovetail.sampling_params import SamplingParams
-from dovetail.structured import Structured
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.sampling_params import SamplingParams
+from dovetail.request.structured import Structured
 
 Prompt = (
     str | Sequence[int] | Mapping[str, Any] | TokenizedText

@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.bounded_json import JsonBounds
-from dovetail.checks import unicode_error
-from dovetail.config_sizes import check_sizes
+from dovetail.api.file_keys import FileKeys, NoEffect, Used
+from dovetail.api.json_files import MAX_DEPTH, check_json_file, read_json_object
+from dovetail.api.sentence_transformers_files import MODULES, read_transformer
+from dovetail.base.bounded_json import JsonBounds
+from dovetail.base.checks import unicode_error
+from dovetail.base.config_sizes import check_sizes
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, RequestError
-from dovetail.file_keys import FileKeys, NoEffect, Used
-from dovetail.json_files import MAX_DEPTH, check_json_file, read_json_object
-from dovetail.sentence_transformers_files import MODULES, read_transformer
 
 if TYPE_CHECKING:
     from dovetail.api.tokenizer import Chat

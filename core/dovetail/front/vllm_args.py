@@ -14,12 +14,12 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from dovetail.checks import among, as_number, did_you_mean, shown
-from dovetail.config import EngineConfig
-from dovetail.errors import ConfigError
+from dovetail.base.checks import among, as_number, did_you_mean
+from dovetail.base.roadmap import planned
+from dovetail.config.engine import EngineConfig
+from dovetail.errors import ConfigError, shown
 from dovetail.front.vllm_groups import GROUPS, MACHINES, OLDER, TEXT_ONLY, Group
 from dovetail.front.vllm_speculation import speculation_of
-from dovetail.roadmap import planned
 
 logger = logging.getLogger("dovetail")
 

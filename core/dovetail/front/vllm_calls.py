@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from dovetail.checks import shown
-from dovetail.errors import RequestError
+from dovetail.errors import RequestError, shown
 from dovetail.front.vllm_args import SOFT_PROMPTS
 from dovetail.front.vllm_groups import MACHINES, TEXT_ONLY
-from dovetail.pooling import PoolingParams
-from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
-from dovetail.vllm_only import VllmOnly
+from dovetail.request.pooling import PoolingParams
+from dovetail.request.sampling_params import BEAM_SEARCH, SamplingParams
+from dovetail.request.vllm_only import VllmOnly
 
 _OBSERVERS = "write an observer plugin, and name it: observers"
 _TOKENIZED = (

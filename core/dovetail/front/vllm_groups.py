@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.roadmap import planned
+from dovetail.base.roadmap import planned
 
 MACHINES = planned("Several machines")
 TEXT_ONLY = "models of text alone are served"

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dovetail.checks import shown
-from dovetail.config_sizes import check_sizes
-from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.json_files import read_json_object
+from dovetail.api.json_files import read_json_object
+from dovetail.base.config_sizes import check_sizes
+from dovetail.errors import ModelLoadError, UnsupportedError, shown
 
 log = logging.getLogger("dovetail")
 

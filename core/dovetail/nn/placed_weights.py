@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from dovetail.checks import shown
-from dovetail.errors import DovetailError, UnsupportedError, describe
+from dovetail.errors import DovetailError, UnsupportedError, describe, shown
 from dovetail.nn.format import DENSE, Quantization, WeightFormat
 from dovetail.nn.linear import LinearLayer
 from dovetail.nn.moe import Experts

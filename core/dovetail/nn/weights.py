@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dovetail.api.json_files import read_json_object
 from dovetail.api.model import WeightRule
 from dovetail.errors import DovetailError, ModelLoadError
-from dovetail.json_files import read_json_object
 from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
 
 log = logging.getLogger("dovetail")

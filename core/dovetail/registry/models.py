@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from dovetail.api.component import BundledModel
-from dovetail.checks import shown
-from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError
+from dovetail.base.where import Where, did_you_mean
+from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, shown
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
-from dovetail.where import Where, did_you_mean
 
 HUB_FILES = (
     "*.json",

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import KINDS, Kind
+from dovetail.base.where import Where, did_you_mean
 from dovetail.errors import DISTRIBUTION, ConfigError, PluginError
 from dovetail.registry.doctor.metadata import hidden_plugins
 from dovetail.registry.loader import find_plugins, load_plugin
@@ -25,7 +26,6 @@ from dovetail.registry.resolved import (
     ResolvedRoutes,
 )
 from dovetail.registry.selection import PluginSelection
-from dovetail.where import Where, did_you_mean
 
 __all__ = ["Registry", "ResolvedComponent"]
 

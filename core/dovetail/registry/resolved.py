@@ -20,12 +20,12 @@ from dovetail.api.component import (
     QuantizationSpec,
     RoutesSpec,
 )
+from dovetail.api.targets import bridged, import_target, make_component
+from dovetail.base.where import Where, explain
 from dovetail.errors import DISTRIBUTION, MissingExtraError, PluginError
 from dovetail.registry.api_changes import ApiChange, changes_since
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
-from dovetail.targets import bridged, import_target, make_component
-from dovetail.where import Where, explain
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ComponentRef, QuantizationRef

@@ -10,10 +10,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidName, canonicalize_name
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from dovetail.checks import shown
-from dovetail.errors import DISTRIBUTION, ConfigError
+from dovetail.base.where import Where, did_you_mean, explain
+from dovetail.errors import DISTRIBUTION, ConfigError, shown
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
-from dovetail.where import Where, did_you_mean, explain
 
 ENVIRONMENT_VARIABLE = "DOVETAIL_PLUGINS"
 

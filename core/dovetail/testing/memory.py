@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache
+from dovetail.api.kv_layout import STATE_SLOT_BYTES, CachedLayer, plan_layout
 from dovetail.api.state import StateBatch, StateLayer, StateSpec
-from dovetail.kv_layout import STATE_SLOT_BYTES, CachedLayer, plan_layout
 from dovetail.nn.state.states import CheckedDrafts, States, cached_state
 
 

@@ -23,7 +23,7 @@ from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.fake_kv import FakeKVCache
 
 EARLIER = -2  # index of the steps in which running requests made their progress; -1 means none

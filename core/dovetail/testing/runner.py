@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
+from dovetail.base.where import did_you_mean
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.registry.doctor.process import (
     SAMPLED_S,
@@ -31,7 +32,6 @@ from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
 from dovetail.testing.child import COMMAND, SuiteRun
 from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
-from dovetail.where import did_you_mean
 
 MAX_DEATHS = 3  # deaths of the process, after which the remaining checks are abandoned
 GRACE_S = 10.0  # time for a process to write where it hangs

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from dovetail.process_watch import die_with
+from dovetail.api.process_watch import die_with
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ExecutorConfig, ExecutorContext

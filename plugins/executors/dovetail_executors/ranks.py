@@ -22,8 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dovetail.errors import DovetailError
-from dovetail.process_watch import (
+from dovetail.api.process_watch import (
     PULSE,
     STOPPED,
     STOPPED_S,
@@ -32,6 +31,7 @@ from dovetail.process_watch import (
     how_ended,
     process_state,
 )
+from dovetail.errors import DovetailError
 from dovetail_executors.rank_process import RankJob
 from dovetail_executors.ring import Ring, RingWriter
 

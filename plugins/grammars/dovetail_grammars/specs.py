@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from dovetail.api.grammar import GrammarSpec
-from dovetail.checks import exact_float
 from dovetail.errors import RequestError
+from dovetail.request.structured import exact_float
 
 MAX_NESTING = 100  # levels of JSON: the library parses it recursively
 MAX_REASON = 300  # characters of a library's explanation

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
-from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.decoder import AnyBlock, Decoder
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding

@@ -18,11 +18,10 @@ from torch import nn
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.draft_head import HeadArch
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.api.json_files import read_json_object
 from dovetail.api.model import BuildContext, ModelContext, ParallelGroup, Tapped, WeightRule
-from dovetail.checks import shown
-from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
-from dovetail.json_files import read_json_object
+from dovetail.errors import ModelLoadError, UnsupportedError, shown
 from dovetail.nn.embedding import LMHead
 from dovetail.nn.layer import LayerList
 from dovetail.nn.linear import ReplicatedLinear

@@ -17,7 +17,7 @@ import transformers
 
 import dovetail
 from dovetail.api.component import ENTRY_POINT_GROUP
-from dovetail.whole_files import write_whole
+from dovetail.api.whole_files import write_whole
 
 log = logging.getLogger("dovetail")
 

@@ -18,8 +18,8 @@ from dovetail.api.observer import (
     RequestFinished,
     RequestPreempted,
 )
-from dovetail.request import RequestMetrics
-from dovetail.spans import Spans, between, known, latencies, phases_of
+from dovetail.api.spans import Spans, between, known, latencies, phases_of
+from dovetail.request.outputs import RequestMetrics
 
 MAX_PAUSES = 100  # of a request; later preemptions have no phase of their own
 

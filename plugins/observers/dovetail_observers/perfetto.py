@@ -37,8 +37,7 @@ from dovetail.api.observer import (
     RequestPreempted,
     StepFinished,
 )
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, shown
 from dovetail.request import Request
 
 logger = logging.getLogger("dovetail")

@@ -18,7 +18,7 @@ from dovetail.api.kv_cache import (
 )
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_kv_cache.hash_chain import Digest, HashChain
 from dovetail_kv_cache.pool import BlockPool
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions, _Group, _Hit, _Table

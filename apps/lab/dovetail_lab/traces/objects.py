@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from dovetail.checks import shown
+from dovetail.errors import shown
 from dovetail_lab.traces.reading import (
     Contents,
     JsonObject,

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dovetail.checks import shown
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, shown
 from dovetail_lab.traces.request import TraceRequest
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from dovetail.checks import shown
+from dovetail.errors import shown
 from dovetail_lab.calls import Value, parse_call
 from dovetail_lab.traces.reading import TraceError
 from dovetail_lab.workloads.arrivals import ARRIVALS, MOST_ARRIVALS, Arrivals, AtOnce

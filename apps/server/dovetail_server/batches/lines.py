@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from dovetail.checks import shown
+from dovetail.errors import shown
 from dovetail_server.protocol.batches import BatchError
 
 MAX_REQUESTS = 50_000  # of one batch, as OpenAI's

@@ -27,9 +27,8 @@ from typing import IO, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
-from dovetail.whole_files import BESIDE, write_whole
+from dovetail.api.whole_files import BESIDE, write_whole
+from dovetail.errors import ConfigError, shown
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.batches import (
     ENDED,

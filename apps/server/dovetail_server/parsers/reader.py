@@ -19,7 +19,7 @@ from dovetail.api.parser import (
     ToolCallStart,
 )
 from dovetail.errors import describe
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
 
 logger = logging.getLogger("dovetail.server")
 

@@ -12,11 +12,10 @@ from typing import Any, Literal
 import yaml
 
 from dovetail.api.parser import CallForm, ParserContext
-from dovetail.checks import shown
-from dovetail.errors import ConfigError, DovetailError, RequestError, describe
+from dovetail.base.where import Where
+from dovetail.errors import ConfigError, DovetailError, RequestError, describe, shown
 from dovetail.registry.registry import AUTO, Registry
 from dovetail.registry.resolved import ResolvedComponent
-from dovetail.where import Where
 from dovetail_server.engine import ServedEngine
 from dovetail_server.parsers import vllm_names
 from dovetail_server.parsers.reader import AnswerParser, GuardedParser, ParserChoice

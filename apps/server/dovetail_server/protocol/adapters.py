@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from dovetail.lora import MAX_PATH_CHARS
+from dovetail.request.lora import MAX_PATH_CHARS
 
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.front.request_checks import Prompt
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import OPENAI_ONLY, OpenAIFields, sampling_params

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from dovetail.bounded_json import JsonBounds, excess_of
-from dovetail.checks import did_you_mean, exact_float, shown
+from dovetail.base.bounded_json import JsonBounds, excess_of
+from dovetail.base.checks import did_you_mean
+from dovetail.errors import shown
+from dovetail.request.structured import exact_float
 from dovetail_server.errors import HttpError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
 from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind, arguments_of
 from dovetail_server.protocol.messages import (
     MessageAnswer,

@@ -11,9 +11,9 @@ import msgspec
 from dovetail.front.chat import ChatOptions
 from dovetail.front.token_texts import speller
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.lora import LoRARequest
-from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
-from dovetail.sampling_params import BEAM_SEARCH, OutputKind, SamplingParams
+from dovetail.request.lora import LoRARequest
+from dovetail.request.outputs import CompletionOutput, Logprob, TokenLogprobMap
+from dovetail.request.sampling_params import BEAM_SEARCH, OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.json_parts import Items

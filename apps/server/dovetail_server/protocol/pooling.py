@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from dovetail.config.limits import Limits
 from dovetail.front.pooling import paired
 from dovetail.front.request_checks import Prompt, at_most
-from dovetail.limits import Limits
-from dovetail.pooling import PoolingParams, Task
+from dovetail.request.pooling import PoolingParams, Task
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory

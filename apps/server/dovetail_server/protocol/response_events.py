@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dovetail.request import CompletionOutput
+from dovetail.request.outputs import CompletionOutput
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind, arguments_of
 from dovetail_server.protocol.openai_common import TokenCounts

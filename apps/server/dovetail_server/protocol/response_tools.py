@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from dovetail.checks import shown
+from dovetail.errors import shown
 from dovetail_server.errors import HttpError
 from dovetail_server.parsers.json_call import MAX_NAME
 from dovetail_server.protocol.decoding import converted

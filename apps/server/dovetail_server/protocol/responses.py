@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from dovetail.checks import shown
-from dovetail.errors import RequestError
+from dovetail.errors import RequestError, shown
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory

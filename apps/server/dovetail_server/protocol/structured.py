@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from dovetail.checks import shown
-from dovetail.errors import RequestError
-from dovetail.sampling_params import StructuredOutputsParams
-from dovetail.structured import Structured, structured_of_vllm
+from dovetail.errors import RequestError, shown
+from dovetail.request.sampling_params import StructuredOutputsParams
+from dovetail.request.structured import Structured, structured_of_vllm
 from dovetail_server.errors import RULE, HttpError
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from dovetail.checks import shown
+from dovetail.errors import shown
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import converted, unsupported
 

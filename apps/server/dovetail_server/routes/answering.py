@@ -15,9 +15,9 @@ from dovetail.front.chat import ChatOptions
 from dovetail.front.request_checks import check_template_chars, cuts
 from dovetail.front.token_texts import speller
 from dovetail.front.tokenizer import TokenizedText
-from dovetail.request import CompletionOutput, RequestOutput
-from dovetail.sampling_params import SamplingParams, changed_unchecked
-from dovetail.structured import Structured
+from dovetail.request.outputs import CompletionOutput, RequestOutput
+from dovetail.request.sampling_params import SamplingParams, changed_unchecked
+from dovetail.request.structured import Structured
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, OutputListener
 from dovetail_server.parsers.reader import AnswerParser, AnswerReader

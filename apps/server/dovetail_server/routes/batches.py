@@ -15,7 +15,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.routing import Route
 
-from dovetail.checks import shown
+from dovetail.errors import shown
 from dovetail_server.batches.store import BatchStore, Page, new_id
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange

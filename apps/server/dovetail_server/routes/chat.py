@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from starlette.routing import Route
 
 from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from dovetail.request import CompletionOutput, RequestOutput
+from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.json_parts import Fields, Items
 from dovetail_server.parsers.reader import AnswerReader, reasoning_tokens_of

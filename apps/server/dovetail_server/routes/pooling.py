@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from starlette.routing import Route
 
 from dovetail.front.request_checks import Prompt, at_most
-from dovetail.pooling import PoolingParams
+from dovetail.request.pooling import PoolingParams
 from dovetail_server.exchange import Endpoint, Exchange, PooledListener, new_id
 from dovetail_server.json_parts import Fields, Items, Numbers
 from dovetail_server.protocol import pooling as protocol

@@ -23,7 +23,12 @@ from dovetail import (
 from dovetail.compat.vllm.engines import LLM, AsyncLLMEngine, LLMEngine
 from dovetail.compat.vllm.gaps import MissingModules, missing
 from dovetail.compat.vllm.inputs import TextPrompt, TokensPrompt
-from dovetail.pooling import ClassificationOutput, EmbeddingOutput, PoolingOutput, ScoringOutput
+from dovetail.request.pooling import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    ScoringOutput,
+)
 
 AsyncEngineArgs = EngineArgs
 

@@ -11,9 +11,9 @@ from dovetail.errors import RequestError
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.request_checks import Prompt
 from dovetail.front.vllm_calls import by_position
-from dovetail.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from dovetail.request import RequestOutput
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.outputs import RequestOutput
+from dovetail.request.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from dovetail.request.sampling_params import SamplingParams
 
 
 class LLMEngine(dovetail.LLMEngine):

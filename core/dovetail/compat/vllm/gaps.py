@@ -8,7 +8,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from dovetail.checks import did_you_mean
+from dovetail.base.checks import did_you_mean
 from dovetail.front.vllm_args import SOFT_PROMPTS
 from dovetail.front.vllm_groups import TEXT_ONLY
 

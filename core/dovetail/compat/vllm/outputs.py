@@ -11,7 +11,12 @@ from dovetail import (
     ScoringRequestOutput,
 )
 from dovetail.compat.vllm.gaps import missing
-from dovetail.pooling import ClassificationOutput, EmbeddingOutput, PoolingOutput, ScoringOutput
+from dovetail.request.pooling import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    ScoringOutput,
+)
 
 __all__ = [
     "ClassificationOutput",

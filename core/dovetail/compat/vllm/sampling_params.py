@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.compat.vllm.gaps import missing
-from dovetail.sampling_params import (
+from dovetail.request.sampling_params import (
     BeamSearchParams,
     GuidedDecodingParams,
     OutputKind,

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from dovetail.checks import shown
-from dovetail.errors import UnsupportedError
-from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.errors import UnsupportedError, shown
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.gptq import KERNELS

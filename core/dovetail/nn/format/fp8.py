@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.checks import shown
-from dovetail.errors import UnsupportedError
-from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.errors import UnsupportedError, shown
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dovetail.api.file_keys import FileKeys, Used
 from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.file_keys import FileKeys, Used
 from dovetail.nn.format.base import Quantization, WeightFormat, stacked
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.reading import DEQUANTIZE, WHERE, names

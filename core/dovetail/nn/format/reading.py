@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.checks import shown
-from dovetail.errors import ModelLoadError
-from dovetail.file_keys import Refused
+from dovetail.api.file_keys import Refused
+from dovetail.errors import ModelLoadError, shown
 
 WHERE = "quantization_config"
 DEQUANTIZE = Refused(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dovetail.api.kv_layout import CachedState, PlannedLayout
 from dovetail.api.state import (
     CHUNK,
     Changes,
@@ -21,7 +22,6 @@ from dovetail.api.state import (
     StateTensor,
 )
 from dovetail.errors import DovetailError
-from dovetail.kv_layout import CachedState, PlannedLayout
 from dovetail.nn.state.accept import accept_drafts
 from dovetail.nn.state.alike import AlikeLayers
 from dovetail.nn.transfer import all_to_device, to_device

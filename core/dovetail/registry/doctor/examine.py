@@ -19,6 +19,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import ENTRY_POINT_GROUP
+from dovetail.base.where import did_you_mean
 from dovetail.errors import PluginError
 from dovetail.registry.doctor import probe
 from dovetail.registry.doctor.metadata import Diagnosis, Finding, Problem, metadata_findings
@@ -26,7 +27,6 @@ from dovetail.registry.doctor.process import TIME_LIMIT_S, ending, event, last_w
 from dovetail.registry.loader import find_plugins, load_plugin
 from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, PluginOrigin
 from dovetail.registry.selection import PluginSelection
-from dovetail.where import did_you_mean
 
 SHOWN = 200  # characters of the end of its output
 AT_ONCE = min(4, os.cpu_count() or 1)  # processes

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from dovetail.api.component import API_VERSIONS, KINDS
+from dovetail.base.where import did_you_mean
 from dovetail.errors import DovetailError
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.metadata import Problem
@@ -24,7 +25,6 @@ from dovetail.registry.loader import find_plugins, load_plugin
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
-from dovetail.where import did_you_mean
 
 Level = Literal[
     "declare", "use"

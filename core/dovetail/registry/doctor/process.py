@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dovetail.process_watch import signal_name
+from dovetail.api.process_watch import signal_name
 
 TIME_LIMIT_S = 60.0  # default timeout of a plugin's single operation, in own seconds
 SAMPLED_S = 0.5  # polling interval: waits of threads that end between two polls aren't seen

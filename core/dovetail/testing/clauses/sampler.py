@@ -23,7 +23,7 @@ CLAUSES: Marks = {
         "keys that the request sets": held(
             "extra_args", but="the meaning of a key is up to the sampler"
         ),
-        "`dovetail.sampling_params": held(
+        "`dovetail.request.sampling_params": held(
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",

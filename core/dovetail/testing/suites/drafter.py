@@ -23,7 +23,7 @@ from dovetail.api.component import TARGET
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable

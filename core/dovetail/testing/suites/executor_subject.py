@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.executor import Executor, ExecutorContext
-from dovetail.config import EngineConfig
+from dovetail.config.engine import EngineConfig
+from dovetail.config.parts import find_parts
 from dovetail.errors import UnsupportedError, describe
-from dovetail.parts import find_parts
 from dovetail.registry.models import resolve_model
 from dovetail.testing.binding import installed
 from dovetail.testing.checks import fail, require

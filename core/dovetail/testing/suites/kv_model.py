@@ -29,7 +29,7 @@ from dovetail.api.kv_cache import (
 )
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import CheckFailed
 
 Act = tuple[str, tuple[Any, ...]]

@@ -17,8 +17,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from dovetail.api.sampler import Lines, RowSampling
-from dovetail.checks import shown
-from dovetail.errors import describe
+from dovetail.errors import describe, shown
 from dovetail.testing.checks import Untried, check, fail, require
 from dovetail.testing.hygiene import UNKNOWN_KEY
 from dovetail.testing.recording import Recording, nothing_asked

@@ -11,10 +11,9 @@ import torch
 from pydantic import BaseModel
 
 from dovetail.api.sampler import RowSampling
-from dovetail.checks import shown
-from dovetail.errors import RequestError, describe
+from dovetail.errors import RequestError, describe, shown
 from dovetail.front.assembly import validated_extra_args
-from dovetail.frozen import frozen
+from dovetail.request.frozen import frozen
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.sampler_bench import Row
 from dovetail.testing.suites.sampler_rows import mixed_rows

@@ -35,7 +35,7 @@ from dovetail.engine.stats import ObserverHub
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.binding import installed
 from dovetail.testing.checks import CheckFailed
 from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions

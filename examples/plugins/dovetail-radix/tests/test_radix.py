@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCounts
 from dovetail.request import Request
-from dovetail.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams
 
 from dovetail_radix.manager import RadixCache
 

@@ -12,8 +12,7 @@ import torch
 
 from dovetail.api.executor import ComponentRef, QuantizationRef
 from dovetail.api.model import ModelArch, ModelContext
-from dovetail.checks import shown
-from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError, shown
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.model_files import first_lines, model_length, read_config, text_of
 from dovetail_executors.runtime.pooling import MadeFor, is_embedding_model

@@ -24,8 +24,8 @@ from dovetail.api.draft_head import HeadArch
 from dovetail.api.executor import Drafts, ExecutorConfig
 from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.api.sampler import Lines
+from dovetail.api.targets import import_target
 from dovetail.errors import DovetailError, PluginError, UnsupportedError, describe
-from dovetail.targets import import_target
 from dovetail_executors.runtime.decode_rows import last_tokens, put_drafts
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.draft_model import (

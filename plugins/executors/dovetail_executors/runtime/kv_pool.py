@@ -10,14 +10,14 @@ import torch
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.executor import ExecutorConfig
 from dovetail.api.kv_cache import KVLayout, PageCopy
-from dovetail.errors import ConfigError, DovetailError
-from dovetail.kv_layout import (
+from dovetail.api.kv_layout import (
     CachedLayer,
     CachedState,
     PlannedLayout,
     layout_of_nothing,
     plan_layout,
 )
+from dovetail.errors import ConfigError, DovetailError
 from dovetail.nn.state.states import States
 from dovetail.nn.transfer import all_to_device
 from dovetail_executors.runtime.memory import available_ram_bytes, readable_bytes

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerCache, LayerSpec
-from dovetail.checks import shown
-from dovetail.errors import ModelLoadError
+from dovetail.errors import ModelLoadError, shown
 from dovetail.nn.weights import tensors_named
 
 LARGEST = 448.0  # of e4m3

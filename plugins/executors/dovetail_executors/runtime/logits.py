@@ -16,9 +16,9 @@ from dovetail.api.executor import ComponentRef
 from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorContext, ProcessedRow
 from dovetail.api.sampler import Lines, Process, RowSampling
 from dovetail.errors import PluginError, describe
-from dovetail.frozen import thawed
 from dovetail.nn.token_masks import mask_tokens
 from dovetail.nn.transfer import all_to_device
+from dovetail.request.frozen import thawed
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.sampler_rows import update_rows
 

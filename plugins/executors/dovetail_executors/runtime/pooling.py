@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask
+from dovetail.api.json_files import read_json_list, read_json_object
 from dovetail.api.model import HeadLayer, ModelPooling
-from dovetail.checks import as_number, shown
-from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
-from dovetail.json_files import read_json_list, read_json_object
-from dovetail.sentence_transformers_files import (
+from dovetail.api.sentence_transformers_files import (
     DENSE,
     LOGIT_SCORE,
     MODULES,
@@ -30,6 +28,7 @@ from dovetail.sentence_transformers_files import (
     read_own,
     read_transformer,
 )
+from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError, shown
 
 MadeFor = Literal["generate", "embed", "classify"]
 
@@ -372,13 +371,15 @@ def _tokenizer_length(directory: Path) -> int | None:
     """Return the length that `tokenizer_config.json` stores, by which sentence-transformers cuts."""
     path = directory / "tokenizer_config.json"
     length = read_json_object(path, missing_ok=True).get("model_max_length")
-    if length is None or (number := as_number(length)) is None or number > _NO_LENGTH:
+    if isinstance(length, bool) or not isinstance(length, int | float):
         return None
-    if number < 1 or number != int(number):
+    if not length <= _NO_LENGTH:  # also of NaN
+        return None
+    if length < 1 or length != int(length):
         raise ModelLoadError(
             f"{path}: model_max_length: expected a number of tokens, got {shown(length)}"
         )
-    return int(number)
+    return int(length)
 
 
 def _activation(name: Any, path: Path) -> str:

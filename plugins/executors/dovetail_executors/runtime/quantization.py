@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.executor import QuantizationRef
-from dovetail.checks import shown
-from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError, describe
+from dovetail.errors import (
+    ConfigError,
+    DovetailError,
+    ModelLoadError,
+    UnsupportedError,
+    describe,
+    shown,
+)
 from dovetail.nn.format import Quantization
 from dovetail_executors.runtime.architecture import built_ins_first
 

@@ -16,12 +16,12 @@ from dovetail.api.attention import AttentionBackend, LayerSpec
 from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
+from dovetail.api.process_watch import PULSE
 from dovetail.api.sampler import SamplerContext
 from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.kernels.available import runs_kernels
 from dovetail.nn.state.states import States, cached_state
-from dovetail.process_watch import PULSE
 from dovetail_executors.runtime.attention_choice import choose_attention
 from dovetail_executors.runtime.device_choice import describe_device
 from dovetail_executors.runtime.feature_plans import feature_plans

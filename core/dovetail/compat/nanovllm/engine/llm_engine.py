@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import dovetail
-from dovetail.checks import shown
 from dovetail.compat.nanovllm.sampling_params import SamplingParams
 from dovetail.engine.stats import EngineStats
-from dovetail.errors import RequestError
+from dovetail.errors import RequestError, shown
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.request_checks import Prompt
 from dovetail.front.vllm_args import translated
 from dovetail.front.vllm_methods import MissingMethodError
-from dovetail.request import RequestOutput
-from dovetail.sampling_params import OutputKind, changed_unchecked
+from dovetail.request.outputs import RequestOutput
+from dovetail.request.sampling_params import OutputKind, changed_unchecked
 
 logger = logging.getLogger("dovetail")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.compat.vllm.gaps import missing
-from dovetail.lora import LoRARequest
+from dovetail.request.lora import LoRARequest
 
 __all__ = ["LoRARequest"]
 __getattr__ = missing(__name__)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dovetail.checks import exact_float
+from dovetail.request.structured import exact_float
 
 from dovetail_xgrammar.regexes import Ranges, character_class, gbnf, others
 

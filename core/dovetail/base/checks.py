@@ -1,51 +1,18 @@
-"""Checks of values from outside, and how an error shows such a value, for all who read input. They know nothing of requests or configs."""
+"""Checks of values from outside. They know nothing of requests or configs."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from decimal import Decimal
 from numbers import Integral, Real
 from typing import Any
 
 INT64 = (-(2**63), 2**63 - 1)  # the range of numpy's integers
-_SHOWN = 80  # characters of a value in an error
 MAX_TIME_S = 1e9  # 31 years in either direction: exact as microseconds in JSON, and within 64 bits as a trace's nanoseconds
-_SURE_DIGITS = 17  # as many tell any double
-_ZERO = re.compile(r"-?0(?:\.0+)?(?:[eE].*)?")
-_NO_DIGITS = re.compile(r"[eE].*|[^0-9]")  # of a number's significand
 MAX_NAME = 200  # characters of a name that may be misspelt
 BINARY = (
     bytes | bytearray | memoryview
 )  # neither text nor numbers, though Python would read them as a list of small ones
-
-
-def shown(value: Any) -> str:
-    """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any length. Reads no more than it shows."""
-    try:
-        text = _repr(value, _SHOWN + 1)
-    except Exception:  # an integer that Python finds too long to print, say
-        return f"a value of type {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-
-
-def _repr(value: Any, room: int) -> str:
-    """Return the repr of a value, or the beginning of it if that has more than `room` characters."""
-    kind = type(value)
-    if kind in (str, bytes):
-        return repr(value[:room])
-    if kind not in (list, tuple, dict) or not value:
-        return repr(value)
-    text = "[" if kind is list else "(" if kind is tuple else "{"
-    for index, item in enumerate(value):
-        if len(text) > room:
-            return text
-        text += (", " if index else "") + _repr(item, room - len(text))
-        if kind is dict:
-            text += ": " + _repr(value[item], max(0, room - len(text)))
-    comma = "," if kind is tuple and len(value) == 1 else ""
-    return text + comma + ("]" if kind is list else ")" if kind is tuple else "}")
 
 
 def is_integer(value: Any) -> bool:
@@ -67,24 +34,6 @@ def as_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def exact_float(text: str) -> float:
-    """Return a decimal number of JSON as a double. Raises `ValueError` if it says more than a double holds: it is too large or too small, or has more
-    than 17 digits, which tell any double, and isn't one."""
-    value = float(text)
-    if len(text) <= _SURE_DIGITS and (0 < abs(value) < math.inf or _ZERO.fullmatch(text)):
-        return value
-    digits = _NO_DIGITS.sub("", text).strip("0")
-    if (
-        math.isinf(value)
-        or (digits and not value)
-        or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value))
-    ):
-        raise ValueError(
-            f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308"
-        )
-    return value
 
 
 def unicode_error(text: str) -> UnicodeEncodeError | None:

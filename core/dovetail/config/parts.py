@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.component import KINDS, Kind
-from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
+from dovetail.base.where import LISTED, and_more
+from dovetail.config.engine import COMPONENT_KEYS, ComponentChoice, EngineConfig
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail.registry.models import locate_model
 from dovetail.registry.registry import PREFERENCE, Registry
 from dovetail.registry.resolved import ResolvedComponent
-from dovetail.where import LISTED, and_more
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,11 @@ def plan_layout(
     layers: Sequence[CachedLayer],
     block_size: int,
     dtype: str,
-    supports: Callable[[int], bool] = lambda _: True,
+    supports: Callable[[int], bool] | None = None,
     states: Sequence[CachedState] = (),
 ) -> PlannedLayout:
     """Group `layers` by their windows and place their tensors, and `states` in a group of their own. `block_size`: tokens of the smallest block;
-    larger ones are multiples of it that the attention backend `supports`. `dtype`: of the cache, a name ("bfloat16").
+    larger ones are multiples of it that the attention backend `supports` (None: all). `dtype`: of the cache, a name ("bfloat16").
 
     Raises `UnsupportedError` if a layer shares the cache of a layer with another window, or of one that has none, and if a row of a state is larger
     than a slot.
@@ -195,11 +195,14 @@ def _place_states(
 
 
 def _block_tokens(
-    group: Sequence[CachedLayer], block_size: int, most_bytes: int, supports: Callable[[int], bool]
+    group: Sequence[CachedLayer],
+    block_size: int,
+    most_bytes: int,
+    supports: Callable[[int], bool] | None,
 ) -> int:
     """Return the largest multiple of `block_size` with which no tensor of the group has more than `most_bytes`."""
     tokens = block_size
-    while supports(tokens + block_size) and all(
+    while (supports is None or supports(tokens + block_size)) and all(
         size <= most_bytes for layer in group for size in layer.tensor_bytes(tokens + block_size)
     ):
         tokens += block_size

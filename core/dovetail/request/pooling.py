@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-from dovetail.checks import did_you_mean, plain_integer, shown
-from dovetail.errors import RequestError
-from dovetail.vllm_only import VllmOnly, leave_out
+from dovetail.base.checks import did_you_mean, plain_integer
+from dovetail.errors import RequestError, shown
+from dovetail.request.vllm_only import VllmOnly, leave_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.end_reason import EndReason, FinishReason
-    from dovetail.request import RequestMetrics
+    from dovetail.request.outputs import RequestMetrics
 
 Task = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 T = TypeVar("T")

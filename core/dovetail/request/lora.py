@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.checks import plain_integer, shown
-from dovetail.errors import RequestError
+from dovetail.base.checks import plain_integer
+from dovetail.errors import RequestError, shown
 
 MAX_PATH_CHARS = 4096  # Linux opens no longer path, and resolving one takes quadratic time
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
-from dovetail.where import KeyPath, Where, explain
+from dovetail.base.where import KeyPath, Where, explain
+from dovetail.errors import ConfigError, shown
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Self
 
 from dovetail.errors import MissingExtraError
-from dovetail.request import RequestMetrics
+from dovetail.request.outputs import RequestMetrics
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from dovetail.checks import among, shown
-from dovetail.errors import UnsupportedError
+from dovetail.base.checks import among
+from dovetail.errors import UnsupportedError, shown
 
 log = logging.getLogger("dovetail")
 

@@ -6,21 +6,16 @@ A `Structured` becomes a `GrammarSpec`, which a grammar backend compiles to a `G
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any, NoReturn
 
-from dovetail.bounded_json import WrongJsonError, read_json
-from dovetail.checks import (
-    BINARY,
-    INT64,
-    exact_float,
-    plain_integer,
-    shown,
-    unicode_error,
-)
-from dovetail.errors import RequestError
+from dovetail.base.bounded_json import WrongJsonError, read_json
+from dovetail.base.checks import BINARY, INT64, plain_integer, unicode_error
+from dovetail.errors import RequestError, shown
 
 RULES = (
     "json_schema",
@@ -35,6 +30,9 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)  # of JSON
 _ESCAPED = re.compile(
     r"\\(.)|\[\^?\]?(?:[^\]\\]++|\\.)*+(\]?)", re.DOTALL
 )  # of a regular expression: an escape, a set of characters
+_SURE_DIGITS = 17  # as many tell any double
+_ZERO = re.compile(r"-?0(?:\.0+)?(?:[eE].*)?")
+_NO_DIGITS = re.compile(r"[eE].*|[^0-9]")  # of a number's significand
 _BRACKETS = re.compile(r"[\[\](){}]")
 _TAG_KEYS = ("structures", "triggers", "at_least_one", "stop_after_first", "separator")
 _STRUCTURE_KEYS = ("begin", "schema", "end")
@@ -211,6 +209,24 @@ def _json_object(value: Any, name: str) -> str:
     if not isinstance(value, Mapping):
         raise _wrong(name, f"it must be a JSON object: a mapping, or its JSON, got {shown(value)}")
     return _dumped(value, name)
+
+
+def exact_float(text: str) -> float:
+    """Return a decimal number of JSON as a double. Raises `ValueError` if it says more than a double holds: it is too large or too small, or has more
+    than 17 digits, which tell any double, and isn't one."""
+    value = float(text)
+    if len(text) <= _SURE_DIGITS and (0 < abs(value) < math.inf or _ZERO.fullmatch(text)):
+        return value
+    digits = _NO_DIGITS.sub("", text).strip("0")
+    if (
+        math.isinf(value)
+        or (digits and not value)
+        or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value))
+    ):
+        raise ValueError(
+            f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308"
+        )
+    return value
 
 
 def _loaded(text: str, name: str) -> Any:

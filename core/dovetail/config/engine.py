@@ -21,16 +21,15 @@ from pydantic import (
 )
 
 from dovetail.api.component import Kind
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
-from dovetail.limits import Limits
+from dovetail.base.where import KeyPath, Where, explain, unknown_key
+from dovetail.base.yaml_source import parse_yaml, read_yaml
+from dovetail.config.limits import Limits
+from dovetail.errors import ConfigError, shown
 from dovetail.registry.models import tokenizer_named
 from dovetail.registry.plugin import NAMESPACE
 from dovetail.registry.registry import Registry, attention_candidates, chosen_grammar
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
-from dovetail.where import KeyPath, Where, explain, unknown_key
-from dovetail.yaml_source import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ExecutorConfig
@@ -377,7 +376,7 @@ class EngineConfig(BaseModel):
 
     grammar: Choice = ComponentChoice("auto")
     """The grammar backend, which holds answers to a schema, a regular expression or a grammar. It is made when a request first asks for that. auto:
-    llguidance."""
+    llguidance, or xgrammar if only that is installed."""
 
     executor: Choice = _built_in("local")
     """The executor, which computes the steps."""

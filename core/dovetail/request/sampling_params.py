@@ -12,24 +12,23 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
-from dovetail.checks import (
+from dovetail.base.checks import (
     BINARY,
     INT64,
     as_number,
     did_you_mean,
     plain_integer,
-    shown,
     unicode_error,
 )
-from dovetail.errors import RequestError
-from dovetail.frozen import FrozenDict, frozen
-from dovetail.roadmap import not_yet
-from dovetail.structured import (
+from dovetail.base.roadmap import not_yet
+from dovetail.errors import RequestError, shown
+from dovetail.request.frozen import FrozenDict, frozen
+from dovetail.request.structured import (
     GuidedDecodingParams as GuidedDecodingParams,
 )  # who comes from vLLM looks for it here
-from dovetail.structured import Structured, structured_of_vllm
-from dovetail.structured import StructuredOutputsParams as StructuredOutputsParams
-from dovetail.vllm_only import VllmOnly, leave_out
+from dovetail.request.structured import Structured, structured_of_vllm
+from dovetail.request.structured import StructuredOutputsParams as StructuredOutputsParams
+from dovetail.request.vllm_only import VllmOnly, leave_out
 
 REPETITION_PENALTIES = (
     0.01,

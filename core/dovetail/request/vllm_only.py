@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.checks import among
+from dovetail.base.checks import among
 from dovetail.errors import RequestError
 
 

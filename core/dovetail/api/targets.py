@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from dovetail.checks import did_you_mean
+from dovetail.base.checks import did_you_mean
 from dovetail.errors import DovetailError, PluginError, describe_raised
 
 Wrong = Callable[

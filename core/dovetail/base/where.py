@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
-from dovetail.checks import did_you_mean as did_you_mean  # re-exported for errors about settings
-from dovetail.checks import shown
-from dovetail.errors import ConfigError
-from dovetail.roadmap import not_yet
+from dovetail.base.checks import did_you_mean as did_you_mean
+from dovetail.base.roadmap import not_yet
+from dovetail.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

@@ -9,10 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dovetail.checks import shown
-from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
-from dovetail.json_files import read_json_object
+from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
+from dovetail.api.json_files import read_json_object
+from dovetail.errors import ModelLoadError, UnsupportedError, shown
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 OWN_FILE = "config_sentence_transformers.json"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.bounded_json import JsonBounds, WrongJsonError, excess_of, read_json
+from dovetail.base.bounded_json import JsonBounds, WrongJsonError, excess_of, read_json
 from dovetail.errors import ModelLoadError
 
 MAX_BYTES = 64 << 20  # the index of a model of 700 billion parameters has 9 MB

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
 from pydantic_core import core_schema
 
-from dovetail.config import COMPONENT_KEYS, LISTS, EngineConfig
+from dovetail.config.engine import COMPONENT_KEYS, LISTS, EngineConfig
 from dovetail.errors import DovetailError
 from dovetail.registry.registry import AUTO, PREFERENCE, Registry
 from dovetail.registry.resolved import ResolvedComponent

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
-from dovetail.checks import as_number, plain_integer, shown
+from dovetail.base.checks import as_number, plain_integer
+from dovetail.errors import shown
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -1,0 +1,1 @@
+"""Foundations of the core: checks of values, errors with places, bounded files. Not for plugins."""

@@ -1,0 +1,6 @@
+"""What users and policies hold: requests, their parameters and their results. Nothing here needs torch."""
+
+from dovetail.request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from dovetail.request.request import Request
+
+__all__ = ["CompletionOutput", "Logprob", "Request", "RequestMetrics", "RequestOutput"]
