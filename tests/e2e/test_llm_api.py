@@ -752,7 +752,9 @@ def test_the_garbage_collector_waits_until_the_first_step_and_is_then_as_it_was(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ) -> None:
     states, step = list[bool](), llm.engine.core.step
-    monkeypatch.setattr(llm.engine.core, "step", lambda: states.append(gc.isenabled()) or step())
+    monkeypatch.setattr(
+        llm.engine.core, "step", lambda wait: states.append(gc.isenabled()) or step(wait)
+    )
     (gc.enable if enabled else gc.disable)()
     try:
         llm.generate(["A", PLAY], SamplingParams(max_tokens=3), use_tqdm=False)

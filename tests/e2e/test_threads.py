@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dovetail import LLM, LLMEngine, RequestOutput, SamplingParams
+from dovetail.engine.flight import Delivery
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 
 torch.set_num_threads(1)
@@ -138,9 +139,9 @@ def test_closing_ends_what_other_threads_wait_for(fresh: LLM) -> None:
     begun = threading.Event()
     compute = fresh.engine.core.step
 
-    def step() -> Any:
+    def step(wait_until: Any) -> Any:
         begun.set()
-        return compute()
+        return compute(wait_until)
 
     fresh.engine.core.step = step  # type: ignore[method-assign]
     waiting = in_thread(lambda: fresh.generate([[1]] * 200, LONG, use_tqdm=False))
@@ -321,20 +322,25 @@ def test_an_interrupt_harms_no_other_thread(llm: LLM, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("driven", [True, False])
-def test_a_step_that_waits_for_the_future_lets_others_in(driven: bool) -> None:
+def test_a_step_that_waits_for_the_future_lets_others_in(
+    driven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
         LLM("demo", **SETTINGS)
         if driven
         else LLMEngine.from_config({"model": "demo"}, **SETTINGS) as one
     ):
         engine, asleep = one.engine if isinstance(one, LLM) else one, threading.Event()
-        wait_until = engine.core.plan_timing.wait_until
+        step = engine.core.step
 
-        def tell(instant: float) -> None:
-            asleep.set()
-            wait_until(instant)
+        def told(wait_until: Callable[[float], None]) -> Delivery:
+            def tell(instant: float) -> None:
+                asleep.set()
+                wait_until(instant)
 
-        engine.core.plan_timing.wait_until = tell
+            return step(tell)
+
+        monkeypatch.setattr(engine.core, "step", told)
         engine.add_request("future", [1], GREEDY, arrival_time=1e9)
         for call in (
             engine.get_num_unfinished_requests,

@@ -13,7 +13,7 @@ from dovetail.api.scheduler import Refusal, Step
 from dovetail.end_reason import EndReason
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.flight import Delivery, InFlightStep
-from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.suites.holding import reachable
 from tests.engine.policies import (
@@ -270,6 +270,25 @@ def test_without_waiting_long_nobody_is_closed_out() -> None:
         world.add(Spec(f"x{turn}", PROMPT, adapter="x", max_tokens=8))
         world.step()
         assert "rare" not in world.finished
+    world.drain()
+
+
+def test_an_adapter_whose_waiters_were_aborted_has_not_waited_when_it_is_wanted_again() -> None:
+    world = World(shape=Shape(adapters=1, slot_wait_s=0.1, max_seqs=4))
+    world.add(Spec("x", PROMPT, adapter="x"))
+    world.add(Spec("gone", PROMPT, adapter="rare"))
+    for _ in range(2):
+        world.step()
+    for id in ("gone", "x"):
+        world.abort(id)
+    world.add(Spec("plain", PROMPT, max_tokens=40))
+    world.drain()
+    assert world.clock.now() > 0.2
+    for id, adapter in (("x0", "x"), ("again", "rare"), ("x1", "x")):
+        world.add(Spec(id, PROMPT, adapter=adapter, max_tokens=8))
+    for _ in range(2):
+        world.step()
+    assert world.requests["x1"].status is Status.RUNNING, "the slot wasn't kept for the other"
     world.drain()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import ModuleType
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.engine.policies import always, fcfs
 from tests.engine.world import Shape, Spec, World
 
 NAMES = re.compile(r"\w*(?:adapter|lora|pool|specul|draft)\w*", re.IGNORECASE)
-CONTRACT = {"Drafting", "NoDrafts", "drafting", "drafts"}
+CONTRACT = {"drafts"}
 GEOMETRY = {"Drafts", "_drafts"}  # of a batch: rows with several lines
 PROMPT = (1, 2, 3, 4, 5)
 
@@ -98,6 +99,45 @@ def test_a_feature_hears_of_each_request_and_step_in_order(overlap: bool) -> Non
     steps = [batch.step for batch in world.executor.sent]
     assert noting.of("submitted") == steps
     assert noting.of("collected") == steps[: len(noting.of("collected"))]
+
+
+class OfClients(Noting):
+    """Only requests of a client concern it."""
+
+    asked_by = attrgetter("client")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[int] = []  # how many requests waited when a step began
+
+    def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
+        self.opened.append(len([*waiting]))
+        return super().open_step(now, waiting)
+
+    def fill(
+        self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
+    ) -> Batch:
+        return batch
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_feature_hears_of_nothing_but_requests_that_ask_for_it_and_their_steps(
+    overlap: bool,
+) -> None:
+    noting = OfClients()
+    world = World(shape=Shape(overlap=overlap), features=[noting])
+    world.add(Spec("before", PROMPT))
+    world.drain(check=True)
+    assert noting.calls == noting.opened == []
+    first = len(world.executor.sent)
+    world.add(Spec("asks", PROMPT, client="somebody", max_tokens=4))
+    world.add(Spec("beside", PROMPT, max_tokens=9))
+    world.drain(check=True)
+    steps = [batch.step for batch in world.executor.sent[first : first + 4 + overlap]]
+    assert noting.of("arrived") == noting.of("left") == ["asks"]
+    assert noting.of("submitted") == noting.of("collected") == steps
+    assert noting.opened[-1] == 0, "it saw that nobody waits any more"
+    assert len(noting.opened) == len(steps) + 1
 
 
 def test_a_request_that_a_feature_hides_is_held_back_and_others_are_not() -> None:

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 from pydantic import BaseModel
 
-from dovetail.api.clock import VirtualClock
+from dovetail.api.clock import Clock, VirtualClock
 from dovetail.api.component import NoOptions
 from dovetail.api.drafter import Drafter, DrafterContext
-from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext
+from dovetail.api.executor import Batch, Capacity, ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
 from dovetail.api.sampler import RowSampling
@@ -21,7 +21,6 @@ from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.end_reason import EndReason
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.drafting import Drafting, NoDrafts
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.features import features_of
 from dovetail.engine.finish import Finish
@@ -30,7 +29,7 @@ from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import make_siblings
 from dovetail.engine.speculation import Speculation
 from dovetail.engine.stats import ObserverHub
-from dovetail.engine.step_times import StepTimeFit
+from dovetail.engine.step_times import PlanTiming, StepTimeFit
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
@@ -314,12 +313,10 @@ class World:
             )
             if isinstance(self.drafter, Oracle):
                 self.drafter.answers = lambda id: self.expected(id)[0]
-        drafting: Callable[[StepTimeFit, int], Drafting] = NoDrafts
+        timing: Callable[[Clock, StepTimeFit, Capacity, int], PlanTiming] = PlanTiming
         if self.drafter is not None:
             bounds = shape.max_drafts, timeout_s
-            drafting = partial(
-                Speculation, self.drafter, "tests:drafter", *bounds, capacity, self.clock
-            )
+            timing = partial(Speculation, self.drafter, "tests:drafter", *bounds)
         features = [*features_of(capacity, shape.slot_wait_s), *features]
         self.slots = next((one for one in features if isinstance(one, AdapterSlots)), None)
         self.core = EngineCore(
@@ -331,7 +328,7 @@ class World:
             settings,
             hub,
             features,
-            drafting,
+            timing,
         )
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
@@ -423,7 +420,7 @@ class World:
             )
         if self.core.dead is not None:
             raise self.core.dead
-        self.core.drafting.stop()  # its thread; the next call starts another
+        self.core.plan_timing.stop()  # its thread; the next call starts another
         self.check_end()
 
     # What should be true

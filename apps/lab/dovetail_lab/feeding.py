@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 AHEAD_S = 1.0  # requests are created this long before they are due, one per step, so that no step waits for many
 
 
+class SimulatedRules:
+    """Holds the constraints of the request that is being added, in place of compiled ones."""
+
+    def __init__(self) -> None:
+        self.constraints: list[Constraint] = []
+
+    def __call__(self, params: SamplingParams, client: Hashable = None) -> list[Constraint]:
+        return self.constraints
+
+
 class Feeder:
     """Source of requests. Creates them late, since millions of prompt ids would fill the memory, but in time: the engine always has all requests that
     have arrived, and the next one, so that it knows how long it may sleep."""
@@ -37,17 +47,20 @@ class Feeder:
         trace: Trace,
         start: float,
         refused: Callable[[TraceRequest, str], None],
+        rules: SimulatedRules | None = None,
     ):
-        """Create a feeder. The trace starts at `start` on the engine's clock; `refused(request, reason)` is called for each rejected request."""
+        """Create a feeder. The trace starts at `start` on the engine's clock.
+
+        `refused(request, reason)` is called for each rejected request. `rules`: those of a
+        simulated engine; None: no request has a grammar.
+        """
         self._engine, self._simulated, self._start, self._refused = (
             engine,
             simulated,
             start,
             refused,
         )
-        self._constraints: list[Constraint] = []  # of the request being added
-        if simulated is not None:
-            engine.constraints_of = lambda params, client=None: self._constraints
+        self._rules = SimulatedRules() if rules is None else rules
         self._followers = Followers(trace)
         self._released: list[Released] = []  # followers with an arrival time, a heap
         self._coming: Iterator[TraceRequest] = iter(
@@ -105,7 +118,7 @@ class Feeder:
             self._simulated.expect(
                 request.id, _answer(request, capacity.vocab_size), request.acceptance
             )
-            self._constraints = (
+            self._rules.constraints = (
                 [_constraint(self._simulated, request, arrival)] if request.grammar else []
             )
         try:

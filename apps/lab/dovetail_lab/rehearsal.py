@@ -87,9 +87,8 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
         if free > start + seconds:
             raise TimeIsUpError
 
-    core.plan_timing.wait_until = wait_until
     with suppress(TimeIsUpError):  # don't wait for requests unfinished at the last arrival
-        drive(core, feeder, fed, take)
+        drive(core, feeder, fed, take, wait_until)
     kept = [
         sighting
         for sighting in probe.collected[first:]

@@ -29,10 +29,11 @@ from typing import Any
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.front.assembly import assemble
 from dovetail.registry.registry import Registry
-from dovetail.request import Request
+from dovetail.request.request import Request
 from dovetail.request.sampling_params import SamplingParams
-from dovetail_lab.feeding import Feeder
+from dovetail_lab.feeding import Feeder, SimulatedRules
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
 from dovetail_lab.routers import Arrival, Completion, ReplicaLoad, Router
@@ -79,13 +80,13 @@ def replay_replicas(
     runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None)
     with ExitStack() as stack:
         clocks = [_MeetingClock() for _ in range(replicas)]
-        engines = [
-            stack.enter_context(LLMEngine.from_config(runnable, registry=registry, clock=clock))
-            for clock in clocks
-        ]
-        members = [
-            _Replica(engine, clock, trace) for engine, clock in zip(engines, clocks, strict=True)
-        ]
+        engines: list[LLMEngine] = []
+        members: list[_Replica] = []
+        for clock in clocks:
+            rules = SimulatedRules()
+            assembly = assemble(runnable, {}, registry=registry, clock=clock)
+            engines.append(stack.enter_context(LLMEngine(assembly, constraints_of=rules)))
+            members.append(_Replica(engines[-1], clock, trace, rules))
         meeting = _Meeting(members, trace, router, progress or (lambda done, of_all: None))
         for member in members:
             member.join(meeting, in_step)
@@ -139,7 +140,9 @@ def replay_replicas(
 class _Replica:
     """One engine, and the requests sent to it."""
 
-    def __init__(self, engine: LLMEngine, clock: _MeetingClock, trace: Trace) -> None:
+    def __init__(
+        self, engine: LLMEngine, clock: _MeetingClock, trace: Trace, rules: SimulatedRules
+    ) -> None:
         if not isinstance(engine.core.executor, SimulatedExecutor):
             raise UnsupportedError(
                 f"replicas are simulated: expected executor simulated, got {type(engine.core.executor).__name__}"
@@ -150,7 +153,8 @@ class _Replica:
         self._recorder = Recorder(engine.core, trace, 0.0)
         nothing = replace(trace, requests=())  # requests are added one by one
         self.completions: list[Completion] = []  # not yet passed to the router
-        self._feeder = Feeder(engine, self._executor, nothing, 0.0, self._recorder.refused)
+        refused = self._recorder.refused
+        self._feeder = Feeder(engine, self._executor, nothing, 0.0, refused, rules)
 
     def join(self, meeting: _Meeting, in_step: bool) -> None:
         self._clock.meeting = meeting

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError
+from dovetail.front.assembly import assemble
 from dovetail.registry.registry import Registry
-from dovetail_lab.feeding import Feeder
+from dovetail_lab.feeding import Feeder, SimulatedRules
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
 from dovetail_lab.simulated import SimulatedExecutor
@@ -58,13 +59,15 @@ def replay(
         EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None) if simulated else loaded
     )
     clock = _TraceClock() if simulated else None
-    with LLMEngine.from_config(runnable, registry=registry, clock=clock) as engine:
+    rules = SimulatedRules() if simulated else None
+    assembly = assemble(runnable, {}, registry=registry, clock=clock)
+    with LLMEngine(assembly, constraints_of=rules) as engine:
         executor = (
             engine.core.executor if isinstance(engine.core.executor, SimulatedExecutor) else None
         )
         start = 0.0 if simulated else engine.now() + LEAD_S
         recorder = Recorder(engine.core, trace, start)
-        feeder = Feeder(engine, executor, trace, start, recorder.refused)
+        feeder = Feeder(engine, executor, trace, start, recorder.refused, rules)
         if clock is not None:
             clock.moved = feeder.feed
         _run(
@@ -110,16 +113,24 @@ class _TraceClock(VirtualClock):
 
 
 def drive(
-    core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Callable[[Delivery], None]
+    core: EngineCore,
+    feeder: Feeder,
+    fed: Callable[[], None],
+    take: Callable[[Delivery], None],
+    wait_until: Callable[[float], None] | None = None,
 ) -> None:
-    """Run steps until all requests of `feeder` have ended; `fed` is called after the feeder's turn, `take` with each step's delivery. The core is
-    driven directly: only the times of tokens matter here, and no text is created. Raises the error that ended the engine."""
+    """Run steps until all requests of `feeder` have ended.
+
+    `fed` is called after the feeder's turn, `take` with each step's delivery; `wait_until`: as of
+    `EngineCore.step`. The core is driven directly: only the times of tokens matter here, and no
+    text is created. Raises the error that ended the engine.
+    """
     while True:
         feeder.feed(core.clock.now())
         fed()
         if not core.has_unfinished() and feeder.done:
             return
-        delivery = core.step()
+        delivery = core.step(wait_until)
         if core.dead is not None:
             raise core.dead
         take(delivery)

@@ -187,8 +187,8 @@ class EngineHost:
             None  # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
         )
         self._core.plan_timing.expects_arrivals = True
-        if type(self._core.clock) is WallClock:
-            self._core.plan_timing.wait_until = self._wait_until
+        # How the core waits: only a wall clock lets messages come meanwhile
+        self._wait = self._wait_until if type(self._core.clock) is WallClock else None
 
     def run(self) -> None:
         """Serve until `stop` is called. Raises `EngineDeadError` if the engine fails, after delivering earlier results."""
@@ -198,7 +198,7 @@ class EngineHost:
                 self.busy_since = time.monotonic()
                 self._hear()
                 if core.has_unfinished():
-                    self._deliver(core.step())
+                    self._deliver(core.step(self._wait))
                 if core.dead is not None:
                     raise EngineDeadError(f"{type(core.dead).__name__}: {core.dead}") from core.dead
                 if not core.has_unfinished():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dovetail.api.executor import AdapterLoad, AdapterRows, Batch
@@ -39,6 +40,8 @@ class AdapterSlots(EngineFeature):
     to the policy for as long again.
     """
 
+    asked_by = attrgetter("adapter")
+
     def __init__(self, count: int, wait_s: float) -> None:
         self.count, self._wait_s = count, wait_s
         self._holding: dict[str, _Slot] = {}  # digest -> its slot
@@ -48,7 +51,9 @@ class AdapterSlots(EngineFeature):
         self._changed: dict[_Slot, Adapter] = {}  # taken for another adapter since the last batch
         self._hidden: frozenset[str] = frozenset()  # digests that could get no slot at `open_step`
         self._free = count  # unused ones that no step in flight reads
-        self._submitted = self._collected = -1  # the last step of each
+        # The last step of each, of those while requests with adapters are in the engine: no other
+        # step reads a slot.
+        self._submitted = self._collected = -1
         self._now = 0.0
         self._waiting: dict[
             str, float
@@ -59,8 +64,7 @@ class AdapterSlots(EngineFeature):
         self.loads = 0  # in all
 
     def arrived(self, request: LiveRequest) -> None:
-        if request.adapter is not None:
-            request.cache_keys = (*request.cache_keys, f"adapter:{request.adapter.digest}")
+        request.cache_keys = (*request.cache_keys, f"adapter:{_digest(request)}")
 
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         if (
@@ -114,11 +118,10 @@ class AdapterSlots(EngineFeature):
             self._first = self._offered = None
 
     def refuses(self, request: LiveRequest) -> Refusal | None:
-        if request.adapter is None:
-            return None
-        if request.adapter.digest in self._hidden:
+        digest = _digest(request)
+        if digest in self._hidden:
             return Refusal.NOT_NOW
-        return None if self._can_take(request.adapter.digest) else Refusal.ADAPTERS
+        return None if self._can_take(digest) else Refusal.ADAPTERS
 
     def _can_take(self, digest: str) -> bool:
         """Return True if a request may be admitted with that adapter now."""
@@ -131,8 +134,7 @@ class AdapterSlots(EngineFeature):
     def admitted(self, request: LiveRequest) -> None:
         """Give it its adapter's slot: that which has it, or a free one."""
         adapter = request.adapter
-        if adapter is None:
-            return
+        assert adapter is not None
         slot = self._holding.get(adapter.digest)
         if slot is None:
             free = (slot for slot in self._unused if slot.read_until <= self._collected)
@@ -150,16 +152,14 @@ class AdapterSlots(EngineFeature):
 
     def left(self, request: LiveRequest) -> None:
         """Take its slot back. Steps in flight may still read it."""
-        if request.adapter is None:
-            return
-        slot = self._holding[request.adapter.digest]
+        slot = self._holding[_digest(request)]
         slot.users -= 1
         if slot.loaded:
             slot.read_until = self._submitted
         if slot.users:
             return
         if not slot.loaded:  # taken in the step being planned, and given back in it
-            del self._holding[request.adapter.digest], self._changed[slot]
+            del self._holding[_digest(request)], self._changed[slot]
             slot.digest = None
         self._unused[slot] = None
         self._free += slot.read_until <= self._collected
@@ -214,3 +214,9 @@ class AdapterSlots(EngineFeature):
 
     def _is_used(self, digest: str) -> bool:
         return digest in self._holding and self._holding[digest].users > 0
+
+
+def _digest(request: LiveRequest) -> str:
+    """Return the digest of the adapter of a request that has one."""
+    assert request.adapter is not None
+    return request.adapter.digest

@@ -9,9 +9,13 @@ from dovetail.engine.live_request import LiveRequest, Status
 
 
 class Arrivals:
-    """Queue of requests by `arrival_time`, then `order`. Aborted requests stay in it until they are first, or half of it: amortized O(log n)."""
+    """Queue of requests by `arrival_time`, then `order`.
+
+    Aborted requests stay in it until they are first, or half of it: amortized O(log n).
+    """
 
     def __init__(self) -> None:
+        self.next_time = math.inf  # when the next request arrives; infinity: none is known
         self._heap: list[tuple[float, int, LiveRequest]] = []
         self._aborted = 0  # how many of these have finished
 
@@ -21,30 +25,32 @@ class Arrivals:
 
     def add(self, request: LiveRequest) -> None:
         heapq.heappush(self._heap, (request.arrival_time, request.order, request))
-
-    def next_time(self) -> float:
-        """Return when the next request arrives; infinity if none is known."""
-        while self._heap and self._heap[0][2].status is Status.FINISHED:
-            heapq.heappop(self._heap)
-            self._aborted -= 1
-        return self._heap[0][0] if self._heap else math.inf
+        self.next_time = self._heap[0][0]
 
     def pop(self) -> LiveRequest:
         """Remove and return the request that arrives at `next_time`, which must be finite."""
         request = heapq.heappop(self._heap)[2]
-        self._drop_aborted()
+        if self._aborted:
+            self._drop_aborted()
+        self.next_time = self._heap[0][0] if self._heap else math.inf
         return request
 
     def aborted(self) -> None:
         """Note that one of the requests has finished."""
         self._aborted += 1
         self._drop_aborted()
+        self.next_time = self._heap[0][0] if self._heap else math.inf
 
     def clear(self) -> None:
         self._heap.clear()
         self._aborted = 0
+        self.next_time = math.inf
 
     def _drop_aborted(self) -> None:
+        """Drop those that have finished from the top, and all of them if they are half."""
+        while self._heap and self._heap[0][2].status is Status.FINISHED:
+            heapq.heappop(self._heap)
+            self._aborted -= 1
         if self._aborted and 2 * self._aborted >= len(self._heap):
             self._heap = [
                 arrival for arrival in self._heap if arrival[2].status is not Status.FINISHED

@@ -26,7 +26,7 @@ class BatchBuilder:
 
     def __init__(self, books: Books, *, may_share: bool) -> None:
         """`may_share`: the executor can use the number of leading blocks that all rows share."""
-        self._kv, self._rows, self._features = books.kv, books.rows, books.features
+        self._books, self._kv, self._rows = books, books.kv, books.rows
         self._layout = books.layout
         first = books.layout.groups[0] if books.layout.groups else None
         self._may_share = (
@@ -57,7 +57,7 @@ class BatchBuilder:
         newcomers = [r for r in requests if r.row < 0]
         for request in newcomers:
             self._rows.assign(request)
-        removed = self._rows.take_removed()
+        removed = self._rows.take_removed() if self._rows.removed else ()
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
@@ -80,7 +80,8 @@ class BatchBuilder:
             ),
             drafts=_drafts(requests, drafts) if drafts else None,
         )
-        for feature in self._features:
+        features = self._books.concerned_features if self._books.concerned else ()
+        for feature in features:
             batch = feature.fill(batch, requests, newcomers)
         return InFlightStep(
             index=step.index,
@@ -99,6 +100,7 @@ class BatchBuilder:
             decisions=tuple(step.decisions or ()),
             unsampled=batch.late,
             drafts=drafts,
+            features=features,
         )
 
     def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:

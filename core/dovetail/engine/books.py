@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from dovetail.api.kv_cache import KVCacheManager, KVLayout
 from dovetail.engine.feature import EngineFeature
@@ -43,6 +43,10 @@ class Books:
         self.known: set[LiveRequest] = (
             set()
         )  # arrived and not finished: the requests that a policy may name
+        # Known requests that ask for features, and these; others aren't in it
+        self.asking: dict[LiveRequest, tuple[EngineFeature, ...]] = {}
+        # Features that known requests ask for, with the number of these; see `open_step`
+        self.concerned: dict[EngineFeature, int] = {}
         self.gated: dict[LiveRequest, None] = {}  # arrived and held back, in order
         self.lingering: list[
             LiveRequest
@@ -52,8 +56,11 @@ class Books:
         """Add an arrived request to the waiting ones, or hold it back while a gate is closed."""
         self.known.add(request)
         for feature in self.features:
-            feature.arrived(request)
-        if any(gate.closed() for gate in request.gates):
+            if feature.asked_by(request) is not None:
+                self.asking[request] = (*self.asking.get(request, ()), feature)
+                self.concerned[feature] = self.concerned.get(feature, 0) + 1
+                feature.arrived(request)
+        if request.gates and any(gate.closed() for gate in request.gates):
             request.status = Status.GATED
             self.gated[request] = None
         else:
@@ -76,28 +83,44 @@ class Books:
         request.status = Status.WAITING
         self.waiting.add(request)
 
-    def submitted(self, granted: Iterable[LiveRequest]) -> None:
-        """Count the tokens of `granted` requests as computed, now that their step is submitted.
+    def open_step(self, now: float) -> bool:
+        """Tell the features that requests ask for of a step. Return True if one hides requests."""
+        hiding = [one.open_step(now, self.waiting) for one in self.concerned_features]
+        for feature in [one for one, requests in self.concerned.items() if not requests]:
+            del self.concerned[feature]
+        return any(hiding)
 
-        Blocks that have left a window are released, and gates may open.
+    @property
+    def concerned_features(self) -> tuple[EngineFeature, ...]:
+        """The features that a step's requests may ask for, in the order of their calls."""
+        return tuple([feature for feature in self.features if feature in self.concerned])
+
+    def admit(self, request: LiveRequest) -> None:
+        """Run a waiting request, which has its blocks and knows its computed tokens."""
+        self.waiting.remove(request)
+        for feature in self.asking.get(request, ()):
+            feature.admitted(request)
+        request.status = Status.RUNNING
+        request.prefill_end = request.num_tokens
+        request.next_commit = (request.num_computed // self.block_size + 1) * self.block_size
+        self.running.add(request)
+
+    def submitted(self, granted: Sequence[LiveRequest]) -> None:
+        """Count the tokens of `granted` requests as computed, now that their step is a batch.
+
+        Requests whose last allowed token is in flight are hidden from the policy, blocks that have
+        left a window are released, and gates may open.
         """
         for request in granted:
             request.granted = 0
+            if request.num_computed >= request.last_computed:
+                request.status = Status.DRAINING
+                self.running.remove(request)
         if self._has_windows:
             for request in granted:
                 if request.num_computed >= request.next_trim:
                     self._trim(request)
         self.open_gates()
-
-    def drain(self, granted: Iterable[LiveRequest]) -> None:
-        """Hide requests whose last allowed token is in flight from the policy."""
-        for request in [r for r in granted if r.num_computed >= r.last_computed]:
-            request.status = Status.DRAINING
-            self.running.remove(request)
-
-    def extend(self, request: LiveRequest, num_tokens: int) -> None:
-        """Note that the manager has given `request` the blocks for `num_tokens` tokens."""
-        request.capacity = self.layout.capacity(num_tokens)
 
     def commit(self, request: LiveRequest) -> None:
         """Commit the full blocks of its known, planned tokens; if it is preempted, only note the number of its known tokens."""
@@ -185,6 +208,8 @@ class Books:
             self.running.remove(request)
         request.status = Status.FINISHED
         self.known.discard(request)
+        for feature in self.asking.pop(request, ()):
+            self.concerned[feature] -= 1
         if sound and siblings and self.forks and is_awaited(request):
             self.rows.release(request)
             self.lingering.append(request)
@@ -194,7 +219,7 @@ class Books:
             self.drop_lingering([r for r in self.lingering if r.siblings is siblings])
 
     def _tell_left(self, request: LiveRequest) -> None:
-        for feature in self.features:
+        for feature in self.asking.get(request, ()):
             feature.left(request)
 
     def drop_lingering(self, requests: list[LiveRequest]) -> None:
@@ -206,19 +231,22 @@ class Books:
 
 
 class RequestQueue:
-    """Requests in the order that policies see: by arrival time, then order added. O(log n) and a memmove; the tuple is cached until a change."""
+    """Requests in the order that policies see: by arrival time, then order added.
+
+    O(log n) and a memmove; the tuple is cached until a change.
+    """
 
     def __init__(self) -> None:
         self._keys: list[tuple[float, int]] = []
         self._requests: list[LiveRequest] = []
-        self._tuple: tuple[LiveRequest, ...] | None = ()
+        self.cached: tuple[LiveRequest, ...] | None = ()  # all of them; None: see `as_tuple`
 
     def add(self, request: LiveRequest) -> None:
         key = (request.arrival_time, request.order)
         at = bisect_left(self._keys, key)
         self._keys.insert(at, key)
         self._requests.insert(at, request)
-        self._tuple = None
+        self.cached = None
 
     def remove(self, request: LiveRequest) -> None:
         """Remove `request`. Raises `ValueError` if it isn't there."""
@@ -227,12 +255,12 @@ class RequestQueue:
             raise ValueError(f"{request!r} is not in the queue")
         del self._keys[at]
         del self._requests[at]
-        self._tuple = None
+        self.cached = None
 
     def as_tuple(self) -> tuple[LiveRequest, ...]:
-        if self._tuple is None:
-            self._tuple = tuple(self._requests)
-        return self._tuple
+        if self.cached is None:
+            self.cached = tuple(self._requests)
+        return self.cached
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -249,10 +277,9 @@ class RowAllocator:
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
         self._holders: list[LiveRequest | None] = [None] * num_rows
-        self._removed: list[int] = []  # rows given up since the last batch
-        self._keeping: set[LiveRequest] = (
-            set()
-        )  # requests with rows that they must keep until their last token is planned
+        self.removed: list[int] = []  # rows given up since `take_removed`
+        # Requests with rows that they must keep until their last token is planned
+        self.keeping: set[LiveRequest] = set()
 
     def release(self, request: LiveRequest) -> None:
         """Free its row, if it has one."""
@@ -260,8 +287,8 @@ class RowAllocator:
         if row >= 0:
             self._holders[row] = None
             self._free.append(row)
-            self._removed.append(row)
-            self._keeping.discard(request)
+            self.removed.append(row)
+            self.keeping.discard(request)
             request.row = -1
 
     def assign(self, request: LiveRequest) -> None:
@@ -272,27 +299,21 @@ class RowAllocator:
         self._holders[row] = request
         request.row = row
         if request.keeps_row:
-            self._keeping.add(request)
+            self.keeping.add(request)
 
     def kept_from(self, request: LiveRequest) -> int:
-        """Return how many rows `request` can't get in the step being planned, because others keep them, which aren't in it."""
-        return (
-            0
-            if not self._keeping or request in self._keeping
-            else sum(self._keeps(r) and not r.granted for r in self._keeping)
-        )
-
-    @property
-    def are_kept(self) -> bool:
-        """True if any request keeps its row."""
-        return bool(self._keeping)
+        """Return how many rows `request` can't get in the step being planned, because others keep
+        them, which aren't in it."""
+        if request in self.keeping:
+            return 0
+        return sum(self._keeps(r) and not r.granted for r in self.keeping)
 
     def _keeps(self, holder: LiveRequest) -> bool:
-        return holder in self._keeping and not holder.in_flight
+        return holder in self.keeping and not holder.in_flight
 
     def take_removed(self) -> list[int]:
         """Return the rows given up since the last call, each once."""
-        removed, self._removed = sorted(set(self._removed)), []
+        removed, self.removed = sorted({*self.removed}), []
         return removed
 
     def _victim(self) -> LiveRequest:

@@ -41,7 +41,6 @@ from dovetail.end_reason import EndReason
 from dovetail.engine.arrivals import Arrivals
 from dovetail.engine.batch_builder import BatchBuilder
 from dovetail.engine.books import Books
-from dovetail.engine.drafting import Drafting, NoDrafts
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
@@ -50,7 +49,7 @@ from dovetail.engine.masks import fill_masks
 from dovetail.engine.stand_in import plan_by_arrival
 from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
-from dovetail.engine.step_times import PlanTiming, StepTimeFit
+from dovetail.engine.step_times import PlanTiming, StepTimeFit, WaitUntil
 from dovetail.errors import (
     DovetailError,
     EngineDeadError,
@@ -91,9 +90,9 @@ class EngineCore:
         settings: CoreSettings,
         observers: ObserverHub | None = None,
         features: Sequence[EngineFeature] = (),
-        drafting: Callable[[StepTimeFit, int], Drafting] = NoDrafts,
+        timing: Callable[[Clock, StepTimeFit, Capacity, int], PlanTiming] = PlanTiming,
     ) -> None:
-        """`drafting`: makes the strategy of step times and the most steps in flight."""
+        """`timing`: makes the strategy of planning, as `PlanTiming` is made."""
         self.scheduler = scheduler
         self.kv = kv
         self.executor = executor
@@ -106,8 +105,7 @@ class EngineCore:
             kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, name, features
         )
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
-        self.plan_timing = PlanTiming(clock, self.books.fit, capacity.prompt_rate)
-        self.drafting = drafting(self.books.fit, self.max_in_flight)
+        self.plan_timing = timing(clock, self.books.fit, capacity, self.max_in_flight)
         self.stats = EngineStats()
         self.dead: BaseException | None = None
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
@@ -190,10 +188,11 @@ class EngineCore:
         """The pace that the scheduler's steps keep; None: none."""
         return self.settings.pace if self.scheduler.claims.is_paced else None
 
-    def step(self) -> Delivery:
+    def step(self, wait_until: WaitUntil | None = None) -> Delivery:
         """Plan and submit a step, if possible; collect the oldest, if the device has enough work.
 
-        An error of a component ends the engine: each unfinished request is delivered as finished
+        `wait_until`: how to sleep until an instant of the clock; it may return earlier, when there
+        is something to do. None: as the clock does. An error of a component ends the engine: each unfinished request is delivered as finished
         with "error", and later calls raise `EngineDeadError`.
         """
         delivery = Delivery()
@@ -202,7 +201,7 @@ class EngineCore:
             self.check_alive()
         if self.dead is None:
             try:
-                self._advance(delivery)
+                self._advance(delivery, wait_until or self.clock.wait_until)
             except Exception as error:
                 self._die(error)
             except BaseException as error:
@@ -231,21 +230,21 @@ class EngineCore:
                     self.executor.collect(flight.handle)
         finally:
             self.executor.stop()
-            self.drafting.stop()
+            self.plan_timing.stop()
             self._tell("on_stopped", EngineStopped, self.clock.now(), self.dead)
 
     # A step: planned, submitted, collected, delivered
 
-    def _advance(self, delivery: Delivery) -> None:
+    def _advance(self, delivery: Delivery, wait_until: WaitUntil) -> None:
         """Do as `step`, filling `delivery`, which keeps its content if a component fails."""
         # A policy may take several plans to make room, but not forever.
         for _ in range(2 * len(self._requests) + 8):
             planned = None
             if self._may_submit():
                 if self._flights:
-                    due_after = self._flights[-1]
-                    self.plan_timing.wait_until_due(due_after, self._arrivals.next_time())
-                planned = self._plan_and_submit(lambda step: self._ask("schedule", step))
+                    last, arrival = self._flights[-1], self._arrivals.next_time
+                    self.plan_timing.wait_until_due(last, arrival, wait_until)
+                planned = self._plan_and_submit(partial(self._ask, "schedule"))
                 if planned.granted and self._may_submit():
                     return
             if self._flights:
@@ -254,7 +253,7 @@ class EngineCore:
             if self._finished or not self._requests:
                 return
             if planned is not None and not planned.acted:
-                self._idle(planned)
+                self._idle(planned, wait_until)
                 return
         self._stand_in("preempts and rejects, but never grants")
 
@@ -262,11 +261,11 @@ class EngineCore:
         return not self._flights or (
             len(self._flights) < self.max_in_flight
             and not self._flights[-1].unsampled
-            and self.drafting.may_overlap(self._flights)
+            and self.plan_timing.may_overlap(self._flights)
         )
 
     def _plan_and_submit(self, plan: Callable[[PlannedStep], None]) -> PlannedStep:
-        begun = time.perf_counter()
+        begun, flights = time.perf_counter(), self._flights
         now = self.clock.now()
         self._admit_arrivals(now)
         step = PlannedStep(
@@ -275,31 +274,26 @@ class EngineCore:
             now,
             self.settings.max_num_batched_tokens,
             self.settings.max_num_seqs,
-            pace=self.pace,
-            longest=self.plan_timing.prompt_limit.most_tokens(len(self.books.running)),
-            flights_end=partial(self.plan_timing.flights_end, self._flights)
-            if self._flights
-            else None,
+            prompt_tokens=partial(self.plan_timing.prompt_tokens, self.pace),
+            flights_end=partial(self.plan_timing.flights_end, flights) if flights else None,
             log=self.observers.wants_decisions,
         )
         self._index += 1
-        if self.books.waiting or self.books.running:
+        if step.has_requests:
             plan(step)
         step.close()
         self._apply(step)
         if step.granted:
-            drafts = {} if self._flights else self.drafting.drafts(step)
+            drafts = {} if flights else self.plan_timing.drafts(step)
             flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
-            self.books.drain(step.granted)
-            self.books.submitted(step.granted)
+            self.books.submitted(flight.requests)
             flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(flight.batch)
-            self._flights.append(flight)
-            for feature in self.features:
+            flights.append(flight)
+            for feature in flight.features:
                 feature.submitted(flight.index)
-            self.drafting.submitted(self.books.running.as_tuple(), self.plan_timing.submitted())
             self._sample_late()
-            self.plan_timing.planned(time.perf_counter() - begun)
+            self.plan_timing.submitted(self.books.running, time.perf_counter() - begun)
         return step
 
     def _collect(self, delivery: Delivery) -> None:
@@ -308,9 +302,8 @@ class EngineCore:
         begun = time.perf_counter()
         flight.take(result, self.clock.now())
         self.plan_timing.collected(flight)
-        self.drafting.collected(flight)
         self._deliver(flight, delivery)
-        self.drafting.settled(flight, self.stats)
+        self.plan_timing.settled(flight, self.stats)
         self.stats.count(flight, len(delivery.requests))
         self._storm.saw(flight)
         if type(self.scheduler).on_step is not Scheduler.on_step:
@@ -321,7 +314,7 @@ class EngineCore:
             self._finish(request, finish, settling=True)
         flight.core_s += time.perf_counter() - begun
         self.stats.core_s += flight.core_s
-        if self.observers:
+        if self.observers.listens:
             self._tell_of(flight, len(delivery.requests))
         self._sample_late()
 
@@ -353,7 +346,7 @@ class EngineCore:
                 finished[request] = Finish(EndReason.LENGTH)
             elif request.num_computed >= request.next_commit:
                 self.books.commit(request)
-        for feature in self.features:
+        for feature in flight.features:
             feature.collected(flight, delivery)
 
     # Late sampling
@@ -370,12 +363,12 @@ class EngineCore:
 
     # Nothing to do
 
-    def _idle(self, planned: PlannedStep) -> None:
+    def _idle(self, planned: PlannedStep, wait_until: WaitUntil) -> None:
         """Sleep until something changes, as nothing is in flight and nothing was granted."""
-        wake = min(planned.wake_time, self._arrivals.next_time())
+        wake = min(planned.wake_time, self._arrivals.next_time)
         if self._preparing:
             wake = min(wake, self.clock.now() + PREPARING_S)
-        self.plan_timing.idle_until(wake)
+        self.plan_timing.idle_until(wake, wait_until)
         if wake < math.inf or self.books.release_prompts():
             return
         if (request := self.books.too_large()) is not None:
@@ -408,19 +401,20 @@ class EngineCore:
     # Planning
 
     def _admit_arrivals(self, now: float) -> None:
-        while self._arrivals.next_time() <= now:
+        while self._arrivals.next_time <= now:
             request = self._arrivals.pop()
             self._arrived_until = request.arrival_time
             request.status = Status.PREPARING
             self.stats.arrived += 1
             self._tell("on_arrived", RequestArrived, now, request)
-            if request.is_prepared:
-                self._show(request)
-            else:
+            if request.preparations and not request.is_prepared:
                 self._preparing[request] = None
-        for request in [r for r in self._preparing if r.is_prepared]:
-            del self._preparing[request]
-            self._show(request)
+            else:
+                self._show(request)
+        if self._preparing:
+            for request in [r for r in self._preparing if r.is_prepared]:
+                del self._preparing[request]
+                self._show(request)
 
     def _show(self, request: LiveRequest) -> None:
         """Show the policy a prepared request; finish it if a preparation has failed."""
@@ -443,10 +437,12 @@ class EngineCore:
             self._finish(request, Finish(EndReason.REJECTED, reason), deliver=True)
         for request, cached in step.admitted.items():
             self.stats.cached_tokens += cached
-            request.resume(step.now)
+            if request.pauses:
+                request.resume(step.now)
             self._tell("on_admitted", RequestAdmitted, step.now, request, cached)
-        self.books.drop_lingering(lingering)
-        step.freed = bool(lingering)
+        if lingering:
+            self.books.drop_lingering(lingering)
+            step.freed = True
 
     # Ends
 
@@ -466,12 +462,13 @@ class EngineCore:
         self._constrained -= request.constraint is not None
         if deliver:
             self._finished[request] = finish
-        self.books.open_gates()
+        if self.books.gated:
+            self.books.open_gates()
         if not arrived:
             self._arrivals.aborted()
             return
         self.stats.finished += 1
-        self.drafting.ended(request)
+        self.plan_timing.ended(request)
         self._tell_end(request, finish, settling or bool(self._flights))
         if known:
             self._ask("on_finished", request)
@@ -524,7 +521,7 @@ class EngineCore:
 
     def _tell(self, method: str, event: Callable[..., object], *values: Any) -> None:
         """Tell the observers of an event with these values, if there are any."""
-        if self.observers:
+        if self.observers.listens:
             self.observers.tell(method, event(*values))
 
     def _tell_end(self, request: LiveRequest, finish: Finish, more_steps: bool = False) -> None:
@@ -538,6 +535,6 @@ class EngineCore:
             running=len(self.books.running),
             blocks=self.kv.counts,
         )
-        for feature in self.features:
+        for feature in flight.features:
             event = feature.observed(flight, event)
         self.observers.tell("on_step", event)

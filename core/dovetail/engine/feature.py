@@ -2,12 +2,13 @@
 
 `dovetail.engine.features` lists those of an engine. Their calls come from where requests change
 their state (`Books`, `PlannedStep`), from `BatchBuilder`, and from `EngineCore`; none of these
-names a feature.
+names a feature. A request without any costs none of these calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from dovetail.api.executor import Batch
 from dovetail.api.observer import StepFinished
@@ -17,13 +18,24 @@ from dovetail.engine.live_request import LiveRequest
 
 
 class EngineFeature:
-    """The host's side of a feature. Each method does nothing by default."""
+    """The host's side of a feature. Each method does nothing by default.
+
+    It hears of the requests that ask for it, and of the steps that are planned while such requests
+    are in the engine.
+    """
+
+    # What a request asks of this feature, looked up once, when it arrives; None: nothing. By
+    # default each request concerns it.
+    asked_by: Callable[[LiveRequest], Any] = staticmethod(lambda request: True)
 
     def arrived(self, request: LiveRequest) -> None:
         """`request` is prepared, and the policy is about to see it."""
 
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
-        """A step is about to be planned. Return True if it hides some of the `waiting` requests."""
+        """A step is about to be planned. Return True if it hides some of the `waiting` requests.
+
+        `waiting`: all of them. The last call before a pause follows the end of the last request.
+        """
         return False
 
     def refuses(self, request: LiveRequest) -> Refusal | None:
@@ -50,7 +62,7 @@ class EngineFeature:
         return batch
 
     def submitted(self, step: int) -> None:
-        """The step of this index was submitted."""
+        """The step of this index was submitted; `fill` has seen its batch."""
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
         """The tokens of a step were delivered; deliver what this feature reads of `flight.result`.

@@ -63,16 +63,13 @@ class InFlightStep:
     unsampled: bool  # it waits for `Executor.sample`
     # of constrained ones: the tokens that it may yield, and why no more
     cuts: dict[LiveRequest, tuple[int, Finish]] = field(default_factory=dict)
+    features: Sequence[Any] = ()  # `EngineFeature`s that its requests may ask for
     core_s: float = 0.0
     handle: Any = None  # the executor's
     result: Result = field(init=False)
     results_at: float = field(init=False)  # when the host had them
+    seconds: float = field(init=False)  # on the device
     accepted: Mapping[LiveRequest, int] = field(default_factory=dict)  # of `drafts`, by the results
-
-    @property
-    def seconds(self) -> float:
-        """Seconds on the device."""
-        return self.result.ended - self.result.started
 
     def take(self, result: Result, now: float) -> None:
         """Keep the results, which the host has since `now`.
@@ -80,6 +77,7 @@ class InFlightStep:
         Raises `DovetailError` unless they are this step's, with as many tokens as it may yield.
         """
         self.result, self.results_at = result, now
+        self.seconds = result.ended - result.started
         if result.step != self.index:
             raise DovetailError(
                 f"the executor returned step {result.step} where {self.index} was due: results "

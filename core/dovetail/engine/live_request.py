@@ -105,9 +105,7 @@ class LiveRequest(Request):
             pooling is not None and params.prompt_logprobs is not None
         )  # its row has what is pooled of its prompt up to now
         # it waits for them before policies see it
-        self.preparations: tuple[Preparation, ...] = tuple(
-            one for one in (constraint, adapter) if one is not None
-        )
+        self.preparations: tuple[Preparation, ...] = tuple(filter(None, (constraint, adapter)))
         self.siblings: Sequence[
             LiveRequest
         ] = ()  # all samples of its prompt, itself included; empty for n = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -19,14 +20,16 @@ from dovetail.errors import DovetailError
 class Pooling(EngineFeature):
     """Marks the rows whose results are due, and delivers these."""
 
+    asked_by = attrgetter("pooling")
+
     def __init__(self) -> None:
         self._running = 0  # admitted requests that pool
 
     def admitted(self, request: LiveRequest) -> None:
-        self._running += request.pooling is not None
+        self._running += 1
 
     def left(self, request: LiveRequest) -> None:
-        self._running -= request.pooling is not None
+        self._running -= 1
 
     def fill(
         self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from dovetail.api.executor import HostLogprobs, PromptLogprobs
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.flight import Delivery, InFlightStep
@@ -10,6 +12,8 @@ from dovetail.engine.live_request import LiveRequest, Status
 
 class DeliversPromptLogprobs(EngineFeature):
     """The executor computes them for each row whose sampling parameters ask for them."""
+
+    asked_by = attrgetter("params.prompt_logprobs")
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
         for index, logprobs in flight.result.values(PromptLogprobs).items():

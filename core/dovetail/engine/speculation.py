@@ -15,7 +15,7 @@ sampled later; a bad drafter costs the device nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
@@ -27,12 +27,10 @@ from dovetail.api.clock import Clock
 from dovetail.api.drafter import Drafter, ModelDrafter
 from dovetail.api.executor import Capacity
 from dovetail.engine.drafter_thread import DrafterThread
-from dovetail.engine.drafting import Drafting
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.stats import EngineStats
-from dovetail.engine.step import PlannedStep
-from dovetail.engine.step_times import StepTimeFit
+from dovetail.engine.step_times import DraftRoom, PlanTiming, StepTimeFit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,7 +64,7 @@ class _Record:
         self.checked = weight * self.checked + checked
 
 
-class Speculation(Drafting):
+class Speculation(PlanTiming):
     """Asks the drafter, and keeps account of its success. The executor can check drafts."""
 
     def __init__(
@@ -75,22 +73,21 @@ class Speculation(Drafting):
         name: str,
         max_drafts: int,
         timeout_s: float,
-        capacity: Capacity,
         clock: Clock,
         fit: StepTimeFit,
+        capacity: Capacity,
         max_in_flight: int,
     ) -> None:
         """`name`: of the drafter, in errors. `max_drafts`: most that a request checks in a step.
 
         `timeout_s`: limit of `Drafter.propose`.
         """
-        super().__init__(fit, max_in_flight)
+        super().__init__(clock, fit, capacity, max_in_flight)
         # While active, a step awaits the results of the one before, and checks drafts. Without
         # measured costs, steps without drafts come first, to show how long they take.
         self._is_active = self._is_measured = bool(capacity.line_costs)
         self._most = max_drafts
         self._max_lines = capacity.max_lines
-        self._clock = clock
         # [2, n] numbers and seconds: of lines; of rows, for a draft of each
         self._costs, self._draft_costs = (
             np.array(costs or [(0, 0.0)], np.float64).T
@@ -103,9 +100,9 @@ class Speculation(Drafting):
         self._all = _Record(max_drafts)  # of all requests
         # proposals that aren't compared yet, and where they begin in the output
         self._pending: dict[LiveRequest, tuple[int, Sequence[int]]] = {}
-        self._drafting_s = 0.0  # spent in the drafter since the engine started
         self._drafted_s = 0.0  # the same since the last step was submitted
         # running means
+        self._drafting_s = 0.0  # spent in the drafter since the engine started
         self._host_s = 0.0  # from the results of a step until the next is submitted
         self._context_s = 0.0  # on the device for a token of context, beyond the cost of lines
         self._draft_s = 0.0  # of drafting for a request
@@ -121,7 +118,7 @@ class Speculation(Drafting):
         awaits = self._is_active and any(one.batch.yields_token.any() for one in flights)
         return not (awaits or flights[-1].drafts)
 
-    def drafts(self, step: PlannedStep) -> Mapping[LiveRequest, Sequence[int]]:
+    def drafts(self, step: DraftRoom) -> Mapping[LiveRequest, Sequence[int]]:
         """Return the drafts that pay; overlap again if none do."""
         if not self._is_active:
             return {}
@@ -145,7 +142,7 @@ class Speculation(Drafting):
         self._decide(bool(chosen))
         return chosen
 
-    def _may_draft(self, step: PlannedStep, requests: Sequence[LiveRequest], room: int) -> bool:
+    def _may_draft(self, step: DraftRoom, requests: Sequence[LiveRequest], room: int) -> bool:
         """Return False if only a later step can tell whether drafts pay."""
         if self._thread is None and step.prefill_tokens and room < 1:
             return False  # prompts took the budget: a model's next trial may be far away
@@ -153,10 +150,11 @@ class Speculation(Drafting):
         limits = any(map(self._limit_of, requests))
         return room < 1 or not limits or any(map(self._most_of, requests))
 
-    def submitted(self, running: Sequence[LiveRequest], host_s: float | None) -> None:
+    def submitted(self, running: Iterable[LiveRequest], seconds: float) -> None:
         """While steps overlap, look from time to time whether drafts would pay."""
-        if host_s is not None:
+        if (host_s := self._busy_s()) is not None:
             self._host_s = _moved(self._host_s, host_s - self._drafted_s, 1e-3)
+        super().submitted(running, seconds)
         if not self._is_active:
             self._wait -= 1
             self._probe_wait -= 1
@@ -164,7 +162,7 @@ class Speculation(Drafting):
                 self._consider(running)
         self._drafted_s = 0.0
 
-    def _consider(self, running: Sequence[LiveRequest]) -> None:
+    def _consider(self, running: Iterable[LiveRequest]) -> None:
         """Become active if drafts of `running` requests are expected to pay; the device is busy."""
         requests = [r for r in running if r.num_computed >= r.prefill_end and self._most_of(r)]
         if not requests:
@@ -187,7 +185,8 @@ class Speculation(Drafting):
             self._wait, self._next_wait = self._next_wait, min(2 * self._next_wait, LONGEST_WAIT)
 
     def collected(self, flight: InFlightStep) -> None:
-        """Learn what a token of context costs from a step without prompts."""
+        """Learn also what a token of context costs, from a step without prompts."""
+        super().collected(flight)
         if not self._is_measured or flight.prefill_tokens or not flight.context_tokens:
             return
         beyond_s = flight.seconds
@@ -198,7 +197,6 @@ class Speculation(Drafting):
 
     def settled(self, flight: InFlightStep, stats: EngineStats) -> None:
         """Compare proposals with the tokens that have come."""
-        stats.count_drafts(flight)
         stats.drafting_s = self._drafting_s
         for request, ids in flight.drafts.items():
             if request.status is not Status.FINISHED and ids[0] < 0:

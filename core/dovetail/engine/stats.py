@@ -52,8 +52,10 @@ class EngineStats:
         self.generated_tokens += generated_tokens
         self.recomputed_tokens += flight.recomputed_tokens
         self.device_s += flight.seconds
+        if flight.drafts:
+            self._count_drafts(flight)
 
-    def count_drafts(self, flight: InFlightStep) -> None:
+    def _count_drafts(self, flight: InFlightStep) -> None:
         """Count the drafts of a step, and how many of each row were accepted."""
         self.draft_rows += len(flight.drafts)
         self.draft_tokens += sum(map(len, flight.drafts.values()))
@@ -90,16 +92,14 @@ class StormWatch:
 
 
 class ObserverHub:
-    """All observers, called in turn. False without observers; then the core makes no events."""
+    """All observers, called in turn."""
 
     def __init__(self, observers: Sequence[tuple[str, Observer]]) -> None:
         self._observers = list(observers)
         self._errors: dict[str, int] = {}
+        self.listens = False  # True if there are any; otherwise the core makes no events
         self.wants_decisions = False
         self._note_wishes()
-
-    def __bool__(self) -> bool:
-        return bool(self._observers)
 
     def start(self, event: EngineStarted) -> None:
         """Call `on_started` of every observer. If one can't do what its options say, its `ConfigError` is raised, and those before it are told that
@@ -110,6 +110,7 @@ class ObserverHub:
                 observer.on_started(event)
             except ConfigError as error:
                 self._observers = started
+                self._note_wishes()
                 self.tell("on_stopped", EngineStopped(event.time, error))
                 raise
             except Exception as error:
@@ -135,6 +136,7 @@ class ObserverHub:
                 self._contain(name, observer, method, error)
 
     def _note_wishes(self) -> None:
+        self.listens = bool(self._observers)
         self.wants_decisions = any(
             observer.capabilities.decisions for _, observer in self._observers
         )
@@ -148,3 +150,4 @@ class ObserverHub:
         if self._errors[name] >= MAX_ERRORS:
             logger.error("observer %s raised %d times and is dropped", name, MAX_ERRORS)
             self._observers.remove((name, observer))
+            self._note_wishes()

@@ -7,7 +7,7 @@ A policy's call takes effect in full, or changes nothing and returns the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from dovetail.api.kv_cache import HOLE, Pages
@@ -16,7 +16,6 @@ from dovetail.api.scheduler import Cost, Fit, Grant, Refusal
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import fork_source
-from dovetail.engine.step_times import prompt_tokens_within
 from dovetail.errors import DovetailError, PolicyError
 from dovetail.request import Request
 
@@ -39,21 +38,25 @@ class PlannedStep:
         max_tokens: int,
         max_seqs: int,
         *,
-        pace: float | None = None,
-        longest: float = math.inf,
+        prompt_tokens: Callable[[Sequence[Request], int], float] | None = None,
         flights_end: Callable[[], float] | None = None,
         log: bool = False,
     ) -> None:
-        """Open a step. `longest`: the most prompt tokens that the device computes in a reasonable time.
+        """Open a step. `log`: keep all decisions.
 
-        `flights_end` estimates when the steps in flight will have ended; None: there are none. `log`: keep all decisions."""
+        `prompt_tokens`: returns how many prompt tokens the step may have beside the decodes of
+        these requests, of this many that its budget allows; None: as many. `flights_end`: estimates
+        when the steps in flight will have ended; None: there are none.
+        """
         self.index = index
         self.now = now
         self._books = books
         self._kv = books.kv
         self._known = books.known
-        hiding = [feature.open_step(now, books.waiting) for feature in books.features]
-        self._hides = any(hiding)  # some of the waiting requests
+        # False: there are none that the policy may see
+        self.has_requests = bool(books.running.as_tuple() or books.waiting.as_tuple())
+        # True if features hide some of the waiting requests
+        self._hides = bool(books.concerned) and books.open_step(now)
         self._split: tuple[tuple[LiveRequest, ...], ...] | None = (
             None  # the waiting requests, and the shown and the hidden ones among them
         )
@@ -61,11 +64,9 @@ class PlannedStep:
         self._seqs_left = max_seqs
         self._flights_end = flights_end
         self._open = True
-        self._pace = pace
-        self._longest = longest
-        self._most_prompt_tokens: float | None = (
-            None  # in this step, by the pace and the device's speed; None: no prompt has been requested
-        )
+        self._prompt_tokens = prompt_tokens
+        # What that returned for this step; None: no prompt has been requested
+        self._most_prompt_tokens: float | None = None
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
         self.appended: list[
@@ -105,13 +106,15 @@ class PlannedStep:
     @property
     def waiting(self) -> tuple[LiveRequest, ...]:
         self._check_open()
-        waiting = self._books.waiting.as_tuple()
+        queue = self._books.waiting
+        waiting = queue.cached or queue.as_tuple()
         return self._shown_and_hidden(waiting)[1] if self._hides else waiting
 
     @property
     def running(self) -> tuple[LiveRequest, ...]:
         self._check_open()
-        return self._books.running.as_tuple()
+        queue = self._books.running
+        return queue.cached or queue.as_tuple()
 
     @property
     def decoding(self) -> tuple[LiveRequest, ...]:
@@ -143,7 +146,7 @@ class PlannedStep:
 
     def _refusal(self, request: LiveRequest) -> Refusal | None:
         """Return why a feature doesn't admit the waiting `request` now."""
-        for feature in self._books.features:
+        for feature in self._books.asking.get(request, ()):
             if (refusal := feature.refuses(request)) is not None:
                 return refusal
         return None
@@ -221,7 +224,7 @@ class PlannedStep:
         self._check_open()
         refused: list[Request] = []
         granted, index, running, known = self.granted, self.index, Status.RUNNING, self._known
-        slow = self.decisions is not None or self._books.rows.are_kept
+        slow = self.decisions is not None or bool(self._books.rows.keeping)
         for request in cast(
             "Iterable[LiveRequest]", requests
         ):  # anything else is refused as unknown
@@ -338,10 +341,11 @@ class PlannedStep:
         evict: Iterable[Request],
     ) -> Refusal | None:
         """Grant, or change nothing and return the reason."""
-        refusal = self._refusal(request) if request.status is Status.WAITING else None
+        waits = request.status is Status.WAITING
+        refusal = self._refusal(request) if waits and self._books.asking else None
         if refusal is Refusal.NOT_NOW or self._not_now(request):
             return Refusal.NOT_NOW
-        source = self._fork_source(request) if request.status is Status.WAITING else None
+        source = self._fork_source(request) if waits and request.siblings else None
         start, end = self._span(request, source)
         if request.indivisible:
             max_tokens, min_tokens = None, end - start
@@ -361,8 +365,11 @@ class PlannedStep:
             return refusal
         if not self._take_or_evict(request, source, room_for, evict):
             return Refusal.MEMORY
-        if request.status is Status.WAITING:
-            self._admit(request)
+        if waits:
+            self._books.admit(request)
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = self.now
+                request.cached_tokens = request.num_computed
         self._book(request, min(tokens, end - request.num_computed))
         return None
 
@@ -370,7 +377,8 @@ class PlannedStep:
         """Return why the step has no seat for `request`: others took all, or keep their rows."""
         if self._seqs_left < 1:
             return Refusal.SEATS
-        if self._seqs_left <= self._books.rows.kept_from(request):
+        rows = self._books.rows
+        if rows.keeping and self._seqs_left <= rows.kept_from(request):
             return Refusal.NOT_NOW
         return None
 
@@ -399,14 +407,14 @@ class PlannedStep:
         return True
 
     def _prompt_tokens_left(self) -> float:
-        """Return how many more prompt tokens the pace and the device's speed allow in this step. The bound is set once, at the first prompt."""
+        """Return how many more prompt tokens the pace and the device's speed allow in this step.
+
+        The bound is set once, at the first prompt.
+        """
+        if self._prompt_tokens is None:
+            return math.inf
         if self._most_prompt_tokens is None:
-            paced = math.inf
-            if self._pace is not None:
-                paced = prompt_tokens_within(
-                    self._pace, self.decoding, self._books.fit, self._tokens_left
-                )
-            self._most_prompt_tokens = min(paced, self._longest)
+            self._most_prompt_tokens = self._prompt_tokens(self.decoding, self._tokens_left)
         return self._most_prompt_tokens - self.prefill_tokens
 
     def _not_now(self, request: LiveRequest) -> bool:
@@ -439,7 +447,7 @@ class PlannedStep:
             if forked is None:
                 return False
             cached = forked.cached
-            self._books.extend(request, cached)
+            request.capacity = self._books.layout.capacity(cached)
         if num_tokens > request.capacity:
             allocation = self._kv.allocate(request, num_tokens)
             if allocation is None:
@@ -447,7 +455,7 @@ class PlannedStep:
                     self._books.drop_blocks(request)
                 return False
             cached = cached or allocation.cached
-            self._books.extend(request, max(num_tokens, cached))
+            request.capacity = self._books.layout.capacity(max(num_tokens, cached))
         self.admitted[request] = cached
         request.num_computed = cached
         # It was preempted after its prompt, and what a hit beyond the prompt leaves out may be what a fork of the prompt needs.
@@ -459,7 +467,7 @@ class PlannedStep:
         allocation = self._kv.allocate(request, num_tokens)
         if allocation is None:
             return False
-        self._books.extend(request, num_tokens)
+        request.capacity = self._books.layout.capacity(num_tokens)
         self.appended.append((request, allocation.pages))
         return True
 
@@ -554,20 +562,6 @@ class PlannedStep:
                 source, source.capacity, without=victims
             )
         return needed <= self._kv.available_pages
-
-    def _admit(self, request: LiveRequest) -> None:
-        self._books.waiting.remove(request)
-        for feature in self._books.features:
-            feature.admitted(request)
-        request.status = Status.RUNNING
-        request.prefill_end = request.num_tokens
-        request.next_commit = (
-            request.num_computed // self._books.block_size + 1
-        ) * self._books.block_size
-        self._books.running.add(request)
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = self.now
-            request.cached_tokens = request.num_computed
 
     def _book(self, request: LiveRequest, tokens: int) -> None:
         before = request.num_computed

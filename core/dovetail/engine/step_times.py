@@ -1,18 +1,24 @@
-"""Step times: the fit that estimates them, the prompt tokens that they allow beside decodes, and when the next step is planned.
+"""Step times: the fit that estimates them, the prompt tokens that they allow beside decodes, and
+when the next step is planned.
 
-The bound on prompt tokens, `pace`, caps a step under any policy, so that the inter-token latency of streamed answers stays bounded. Sarathi-Serve
-(Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a step by a fixed number of tokens, profiled for model and device; here the bound follows from the
+The bound on prompt tokens, `pace`, caps a step under any policy, so that the inter-token latency of
+streamed answers stays bounded. Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a
+step by a fixed number of tokens, profiled for model and device; here the bound follows from the
 engine's own running fit to finished steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from dovetail.api.clock import Clock, VirtualClock
+from dovetail.api.executor import Capacity
 from dovetail.engine.flight import InFlightStep
-from dovetail.request import Request
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.stats import EngineStats
+from dovetail.request.request import Request
 from dovetail.request.sampling_params import OutputKind
 
 FORGETTING = 0.995  # per step, the weight of what is past: about the last 200 steps count
@@ -202,69 +208,61 @@ class PromptLimit:
         return max(FEWEST_TOKENS, self._most - decodes)
 
 
-class PlanTiming:
-    """Decides when the next step is planned while one runs: as late as the device allows while requests may arrive, so that an arrival during a step
-    isn't a whole step late. Also the core's way of waiting, which front ends and simulations may replace."""
+WaitUntil = Callable[[float], None]  # sleeps until an instant, or less if something happens
 
-    def __init__(self, clock: Clock, fit: StepTimeFit, prompt_rate: float | None) -> None:
-        """`prompt_rate`: as of `PromptLimit`."""
-        self.wait_until: Callable[[float], None] = (
-            clock.wait_until
-        )  # how the core sleeps; a front end may replace it by one that calls interrupt
-        self.expects_arrivals = (
-            False  # more requests may come than the core knows of, so that planning late pays
-        )
-        self.plans_late = (
-            True  # False: plan as soon as another step fits in flight, as other engines do
-        )
+
+class DraftRoom(Protocol):
+    """A planned step, as far as it concerns drafts: see `PlannedStep`."""
+
+    granted: dict[LiveRequest, int]
+    prefilled: dict[LiveRequest, int]
+    prefill_tokens: int
+
+    @property
+    def spare_tokens(self) -> int: ...
+
+    def give_blocks(self, request: LiveRequest, drafts: int) -> int: ...
+
+
+class PlanTiming:
+    """Decides when the next step is planned while one runs, and what drafts it checks: none.
+
+    As late as the device allows while requests may arrive, so that an arrival during a step isn't a
+    whole step late. `Speculation` extends it.
+    """
+
+    def __init__(
+        self, clock: Clock, fit: StepTimeFit, capacity: Capacity, max_in_flight: int
+    ) -> None:
+        """`fit`: of all finished steps. `max_in_flight`: most steps, without drafts."""
+        # More requests may come than the core knows of, so that planning late pays
+        self.expects_arrivals = False
+        # False: plan as soon as another step fits in flight, as other engines do
+        self.plans_late = True
         self.virtual_plan_s = 0.0  # seconds that planning takes on a virtual clock
-        self.prompt_limit = PromptLimit(prompt_rate)
-        self._clock = clock
-        self._fit = fit
-        self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
+        self.fit = fit
+        self.max_in_flight = max_in_flight
         self.last_ended = -math.inf  # when the device ended the newest collected step
+        self._prompt_limit = PromptLimit(capacity.prompt_rate)
+        self._clock = clock
+        self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
         self._last_durations = (0.0, 0.0)  # seconds on the device of the last two steps
         # when the host had the newest results, later by its sleep since; None: it was idle
         self._busy_since: float | None = None
 
-    def planned(self, seconds: float) -> None:
-        """Record the duration of planning and submitting a step."""
-        self._plan_s += 0.1 * (seconds - self._plan_s)
+    # Before a step is planned
 
-    def submitted(self) -> float | None:
-        """Return the host's time since the newest results, without sleep; None if it was idle.
+    def may_overlap(self, flights: Sequence[InFlightStep]) -> bool:
+        """Return True if a step may be submitted before the results of `flights`, at least one."""
+        return True
 
-        Of several steps submitted since, only the first has such a time.
-        """
-        since, self._busy_since = self._busy_since, None
-        return None if since is None else self._clock.now() - since
-
-    def collected(self, flight: InFlightStep) -> None:
-        """Learn from a finished step, whose results the host has now."""
-        seconds = flight.seconds
-        self._busy_since = flight.results_at
-        self.last_ended = flight.result.ended
-        self._last_durations = (self._last_durations[1], seconds)
-        self._fit.update(
-            seconds, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
-        )
-        if flight.prefill_tokens:
-            self.prompt_limit.update(seconds, flight.prefill_tokens + flight.decode_tokens)
-
-    def idle_until(self, instant: float) -> None:
+    def idle_until(self, instant: float, wait_until: WaitUntil) -> None:
         """Wait for `instant`, with nothing in flight; not at all if it is infinite."""
         self._busy_since = None
         if instant < math.inf:
-            self.wait_until(instant)
+            wait_until(instant)
 
-    def flights_end(self, flights: Sequence[InFlightStep]) -> float:
-        """Return when `flights`, the steps on the device in order, are expected to end."""
-        end = self.last_ended
-        for flight in flights:
-            end = max(end, flight.planned) + self._estimate_s(flight)
-        return end
-
-    def wait_until_due(self, flight: InFlightStep, arrival: float) -> None:
+    def wait_until_due(self, flight: InFlightStep, arrival: float, wait_until: WaitUntil) -> None:
         """Wait until the next step should be planned.
 
         `flight` is the newest step on the device, `arrival` the time of the next known arrival, or
@@ -280,11 +278,70 @@ class PlanTiming:
         now = self._clock.now()
         if due <= now or (arrival > due and not self.expects_arrivals):
             return
-        self.wait_until(due)
+        wait_until(due)
         if self._busy_since is not None:
             self._busy_since += self._clock.now() - now
 
+    # While it is planned
+
+    def prompt_tokens(self, pace: float | None, decoding: Sequence[Request], budget: int) -> float:
+        """Return how many prompt tokens a step may have beside the decodes of requests `decoding`.
+
+        `pace`: as of `CoreSettings`. `budget`: as many as the step has left.
+        """
+        longest = self._prompt_limit.most_tokens(len(decoding))
+        if pace is None:
+            return longest
+        return min(longest, prompt_tokens_within(pace, decoding, self.fit, budget))
+
+    def flights_end(self, flights: Sequence[InFlightStep]) -> float:
+        """Return when `flights`, the steps on the device in order, are expected to end."""
+        end = self.last_ended
+        for flight in flights:
+            end = max(end, flight.planned) + self._estimate_s(flight)
+        return end
+
+    def drafts(self, step: DraftRoom) -> Mapping[LiveRequest, Sequence[int]]:
+        """Return the drafts that a planned step checks, with blocks for all of them.
+
+        -1: the executor proposes it. Nothing is in flight.
+        """
+        return {}
+
+    # Once it is planned
+
+    def submitted(self, running: Iterable[LiveRequest], seconds: float) -> None:
+        """A step was submitted, `seconds` after its planning began."""
+        self._plan_s += 0.1 * (seconds - self._plan_s)
+        self._busy_since = None
+
+    def collected(self, flight: InFlightStep) -> None:
+        """Learn from a finished step, whose results the host has now, but not delivered yet."""
+        seconds = flight.seconds
+        self._busy_since = flight.results_at
+        self.last_ended = flight.result.ended
+        self._last_durations = (self._last_durations[1], seconds)
+        self.fit.update(seconds, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        if flight.prefill_tokens:
+            self._prompt_limit.update(seconds, flight.prefill_tokens + flight.decode_tokens)
+
+    def settled(self, flight: InFlightStep, stats: EngineStats) -> None:
+        """The results of a step are part of the requests' outputs. Add to `stats`."""
+
+    def ended(self, request: LiveRequest) -> None:
+        """`request`, which had arrived, has ended."""
+
+    def stop(self) -> None:
+        """Nothing is called any more."""
+
+    def _busy_s(self) -> float | None:
+        """Return the host's time since the newest results, without sleep; None if it was idle.
+
+        Of several steps submitted since, only the first has such a time.
+        """
+        return None if self._busy_since is None else self._clock.now() - self._busy_since
+
     def _estimate_s(self, flight: InFlightStep) -> float:
-        return self._fit.estimate_s(
+        return self.fit.estimate_s(
             flight.prefill_tokens, flight.decode_tokens, flight.context_tokens
         )

@@ -31,11 +31,10 @@ from dovetail.base.where import Where, explain
 from dovetail.config.engine import EngineConfig
 from dovetail.config.parts import Parts, read_parts
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.drafting import Drafting, NoDrafts
 from dovetail.engine.features import features_of
 from dovetail.engine.speculation import Speculation
 from dovetail.engine.stats import ObserverHub
-from dovetail.engine.step_times import StepTimeFit
+from dovetail.engine.step_times import PlanTiming, StepTimeFit
 from dovetail.errors import (
     ConfigError,
     DovetailError,
@@ -549,7 +548,7 @@ def _make_core(
     observers = ObserverHub(
         [(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers]
     )
-    if observers:
+    if observers.listens:
         observers.start(_started(parts, capacity, clock))
     settings = CoreSettings(
         config.max_num_seqs,
@@ -561,9 +560,9 @@ def _make_core(
     features = features_of(
         capacity, 0.0 if config.adapters is None else config.adapters.slot_wait_s
     )
-    drafting = _make_drafting(capacity, config, parts, clock, model_drafter)
+    timing = _make_timing(capacity, config, parts, model_drafter)
     return EngineCore(
-        scheduler, kv, executor, capacity, clock, settings, observers, features, drafting
+        scheduler, kv, executor, capacity, clock, settings, observers, features, timing
     )
 
 
@@ -627,20 +626,16 @@ def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | No
     return drafter
 
 
-def _make_drafting(
-    capacity: Capacity,
-    config: EngineConfig,
-    parts: Parts,
-    clock: Clock,
-    model_drafter: ModelDrafter | None,
-) -> Callable[[StepTimeFit, int], Drafting]:
+def _make_timing(
+    capacity: Capacity, config: EngineConfig, parts: Parts, model_drafter: ModelDrafter | None
+) -> Callable[[Clock, StepTimeFit, Capacity, int], PlanTiming]:
     """Return what makes the engine's strategy. Makes the drafter, unless it is `model_drafter`.
 
     Raises `UnsupportedError` if the engine can't check its drafts.
     """
     chosen = config.speculation
     if chosen is None or parts.drafter is None:
-        return NoDrafts
+        return PlanTiming
     if capacity.max_lines == 0:
         raise UnsupportedError(
             f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave `speculation` out, or use `local`"
@@ -653,7 +648,7 @@ def _make_drafting(
     context = DrafterContext(capacity.vocab_size, chosen.max_drafts, capacity.max_model_len)
     drafter: Drafter = parts.drafter.make(context) if model_drafter is None else model_drafter
     limits = chosen.max_drafts, chosen.timeout_s
-    return partial(Speculation, drafter, parts.drafter.qualified_name, *limits, capacity, clock)
+    return partial(Speculation, drafter, parts.drafter.qualified_name, *limits)
 
 
 def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:

@@ -35,6 +35,7 @@ from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config.engine import EngineConfig
+    from dovetail.engine.constraint import Constraint
     from dovetail.front.adapters import AdapterStore
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.engine_info import (
@@ -94,8 +95,18 @@ class LLMEngine(SaysWhatIsMissing):
 
     _as_ids: Callable[[Iterable[int]], Sequence[int]] = tuple  # the type of token ids in outputs
 
-    def __init__(self, assembly: Assembly | None = None, *others: Any, **named: Any) -> None:
-        """Take an assembled engine: programs use `from_config` or `from_engine_args`. Raises `ConfigError` for their arguments."""
+    def __init__(
+        self,
+        assembly: Assembly | None = None,
+        *others: Any,
+        constraints_of: Callable[..., Sequence[Constraint]] | None = None,
+        **named: Any,
+    ) -> None:
+        """Take an assembled engine: programs use `from_config` or `from_engine_args`.
+
+        `constraints_of`: takes the place of `Assembly.constraints`, for a simulation, which
+        compiles nothing. Raises `ConfigError` for the arguments of those two.
+        """
         if not isinstance(assembly, Assembly) or others or named:
             raise ConfigError(
                 'an LLMEngine is made by LLMEngine.from_config("demo"), with a model or an engine.yaml, or by '
@@ -110,9 +121,7 @@ class LLMEngine(SaysWhatIsMissing):
             assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed)
         )
         self._builder = OutputBuilder(None, self._as_ids)
-        self.constraints_of = (
-            assembly.constraints
-        )  # makes a request's `Constraint`s; simulations, which compile nothing, replace it
+        self._constraints_of = constraints_of or assembly.constraints
         self._closed = False
         self._listed: set[str] = set()  # ids of requests that came by `add_list`
         self._numbers = itertools.count()  # for `new_ids`
@@ -120,8 +129,8 @@ class LLMEngine(SaysWhatIsMissing):
             threading.Condition()
         )  # held during a call; released while a step waits for an arrival
         self._thread: EngineThread | None = None  # runs all calls, once started
-        if not isinstance(self.core.clock, VirtualClock):  # which advances when it waits
-            self.core.plan_timing.wait_until = self._wait_until
+        # How the core waits while it is idle; a virtual clock advances when it waits
+        self._wait = None if isinstance(self.core.clock, VirtualClock) else self._wait_until
 
     @classmethod
     def from_config(
@@ -309,7 +318,7 @@ class LLMEngine(SaysWhatIsMissing):
         sampling = self._assembly.sampling(
             params, self._intake.seed_of(params), self._intake.bad_word_ids(params)
         )
-        constraints = self.constraints_of(params, fields.client)
+        constraints = self._constraints_of(params, fields.client)
         watchers = [text if params.stop else None for text in texts]
         adapter = None
         if checked.fields.lora_request is not None and self._assembly.adapters is not None:
@@ -538,7 +547,7 @@ class LLMEngine(SaysWhatIsMissing):
         """Run a step in this thread, as `step` does."""
         if self._closed:
             raise EngineDeadError("the engine was closed")
-        delivery = self.core.step()
+        delivery = self.core.step(self._wait)
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return []
         outputs = self._builder.build(delivery, self.core.clock.now())

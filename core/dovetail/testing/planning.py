@@ -208,6 +208,6 @@ def _start(books: Books, request: _Planned) -> None:
     if not before.grant(request, computed - before.cost(request).cached):
         raise DovetailError("the pool is too small for the running requests")
     books.rows.assign(request)
-    books.submitted(before.granted)
+    books.submitted([*before.granted])
     if request.yields_token:
         request.receive(1)

@@ -16,6 +16,8 @@ class SteeringSlots(EngineFeature):
     """The slots of one engine, one for each running request with a vector. Batches run in order, so
     a slot that was given back may be taken while steps in flight still read it."""
 
+    asked_by = staticmethod(vector_of)
+
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = list(range(1, 1 + count))
@@ -23,27 +25,22 @@ class SteeringSlots(EngineFeature):
         self._were_taken = False  # all, when the step began
 
     def arrived(self, request: LiveRequest) -> None:
-        if (name := vector_of(request)) is not None:
-            request.cache_keys = (*request.cache_keys, f"steering:{name}")
+        request.cache_keys = (*request.cache_keys, f"steering:{vector_of(request)}")
 
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         self._were_taken = not self._free
         return self._were_taken and any(vector_of(request) is not None for request in waiting)
 
     def refuses(self, request: LiveRequest) -> Refusal | None:
-        if vector_of(request) is None:
-            return None
         if self._were_taken:
             return Refusal.NOT_NOW
         return None if self._free else Refusal.ADAPTERS
 
     def admitted(self, request: LiveRequest) -> None:
-        if vector_of(request) is not None:
-            self._slots[request] = self._free.pop()
+        self._slots[request] = self._free.pop()
 
     def left(self, request: LiveRequest) -> None:
-        if (slot := self._slots.pop(request, None)) is not None:
-            self._free.append(slot)
+        self._free.append(self._slots.pop(request))
 
     def fill(
         self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
