@@ -28,8 +28,6 @@ from dovetail import (
     EngineArgs,
     PoolingParams,
     SamplingParams,
-    pooling,
-    sampling_params,
 )
 from dovetail.compat import vllm as compat
 from dovetail.compat.vllm import gaps
@@ -41,6 +39,7 @@ from dovetail.front.engine_args import flag_of
 from dovetail.front.vllm_args import ARGUMENTS, translated
 from dovetail.front.vllm_calls import by_position
 from dovetail.front.vllm_methods import METHOD_TABLE
+from dovetail.request import pooling, sampling_params
 from tests.docs.pages import DOCS
 from tests.models.pooling_checkpoints import save
 from tests.rounding import rounded

@@ -25,13 +25,12 @@ from dovetail import (
     EngineConfig,
     PoolingParams,
     SamplingParams,
-    pooling,
-    sampling_params,
 )
 from dovetail.base.checks import among
 from dovetail.errors import ConfigError, DovetailError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.vllm_args import ARGUMENTS, TABLE, UNSET, translated
+from dovetail.request import pooling, sampling_params
 from dovetail_server import engine_flags, vllm_flags
 from dovetail_server.command import app as serve_app
 from tests.docs.pages import DOCS
