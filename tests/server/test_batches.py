@@ -6,12 +6,13 @@ import asyncio
 import errno
 import json
 import os
-import re
 import resource
-import threading
+import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -21,6 +22,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from dovetail.errors import ConfigError
 from dovetail_server.batches import store as store_module
 from dovetail_server.batches import worker
 from dovetail_server.batches.lines import BatchLine, answered_in, request_at, scan
@@ -247,7 +249,7 @@ async def test_what_is_no_file_or_batch_is_refused(
                 f"{client.base_url}files", content=b"--b\r\nx", headers={"content-type": kind}
             )
             assert answer.status_code == 400
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "batches.db"}
 
 
 async def test_a_file_may_have_any_name(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
@@ -268,9 +270,7 @@ async def test_a_file_may_have_any_name(fake: Callable[..., FakeEngine], tmp_pat
                 f"{client.base_url}files", content=body.encode(), headers=head
             )
             assert (answer.status_code, answer.json().get("filename")) == (200, kept)
-    assert len([path for path in tmp_path.iterdir() if path.name.startswith("file-")]) == 6, (
-        "a content and what is known of it, each"
-    )
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("file-")]) == 3
 
 
 async def test_without_a_folder_there_are_no_batches(fake: Callable[..., FakeEngine]) -> None:
@@ -329,59 +329,17 @@ async def test_a_batch_that_is_cancelled_keeps_what_has_come(
             await client.batches.cancel(batch.id)
 
 
-def test_a_cancellation_of_a_batch_that_ends_meanwhile_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, found = BatchStore(tmp_path, 1 << 20), BatchStore.batch
-    file = store.add_file("a.jsonl", lambda to: to.write(b"{}\n"))
-    made = StoredBatch(new_id("batch_"), "/v1/chat/completions", file.id, 1, 2)
-    store.add_batch(made)
-
-    def batch(self: BatchStore, batch_id: str) -> StoredBatch:
-        seen = found(self, batch_id)
-        if seen.status == "validating":
-            self.end_batch(msgspec.structs.replace(made, status="completed", completed_at=2))
-        return seen
-
-    monkeypatch.setattr(BatchStore, "batch", batch)
-    assert store.cancel(made.id).status == "completed"
+def test_of_a_cancellation_and_an_end_one_comes_first(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 1 << 20)
+    cancelled, over = (stored(tmp_path, b"{}\n") for _ in range(2))
+    assert store.cancel(cancelled.id).status == "cancelling"
+    assert store.open_batches() == Open([cancelled.id, over.id], {cancelled.id})
+    for batch in (cancelled, over):
+        store.end_batch(msgspec.structs.replace(batch, status="completed", completed_at=2))
+    with pytest.raises(HttpError, match="is completed: it can't be cancelled any more"):
+        store.cancel(over.id)
+    assert store.batch(cancelled.id).status == "completed"
     assert store.open_batches() == Open([], set())
-
-
-async def test_a_cancellation_that_was_seen_holds(
-    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A list of a folder in which files come and go may lack a name. Such a batch expired."""
-    engine = fake(paced=True)
-    listing, appending = BatchStore.open_batches, BatchStore.append
-    looks = {True: 0, False: 0}  # with the cancellation and, since then, without it
-    seen, lost = threading.Event(), threading.Event()
-
-    def open_batches(store: BatchStore) -> Open:
-        opened = listing(store)
-        if seen.is_set():
-            opened = Open(opened.batches, set())
-        looks[bool(opened.cancelled)] += seen.is_set() or bool(opened.cancelled)
-        if looks[True] == 2:  # so that the first has been taken note of
-            seen.set()
-        if looks[False] == 2:
-            lost.set()
-        return opened
-
-    def append(store: BatchStore, file_id: str, lines: bytes) -> None:
-        assert lost.wait(PATIENCE_S)
-        appending(store, file_id, lines)
-
-    monkeypatch.setattr(BatchStore, "open_batches", open_batches)
-    monkeypatch.setattr(BatchStore, "append", append)
-    async with client_of(engine, tmp_path, batch_requests=2) as client:
-        batch = await begun(client, jsonl(line("a"), line("b")))
-        async with asyncio.timeout(PATIENCE_S):
-            while len(engine.submitted) < 2:
-                await asyncio.sleep(0.01)
-        engine.requests[min(engine.requests)].send("an answer", "stop")
-        await client.batches.cancel(batch.id)
-        assert (await ended(client, batch.id)).status == "cancelled"
 
 
 async def test_requests_wait_while_the_server_is_full_and_expire_with_their_batch(
@@ -494,6 +452,8 @@ def test_what_a_killed_upload_left_is_removed_and_nothing_else(tmp_path: Path) -
     store.add_batch(batch := StoredBatch("batch_" + 32 * "0", CHAT, known.id, 0, 1, "in_progress"))
     store.append(derived_file_id(batch.id, "output"), b"2")
     (left := store.content("file-" + 32 * "a")).write_bytes(b"3")
+    for content in tmp_path.glob("file-*"):
+        os.utime(content, (0, 0))
 
     def upload(to: IO[bytes]) -> None:
         store.tidy()  # as another front end does while this one is written
@@ -522,7 +482,7 @@ async def test_one_front_end_answers_and_the_folder_has_bounds(tmp_path: Path) -
 async def test_files_and_unfinished_batches_are_bounded_by_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However small they are: each look at the folder reads all names."""
+    """However small they are."""
     monkeypatch.setattr(store_module, "MAX_OPEN", 1)
     first = stored(tmp_path, b"")
     with pytest.raises(HttpError, match="there are 1 unfinished batches") as refused:
@@ -531,9 +491,9 @@ async def test_files_and_unfinished_batches_are_bounded_by_number(
     store = BatchStore(tmp_path, 1 << 30)
     store.end_batch(first)
     stored(tmp_path, b"")
-    monkeypatch.setattr(store_module, "MAX_STORED", 1 + len(list(tmp_path.rglob("*"))))
+    monkeypatch.setattr(store_module, "MAX_STORED", 1 + 5)  # three files and two batches are there
     store.add_file("a", lambda file: file.write(b""))
-    with pytest.raises(HttpError, match=r"files have .* delete some") as full:
+    with pytest.raises(HttpError, match=r"6 files and batches have .* delete some") as full:
         store.add_file("b", lambda file: file.write(b""))
     assert full.value.status == 507
 
@@ -541,75 +501,45 @@ async def test_files_and_unfinished_batches_are_bounded_by_number(
 async def test_the_worker_survives_an_unreadable_folder_and_health_reports_it(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listing, troubles = (
-        os.listdir,
-        [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RuntimeError("a fault of ours")],
-    )
+    listing, faults = BatchStore.open_batches, [RuntimeError("a fault of ours")]
 
-    def refused(directory: Path) -> list[str]:
-        if troubles and Path(directory).name == "open":
-            raise troubles[0]
-        return listing(directory)
+    def refused(store: BatchStore) -> Open:
+        if faults:
+            raise faults[0]
+        return listing(store)
 
     async with client_of(fake(), tmp_path) as client:
-        monkeypatch.setattr(os, "listdir", refused)
-        batch = await begun(client, jsonl(line("a")))
-        await until_health_says(client, "failing: Too many open files")
-        with pytest.raises(openai.InternalServerError, match="is unavailable: Too many open files"):
-            await client.batches.list()
-        assert (await client.batches.retrieve(batch.id)).status == "validating"
-        troubles.pop(0)
+        monkeypatch.setattr(BatchStore, "open_batches", refused)
         await until_health_says(client, "failing: RuntimeError")
-        troubles.clear()
+        batch = await begun(client, jsonl(line("a")))
+        with closing(sqlite3.connect(tmp_path / "batches.db", isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            with monkeypatch.context() as patch:
+                patch.setattr(store_module, "BUSY_S", 0.01)
+                faults.clear()
+                await until_health_says(client, "failing: database is locked")
+                with pytest.raises(openai.InternalServerError, match="database is locked"):
+                    await client.batches.list()
+            other.execute("ROLLBACK")
         assert (await ended(client, batch.id)).status == "completed"
         await until_health_says(client, "ok")
 
 
-def damage_of(kind: str, path: Path) -> None:
-    """Damage a JSON file of the store."""
-    whole = path.read_bytes()
-    path.unlink()
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "of another":
-        path.write_bytes(re.sub(rb"[0-9a-f]{32}", b"0" * 32, whole))
-    elif kind == "outside":
-        path.write_bytes(re.sub(rb"file-[0-9a-f]{32}", b"../../etc/passwd", whole))
-    else:
-        path.write_bytes(
-            {
-                "empty": b"",
-                "cut": whole[:-10],
-                "no text": b"\xff",
-                "no object": b"[]",
-                "huge": whole + b" " * 2**20,
-                "deep": b"[" * 10**5,
-            }[kind]
-        )
+def damage(directory: Path, row: str, value: bytes) -> None:
+    """Change what the store keeps of a batch or file."""
+    table = "files" if row.startswith("file") else "batches"
+    with closing(sqlite3.connect(directory / "batches.db", isolation_level=None)) as database:
+        database.execute(f"UPDATE {table} SET value = ? WHERE id = ?", (value, row))
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "empty",
-        "cut",
-        "no text",
-        "no object",
-        "huge",
-        "deep",
-        "folder",
-        "pipe",
-        "of another",
-        "outside",
-    ],
+    "value", [b"", b'{"id": "batch_', b"\xff", b"[]", b"[" * 10**5], ids=lambda value: value[:9]
 )
 async def test_a_damaged_batch_fails_and_no_other(
-    fake: Callable[..., FakeEngine], tmp_path: Path, kind: str
+    fake: Callable[..., FakeEngine], tmp_path: Path, value: bytes
 ) -> None:
     damaged, fine = (stored(tmp_path, jsonl(line(name))) for name in "ab")
-    damage_of(kind, tmp_path / "open" / f"{damaged.id}.json")
+    damage(tmp_path, damaged.id, value)
     async with client_of(fake(), tmp_path) as client:
         assert (await ended(client, fine.id)).status == "completed"
         failed = await ended(client, damaged.id)
@@ -628,8 +558,8 @@ async def test_a_batch_and_a_file_that_are_damaged_later_can_be_listed_and_delet
 ) -> None:
     async with client_of(fake(), tmp_path) as client:
         done = await ended(client, (await begun(client, jsonl(line("a")))).id)
-        damage_of("empty", tmp_path / f"{done.id}.json")
-        damage_of("empty", tmp_path / f"{done.input_file_id}.json")
+        damage(tmp_path, done.id, b"")
+        damage(tmp_path, done.input_file_id, b"")
         assert [one.status async for one in client.batches.list()] == ["failed"]
         assert {one.id: one.status async for one in client.files.list()} == {
             done.input_file_id: "error",
@@ -643,6 +573,50 @@ async def test_a_batch_and_a_file_that_are_damaged_later_can_be_listed_and_delet
         await client.delete(f"/batches/{done.id}", cast_to=object)
         assert not [one async for one in client.batches.list()]
         assert not [one async for one in client.files.list()]
+
+
+def test_a_database_that_is_none_is_refused_and_a_damaged_one_ends_nothing(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 1 << 20)
+    store.add_file("a", lambda to: to.write(b"1"))
+    database = tmp_path / "batches.db"
+    database.write_bytes(database.read_bytes()[:100] + b"\xff" * 4000)
+    with pytest.raises(HttpError, match="the folder of batches is unavailable") as caught:
+        store.files()
+    assert caught.value.status == 503
+    with pytest.raises(OSError, match=r"malformed|not a database"):
+        store.open_batches()
+    database.write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match=r"--batch-directory: .*: file is not a database"):
+        BatchStore(tmp_path, 1 << 20)
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Each process kills itself amid its writes, as a front end may be killed."""
+    writes = f"""
+import os, sys, threading
+from pathlib import Path
+from dovetail_server.batches.store import BatchStore
+store = BatchStore(Path({str(tmp_path)!r}), 1 << 30)
+count = 0
+while True:
+    print(store.add_file("a", lambda to: to.write(b"12")).id, flush=True)
+    count += 1
+    if count == 5:
+        threading.Timer(0.01, lambda: os.kill(os.getpid(), 9)).start()
+"""
+    BatchStore(tmp_path, 1 << 30)
+    writers = [
+        subprocess.Popen([sys.executable, "-c", writes], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = {name for writer in writers for name in (writer.communicate()[0] or "").split()}
+    store = BatchStore(tmp_path, 1 << 30)
+    kept = {file.id for file in store.files().items}
+    assert len(told) >= 10
+    assert told <= kept, "what was answered is kept"
+    assert {store.content(name).read_bytes() for name in kept} == {b"12"}
+    with sqlite3.connect(tmp_path / "batches.db") as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 async def test_a_request_that_the_scheduler_rejects_is_not_made_again(

@@ -149,7 +149,7 @@ class BatchWorker:
         for batch_id in opened.batches:
             is_cancelled = batch_id in opened.cancelled
             if (work := self._works.get(batch_id)) is not None:
-                work.is_cancelled |= is_cancelled  # a list of a busy folder may lack a name
+                work.is_cancelled = is_cancelled
             elif is_cancelled or (busy < AT_ONCE and len(self._works) < MOST_OPEN):
                 work = _Work(self, batch_id, is_cancelled)
                 self._works[batch_id] = work
