@@ -44,15 +44,12 @@ def measure_host(num_seqs: int, context: int, steps: int) -> float:
     params = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False)
     prompts = [[index % 512 + 1] + [5] * (context - 1) for index in range(num_seqs)]
     checked = [
-        intake.check(str(index), prompt, params, RequestFields(), None)
+        intake.check(str(index), prompt, params, RequestFields()).request
         for index, prompt in enumerate(prompts)
     ]
     messages = [
         encode(Hello()),
-        *(
-            encode(add_of(number, request, number, (), None))
-            for number, request in enumerate(checked)
-        ),
+        *(encode(add_of(number, request)) for number, request in enumerate(checked)),
     ]
     with tempfile.TemporaryDirectory() as directory:
         address, over = f"ipc://{directory}/engine", threading.Event()

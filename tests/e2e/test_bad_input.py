@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -32,6 +31,7 @@ from dovetail.errors import (
     RequestError,
     UnsupportedError,
 )
+from dovetail.front.component_values import ComponentValues
 from dovetail.registry.registry import Registry
 from tests.e2e.test_same_tokens import model_dir
 from tests.registry.fakes import Site, components, scheduler
@@ -737,9 +737,9 @@ def test_objects_given_to_components_are_copies_of_the_caller_s(engine: LLMEngin
     class Told(BaseModel):
         levels: list[int]
 
-    assembly = dataclasses.replace(engine._assembly, extra_models={"somebody": Told})
+    values = ComponentValues(engine.capacity, lambda: engine.tokenizer, {"somebody": Told})
     told = Told(levels=[1])
-    checked = assembly.check_extra({"somebody": told})["somebody"]
+    checked: Any = values.extra({"somebody": told})["somebody"]
     told.levels.append(2)
     assert checked.levels == [1]
 

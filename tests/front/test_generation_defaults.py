@@ -10,7 +10,7 @@ import pytest
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import ModelLoadError
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import resolve_sampling
+from dovetail.front.sampling import resolve_sampling
 from dovetail.request.sampling_params import SamplingParams
 
 

@@ -27,7 +27,7 @@ from dovetail.api.executor import PoolingCapacity
 from dovetail.config.limits import MAX_CUT_CHARS
 from dovetail.errors import EngineDeadError, ModelLoadError, RequestError, UnsupportedError
 from dovetail.front.pooling import YES_OR_NO, PoolingFacts, PoolingIntake, ScorePlan, paired
-from dovetail.front.prompt_source import PromptSource
+from dovetail.front.prompts import PromptSource
 from dovetail.front.tokenizer import TokenizedText
 from tests.front.pooled import CLASSIFIER, EMBEDDER, GENERATOR, SCORER, config, expected, install
 from tests.registry.fakes import Site

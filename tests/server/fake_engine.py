@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from dovetail.end_reason import EndReason, FinishReason
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake import Intake, IntakeFacts
 from dovetail.front.pooling import PoolingIntake
-from dovetail.front.prompt_source import PromptSource
-from dovetail.front.request_checks import Prompt, content_of
+from dovetail.front.prompts import Prompt, PromptSource, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.request.outputs import CompletionOutput, RequestOutput
+from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.engine import EngineInfo, Listener, Load
 
@@ -86,6 +87,7 @@ class FakeEngine:
             has_masks=True,
         )
         self.info = EngineInfo("fake", intake, 16, 256)
+        self._intake = Intake(intake, lambda: tokenizer, random.Random(0))
         self.tokenizer = tokenizer
         self.chat = ChatFrontEnd(tokenizer, Limits(), intake.max_model_len)
         self.load = Load()
@@ -127,6 +129,9 @@ class FakeEngine:
         self.check_health()
         if self.refusal is not None:
             raise self.refusal
+        extra = fields.get("extra")
+        given = {name: value for name, value in fields.items() if name != "extra"}
+        self._intake.check(request_id, prompt, params, RequestFields(**given), extra)
         text, ids = _read(prompt, self.tokenizer)
         request = FakeRequest(request_id, text, ids, params, listener, fields, iter(self.pieces))
         self.requests[request_id] = request

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.config.limits import Limits
+from dovetail.end_reason import EndReason
 from dovetail.errors import RequestError
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import Intake, IntakeFacts
-from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.engine import Load
@@ -37,11 +37,20 @@ from dovetail_server.frames import (
     unpack_tokens,
 )
 from dovetail_server.links import encoded
+from tests.server.serving import demo_tokenizer
 from tests.support import examples
 
-
-def no_tokenizer() -> Tokenizer:
-    raise AssertionError("token ids need none")
+OF_REQUEST = (  # what both ends compare
+    "request_id",
+    "sampling",
+    "max_tokens",
+    "fields",
+    "n",
+    "stop_token_ids",
+    "max_drafts",
+    "rule",
+    "extra",
+)
 
 
 def intake() -> Intake:
@@ -54,7 +63,7 @@ def intake() -> Intake:
         "default",
         extra_args=frozenset({"mirostat"}),
     )
-    return Intake(facts, no_tokenizer, random.Random(1))
+    return Intake(facts, demo_tokenizer, random.Random(1))
 
 
 PARAMS: list[dict[str, Any]] = [
@@ -88,31 +97,33 @@ PARAMS: list[dict[str, Any]] = [
 def test_a_request_is_the_same_at_the_other_end(fields: dict[str, Any]) -> None:
     params = SamplingParams(output_kind="delta", **fields)
     given = RequestFields(1.5, -3, "client", 9.0, "salt", 12, 8.0, 0.25)
-    checked = intake().check("name", [1, 2, 999], params, given, None)
-    message = decode_to_engine(encode(add_of(7, checked, 5, ((1, 2), (3,)), {"d": {"x": [1]}}, -8)))
+    extra = {"d": {"x": [1]}}
+    sent = intake().check("name", [1, 2, 999], params, given, extra).request
+    message = decode_to_engine(encode(add_of(7, sent, -8)))
     assert isinstance(message, Add)
-    assert (message.number, message.seed, message.bad_words, message.extra) == (
-        7,
-        5,
-        [[1, 2], [3]],
-        {"d": {"x": [1]}},
-    )
-    assert message.owner == -8
-    other = request_of(message)
-    assert other.prompt_array.tolist() == [1, 2, 999]
-    assert (other.request_id, other.params, other.max_tokens, other.fields) == (
-        "name",
-        checked.params,
-        checked.max_tokens,
-        checked.fields,
-    )
+    assert (message.number, message.owner, message.confirms) == (7, -8, True)
+    received = request_of(message)
+    assert received.prompt_ids.dtype == sent.prompt_ids.dtype
+    assert received.prompt_ids.tolist() == [1, 2, 999]
+    rest = {name: getattr(sent, name) for name in OF_REQUEST}
+    assert {name: getattr(received, name) for name in OF_REQUEST} == rest
+
+
+def test_policies_see_the_same_parameters_at_the_other_end() -> None:
+    for fields in PARAMS:
+        sent = intake().check("name", [1], SamplingParams(**fields), RequestFields()).request
+        seen = request_of(add_of(1, sent)).params
+        for name in ("n", "min_tokens", "logprobs", "prompt_logprobs", "max_drafts"):
+            assert getattr(seen, name) == getattr(sent.params, name)
+        assert seen.temperature == sent.sampling.temperature
 
 
 def test_what_no_message_can_hold_is_a_wrong_request() -> None:
     for value in (object(), 2**70, {object(): 1}):
-        checked = intake().check("name", [1], SamplingParams(), RequestFields(), None)
+        extra = {"d": {"x": value}}
+        entered = intake().check("name", [1], SamplingParams(), RequestFields(), extra)
         with pytest.raises(RequestError, match="plain values"):
-            encoded(add_of(1, checked, 0, (), {"d": {"x": value}}))
+            encoded(add_of(1, entered.request))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1))))
@@ -120,9 +131,9 @@ def test_what_no_message_can_hold_is_a_wrong_request() -> None:
 def test_a_frame_is_the_same_at_the_other_end(pairs: list[tuple[int, int]]) -> None:
     numbers, tokens = [number for number, _ in pairs], [token for _, token in pairs]
     ends = (
-        Finished(3, "stop", "</s>", 0),
-        Finished(4, "stop", 17, 1),
-        Finished(5, "length", None, 0),
+        Finished(3, EndReason.STOP, "</s>", 0),
+        Finished(4, EndReason.KV_CAPACITY, 17, 1),
+        Finished(5, EndReason.LENGTH, None, 0),
     )
     first = (First(3, 16, 0.5, 0.75), First(4, 0, None, None))
     sent = StepFrame(

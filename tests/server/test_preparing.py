@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from dovetail.front.request_checks import Prompt
+from dovetail.front.prompts import Prompt
 from dovetail_server.app import create_app
 from dovetail_server.errors import HttpError
 from dovetail_server.preparing import SIZES, FairThreads, Preparing

@@ -14,8 +14,7 @@ from dovetail.api.grammar import Grammar, GrammarSpec
 from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.grammar_trials import GrammarTrials, TrialEndedError, TrialTimeoutError
-from dovetail.front.grammars import MAX_SLOW, GrammarCompiler
-from dovetail.request.sampling_params import SamplingParams
+from dovetail.front.grammars import MAX_SLOW, AnswerRule, GrammarCompiler
 from tests.structured.toy import Toy, ToyPart, ToyTrials
 
 PATIENCE_S = 30
@@ -48,8 +47,8 @@ def error_of(future: Future[Grammar]) -> str:
 
 def test_equal_specs_are_compiled_once_for_all_samples_and_requests(toy: Toy) -> None:
     compiler = GrammarCompiler(toy, Limits())
-    params = SamplingParams(n=3, structured={"choice": ["a", "b"]})
-    constraints = [*compiler.constraints(params), *compiler.constraints(params)]
+    rule = AnswerRule(choice("a", "b"))
+    constraints = [*compiler.constraints(rule, 3), *compiler.constraints(rule, 3)]
     assert compiler.compile(choice("a", "b")).result(PATIENCE_S) is compiler.compile(
         choice("a", "b")
     ).result(PATIENCE_S)
@@ -99,7 +98,7 @@ def test_a_kind_that_the_backend_lacks_is_refused_at_once(toy: Toy) -> None:
     with pytest.raises(
         RequestError, match=r"structured\.regex: grammar backend Toy can't do it; it has choice"
     ):
-        GrammarCompiler(toy, Limits()).constraints(SamplingParams(structured={"regex": "a"}))
+        GrammarCompiler(toy, Limits()).constraints(AnswerRule(GrammarSpec("regex", "a")), 1)
 
 
 def test_what_takes_too_long_is_refused_by_the_name_of_its_limit(toy: Toy) -> None:

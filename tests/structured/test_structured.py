@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import dovetail
+from dovetail.api.grammar import GrammarSpec
 from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front import request_checks
-from dovetail.front.grammars import spec_of
+from dovetail.front.grammars import AnswerRule
 from dovetail.request.sampling_params import (
     GuidedDecodingParams,
     SamplingParams,
@@ -44,6 +45,14 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def spec_of(structured: Structured) -> GrammarSpec:
+    """The spec that a backend compiles."""
+    rule = AnswerRule.of(structured)
+    assert rule is not None
+    assert rule.spec is not None
+    return rule.spec
 
 
 class Person(BaseModel):

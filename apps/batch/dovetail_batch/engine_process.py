@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
-from dovetail.front.request_checks import cuts
+from dovetail.front.prompts import cuts
 from dovetail.request.sampling_params import SamplingParams
 from dovetail_batch.answers import Answer, answer_of, failure_of
 from dovetail_batch.rows import JobRow
@@ -29,7 +29,7 @@ from dovetail_batch.rows import JobRow
 if TYPE_CHECKING:
     from dovetail.front.chat import ChatFrontEnd
     from dovetail.front.llm_engine import LLMEngine
-    from dovetail.front.request_checks import Prompt
+    from dovetail.front.prompts import Prompt
 
 _Prepared = tuple[JobRow, "Prompt | RequestError"]
 

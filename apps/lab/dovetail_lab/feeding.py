@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dovetail import LLMEngine
 from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError
+from dovetail.front.grammars import AnswerRule
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_lab.grammars import RULE
 from dovetail_lab.sessions import Followers, Released
@@ -32,7 +33,7 @@ class SimulatedRules:
     def __init__(self) -> None:
         self.constraints: list[Constraint] = []
 
-    def __call__(self, params: SamplingParams, client: Hashable = None) -> list[Constraint]:
+    def __call__(self, rule: AnswerRule, n: int, client: Hashable) -> list[Constraint]:
         return self.constraints
 
 

@@ -13,8 +13,7 @@ from dovetail.errors import DovetailError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.intake import IntakeFacts
 from dovetail.front.pooling import PoolingIntake
-from dovetail.front.prompt_source import PromptSource
-from dovetail.front.request_checks import Prompt
+from dovetail.front.prompts import Prompt, PromptSource
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import SamplingParams

@@ -31,8 +31,8 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.base.bounded_json import JsonBounds
 from dovetail.errors import DovetailError
-from dovetail.front.prompt_source import PROMPT_COST, PromptSource
-from dovetail.front.request_checks import Prompt, at_most, check_counts, check_params, content_of
+from dovetail.front.prompts import PROMPT_COST, Prompt, PromptSource, content_of
+from dovetail.front.request_checks import at_most, check_counts
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request.outputs import RequestMetrics, RequestOutput
 from dovetail.request.pooling import PoolingParams, PoolingRequestOutput
@@ -368,11 +368,6 @@ class Exchange:
         self._held_bytes = 0
         if self._ticket is not None:
             self._ticket.leave(begun=False)
-
-    def check(self, params: SamplingParams) -> SamplingParams:
-        """Validate parameters against the engine's limits before anything is allocated for each of `n` samples. Raises `RequestError`."""
-        check_params(params, self.engine.info.intake.limits)
-        return params
 
     def check_samples(self, prompts: int, n: int) -> None:
         """Validate the number of samples before anything is allocated for each. Raises `RequestError`."""

@@ -6,7 +6,8 @@ Frames are columnar, so that encoding a step of 1,024 tokens takes microseconds.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,14 +15,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import ComponentRef, HostLogprobs, RowPooling
+from dovetail.api.sampler import RowSampling
 from dovetail.config.limits import Limits
 from dovetail.end_reason import EndReason
-from dovetail.front.intake import CheckedRequest
+from dovetail.front.admission import CheckedRequest
+from dovetail.front.grammars import AnswerRule
+from dovetail.request.frozen import frozen
 from dovetail.request.request import RequestFields
-from dovetail.request.sampling_params import OutputKind, SamplingParams
+from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_server.engine import Decisions, EngineInfo, Load
 
-_NEUTRAL = SamplingParams(output_kind=OutputKind.DELTA)
+_STREAMED = SamplingParams(output_kind=OutputKind.DELTA)
+_SEEN = (  # fields of `RowSampling` that `SamplingParams` has too
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "allowed_token_ids",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "extra_args",
+    "logits_processors",
+)
 
 
 # From front ends to the engine
@@ -32,20 +52,23 @@ class Hello(msgspec.Struct, array_like=True, tag=0):
 
 
 class Add(msgspec.Struct, array_like=True, tag=1):
-    """A request. Its samples are numbered `number`, `number` + 1, …; a front end uses each number once."""
+    """A checked request. Its samples are numbered `number`, `number` + 1, …; a front end uses each
+    number once."""
 
     number: int
     request_id: str
-    token_ids: bytes  # int32 [prompt tokens]
-    params: dict[str, Any]  # the fields of `SamplingParams` that differ from the default
+    prompt_ids: bytes  # int32 [prompt tokens]
+    sampling: RowSampling
     max_tokens: int
-    seed: int
-    bad_words: list[list[int]]
     fields: RequestFields
+    n: int
+    stop_token_ids: tuple[int, ...]
+    max_drafts: int | None
+    rule: AnswerRule | None
+    pooling: RowPooling | None
+    indivisible: bool
     extra: dict[str, Any] | None
-    confirms: bool  # the front end waits for `Accepted` or `Refused`; otherwise only refusals are reported
-    pooling: RowPooling | None = None  # what it pools, if it does
-    indivisible: bool = False  # its prompt is computed in one step
+    confirms: bool  # the front end waits for `Accepted` or `Refused`, not for refusals only
     owner: int = 0  # hash of the client that sent it: rules are compiled for each in turn
 
 
@@ -252,49 +275,61 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return array("i", packed).tolist()
 
 
-def add_of(
-    number: int,
-    request: CheckedRequest,
-    seed: int,
-    bad_words: Sequence[Sequence[int]],
-    extra: Mapping[str, Any] | None,
-    owner: int = 0,
-) -> Add:
-    """Return the message for a checked request. `extra` is checked by the engine, so the sender must wait for its confirmation."""
-    params = request.params
+def add_of(number: int, request: CheckedRequest, owner: int = 0) -> Add:
+    """Return the message for a checked request. The engine validates `extra`, so the sender must
+    wait for its confirmation."""
     return Add(
-        number=number,
-        request_id=request.request_id,
-        token_ids=request.prompt_array.tobytes(),
-        params={
-            name: value
-            for name in params.__match_args__
-            if (value := getattr(params, name)) != getattr(_NEUTRAL, name) and name != "output_kind"
-        },
-        max_tokens=request.max_tokens,
-        seed=seed,
-        bad_words=[list(words) for words in bad_words],
-        fields=request.fields,
-        extra=None if not extra else dict(extra),
-        confirms=bool(extra),
-        pooling=request.pooling,
-        indivisible=request.indivisible,
+        number,
+        request.request_id,
+        request.prompt_ids.tobytes(),
+        request.sampling,
+        request.max_tokens,
+        request.fields,
+        request.n,
+        request.stop_token_ids,
+        request.max_drafts,
+        request.rule,
+        request.pooling,
+        request.indivisible,
+        extra=None if not request.extra else dict(request.extra),
+        confirms=bool(request.extra),
         owner=owner,
     )
 
 
 def request_of(add: Add) -> CheckedRequest:
-    """Return the request in a message, without its text, which stays in the front end."""
-    prompt_array = np.frombuffer(add.token_ids, np.int32)
-    params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)
+    """Return the request in a message.
+
+    Its `params`, as policies see them, have the defaults filled in, and nothing that concerns text
+    only, which stays in the front end.
+    """
+    sampling = add.sampling
+    if sampling.extra_args or sampling.logits_processors:
+        sampling = replace(
+            sampling,
+            extra_args=frozen(sampling.extra_args),
+            logits_processors=frozen(sampling.logits_processors),
+        )
+    params = changed_unchecked(
+        _STREAMED,
+        n=add.n,
+        max_tokens=add.max_tokens,
+        stop_token_ids=add.stop_token_ids,
+        max_drafts=add.max_drafts,
+        **{name: getattr(sampling, name) for name in _SEEN},
+    )
     return CheckedRequest(
         add.request_id,
-        None,
-        (),
-        prompt_array,
-        params,
+        np.frombuffer(add.prompt_ids, np.int32),
+        sampling,
         add.max_tokens,
         add.fields,
+        params,
+        add.n,
+        add.stop_token_ids,
+        add.max_drafts,
+        add.rule,
         add.pooling,
         add.indivisible,
+        add.extra,
     )

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 from dovetail.api.clock import VirtualClock, WallClock
@@ -31,12 +31,12 @@ from dovetail.errors import (
     UnsupportedError,
     describe,
 )
-from dovetail.front import request_checks
 from dovetail.front.adapters import RequestedAdapter
+from dovetail.front.admission import Admission
 from dovetail.front.assembly import Assembly
-from dovetail.front.intake import ENABLE, make_samples
+from dovetail.front.grammars import AnswerRule
+from dovetail.front.intake import ENABLE
 from dovetail.request.lora import LoRARequest
-from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load
 from dovetail_server.frames import (
     Abort,
@@ -163,6 +163,7 @@ class EngineHost:
     def __init__(self, assembly: Assembly, post: ZmqPost) -> None:
         self._assembly = assembly
         self._core = assembly.core
+        self._admission = Admission(assembly, self._constraints, self._adapter_of)
         self._post = post
         self._front_ends: dict[bytes, _FrontEnd] = {}
         self._gone: set[bytes] = (
@@ -170,7 +171,6 @@ class EngineHost:
         )  # front ends that have ended; late messages of theirs are ignored
         self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of unfinished samples
         self._new: set[LiveRequest] = set()  # without a token yet
-        self._unfinished = 0  # requests
         self._later: list[
             tuple[bytes, ToEngine]
         ] = []  # messages received during a step, to be processed after it
@@ -275,7 +275,7 @@ class EngineHost:
                 self._post.send(sender, Decided(self._watch.ask()))  # best effort
 
     def _add(self, front_end: _FrontEnd, add: Add) -> None:
-        front_end.top = max(front_end.top, add.number + int(add.params.get("n", 1)))
+        front_end.top = max(front_end.top, add.number + add.n)
         try:
             self._admit(front_end, add)
         except DovetailError as error:
@@ -288,46 +288,16 @@ class EngineHost:
                 self._send(front_end, Accepted(add.number))
 
     def _admit(self, front_end: _FrontEnd, add: Add) -> None:
-        """Add a request to the core. Raises `RequestError`, and `UnsupportedError` without a working grammar backend."""
-        core = self._core
-        request_checks.at_most(
-            "unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting"
-        )  # of all front ends
-        extra = self._assembly.check_extra(add.extra)
-        request = request_of(add)
-        sampling = self._assembly.sampling(
-            request.params, add.seed, tuple(tuple(words) for words in add.bad_words)
-        )
-        arrival = core.earliest_arrival(
-            core.clock.now() if add.fields.arrival_time is None else add.fields.arrival_time
-        )
-        adapter = self._adapter_of(add)
-        samples = make_samples(
-            request,
-            sampling,
-            arrival,
-            [None] * request.params.n,
-            extra,
-            self._constraints(request.params, add.owner),
-            adapter,
-        )
+        """Add a request to the core. Raises as `Admission.admit`."""
+        samples = self._admission.admit(request_of(add), client=add.owner)
         for index, sample in enumerate(samples):
-            try:
-                core.add(sample)
-            except RequestError:  # the id is in use
-                for added in samples[:index]:
-                    self._drop(added)
-                raise
-            self._unfinished += index == 0
             self._places[sample] = (front_end, add.number + index)
             front_end.live[add.number + index] = sample
-            self._new.add(sample)
+        self._new.update(samples)
 
-    def _adapter_of(self, add: Add) -> RequestedAdapter | None:
-        """Return a request's adapter, which may still be loading. Raises `RequestError` if it isn't served any more."""
-        if add.fields.lora_request is None:
-            return None
-        name = add.fields.lora_request.lora_name
+    def _adapter_of(self, request: LoRARequest) -> RequestedAdapter:
+        """Return a served adapter. Raises `RequestError` if it isn't served any more."""
+        name = request.lora_name
         if name not in self._adapters or self._assembly.adapters is None:
             raise RequestError(f"model: the adapter {name[:200]!r} was unloaded")
         return self._assembly.adapters.get(*self._adapters[name])
@@ -377,14 +347,15 @@ class EngineHost:
     def _served_adapters(self) -> Adapters:
         return Adapters({name: request.lora_path for name, (request, _) in self._adapters.items()})
 
-    def _constraints(self, params: SamplingParams, owner: int) -> Sequence[Constraint]:
+    def _constraints(self, rule: AnswerRule, n: int, owner: Hashable) -> Sequence[Constraint]:
         try:
-            return self._assembly.constraints(params, owner)
+            return self._assembly.constraints(rule, n, owner)
         except (RequestError, UnsupportedError):
             raise
         except DovetailError:  # `Assembly.prepare_grammars` has logged the cause
             raise UnsupportedError(
-                "structured: this server has no working grammar backend, which structured output and demanded calls need"
+                "structured: this server has no working grammar backend, which structured output "
+                "and demanded calls need"
             ) from None
 
     def _end(self, front_end: _FrontEnd) -> None:
@@ -402,11 +373,9 @@ class EngineHost:
         front_end, number = self._places.pop(request)
         del front_end.live[number]
         self._new.discard(request)
-        siblings = request.siblings
-        if not any(sibling in self._places for sibling in siblings):
-            self._unfinished -= 1
-            for sibling in siblings:  # break reference cycles
-                sibling.siblings = ()
+        samples = request.siblings or (request,)
+        if not any(sample in self._places for sample in samples):
+            self._admission.ended(samples)
 
     def _wait_until(self, instant: float) -> None:
         """Wait on behalf of the core. New requests are added meanwhile, so that the next step includes them; if the core is idle they end the wait.

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dovetail.errors import ConfigError, DovetailError, PluginError, describe
 from dovetail.front.chat import ChatOptions
 from dovetail.front.engine_thread import Unread
-from dovetail.front.request_checks import Prompt, content_of, cuts
+from dovetail.front.prompts import Prompt, content_of, cuts
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.registry.registry import Registry
 from dovetail.request.outputs import RequestOutput

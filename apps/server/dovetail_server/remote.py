@@ -27,11 +27,10 @@ from dovetail.front import request_checks
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
-from dovetail.front.intake import CheckedRequest, Intake
+from dovetail.front.intake import Entered, Intake
 from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
 from dovetail.front.pooling import PoolingIntake
-from dovetail.front.prompt_source import PromptSource
-from dovetail.front.request_checks import Prompt
+from dovetail.front.prompts import Prompt, PromptSource
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.request import RequestFields
@@ -255,7 +254,7 @@ class RemoteEngine:
         self.chat.close()
 
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
-        return self._intake.source(prompts, cut=cut)
+        return self._intake.prompts.source(prompts, cut=cut)
 
     @property
     def pooling(self) -> PoolingIntake:
@@ -279,21 +278,16 @@ class RemoteEngine:
             )
         if fields.get("arrival_time") is None and self._wall_clock:
             fields["arrival_time"] = self.now()
-        given = RequestFields(**fields)
-        request_checks.at_most(
-            "unfinished requests", self.num_unfinished + 1, self.info.intake.limits, "max_waiting"
-        )
         self._check_free(request_id)
-        if isinstance(params, SamplingParams):
+        if isinstance(params, SamplingParams) and params.output_kind is not OutputKind.DELTA:
             params = changed_unchecked(params, output_kind=OutputKind.DELTA)
-        checked = self._intake.check(request_id, prompt, params, given, extra)
-        self._check_free(checked.request_id)
-        entry = self._give(checked, listener, extra, owner)
+        entered = self._intake.check(request_id, prompt, params, RequestFields(**fields), extra)
+        entry = self._give(entered, listener, owner)
         if entry.confirmed is not None:
             try:
                 await entry.confirmed
             except asyncio.CancelledError:
-                self.abort(checked.request_id)
+                self.abort(request_id)
                 raise
 
     def abort(self, request_id: str) -> None:
@@ -319,20 +313,13 @@ class RemoteEngine:
         if isinstance(request_id, str) and request_id in self._open:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
 
-    def _give(
-        self,
-        checked: CheckedRequest,
-        listener: Listener,
-        extra: Mapping[str, Any] | None,
-        owner: int,
-    ) -> _Open:
+    def _give(self, entered: Entered, listener: Listener, owner: int) -> _Open:
         """Send the engine a request. If it raises `RequestError`, nothing has changed."""
-        params = checked.params
-        texts = self._intake.texts(params, checked.token_ids)
-        bad_words = self._intake.bad_word_ids(params)
-        number, came = self._next_number, checked.fields.arrival_time
-        seed = self._intake.seed_of(params)
-        self._line.send(add_of(number, checked, seed, bad_words, extra, owner))
+        request, params = entered.request, entered.params
+        texts = self._intake.texts(entered)
+        number = self._next_number
+        came = request.fields.arrival_time
+        self._line.send(add_of(number, request, owner))
         self._next_number += params.n
         samples = [
             Sample(
@@ -340,17 +327,12 @@ class RemoteEngine:
             )
             for index, text in enumerate(texts)
         ]
-        group = RequestGroup(
-            checked.request_id,
-            checked.text,
-            checked.token_ids,
-            params,
-            samples,
-            pools=checked.pooling is not None,
-        )
+        pools = request.pooling is not None
+        prompt, ids = entered.prompt, entered.prompt_token_ids
+        group = RequestGroup(request.request_id, prompt, ids, params, samples, pools=pools)
         self._builder.expect(group, texts)
-        confirmed = asyncio.get_running_loop().create_future() if extra else None
-        entry = self._open[checked.request_id] = _Open(group, listener, confirmed)
+        confirmed = asyncio.get_running_loop().create_future() if request.extra else None
+        entry = self._open[request.request_id] = _Open(group, listener, confirmed)
         for sample in samples:
             self._samples[sample.number] = sample
             sample.entry = entry

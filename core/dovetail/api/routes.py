@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from dovetail.front.chat import ChatOptions
-    from dovetail.front.request_checks import Prompt
+    from dovetail.front.prompts import Prompt
     from dovetail.front.tokenizer import Tokenizer
     from dovetail.request.outputs import RequestOutput
     from dovetail.request.sampling_params import SamplingParams

@@ -160,7 +160,7 @@ def make_params_and_fields(values: Mapping[str, Any]) -> tuple[SamplingParams, d
 def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `FIELD_KEYS` that are given. Raises `RequestError` for a wrong type, and for values nested too deeply to be sent on."""
     fields = {key: values[key] for key in FIELD_KEYS if values.get(key) is not None}
-    RequestFields(predicted_tokens=fields.get("predicted_tokens"))
+    RequestFields(predicted_tokens=fields.get("predicted_tokens")).checked()
     if not isinstance(extra := fields.get("extra", {}), dict):
         raise RequestError(
             f"extra must be an object of distributions and their values, got {shown(extra)}"

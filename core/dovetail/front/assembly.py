@@ -1,23 +1,18 @@
-"""Assembles an engine from the components named in `engine.yaml`: resolves them, checks that they fit, starts the executor and makes the rest.
-
-Values that a request carries for a component (`extra`, `extra_args`) are validated here by the component's own pydantic model when the request
-arrives.
+"""Assembles an engine from the components named in `engine.yaml`: resolves them, checks that they
+fit, starts the executor and makes the rest.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import math
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel, ValidationError
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
@@ -25,9 +20,8 @@ from dovetail.api.executor import Capacity, Executor, ExecutorContext
 from dovetail.api.json_files import read_json_object
 from dovetail.api.kv_cache import KVCacheManager, KVContext, KVLayout
 from dovetail.api.observer import EngineStarted, ObserverContext
-from dovetail.api.sampler import RowSampling, SamplerCapabilities
+from dovetail.api.sampler import SamplerCapabilities
 from dovetail.api.scheduler import SchedulerContext
-from dovetail.base.where import Where, explain
 from dovetail.config.engine import EngineConfig
 from dovetail.config.parts import Parts, read_parts
 from dovetail.engine.core import CoreSettings, EngineCore
@@ -39,93 +33,26 @@ from dovetail.errors import (
     ConfigError,
     DovetailError,
     ModelLoadError,
-    RequestError,
     UnsupportedError,
-    describe,
-    shown,
 )
-from dovetail.front.adapters import AdapterStore
+from dovetail.front.adapters import AdapterStore, RequestedAdapter
 from dovetail.front.component_tokenizer import ComponentTokenizer
+from dovetail.front.component_values import ComponentValues
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
-from dovetail.front.intake import IntakeFacts, full_names, resolve_sampling
+from dovetail.front.grammars import AnswerRule, GrammarCompiler, bounds, token_bytes
+from dovetail.front.intake import IntakeFacts
 from dovetail.front.pooling import PoolingFacts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.request.frozen import FrozenDict, frozen, thawed
-from dovetail.request.structured import Structured
 
 if TYPE_CHECKING:
     from dovetail.engine.constraint import Constraint
     from dovetail.front.tokenizer import Tokenizer
     from dovetail.registry.resolved import ResolvedComponent
-    from dovetail.request.sampling_params import SamplingParams
+    from dovetail.request.lora import LoRARequest
 
 
 logger = logging.getLogger("dovetail")
-
-
-def validated(
-    model: type[BaseModel], values: Any, name: str, context: Mapping[str, Any] | None = None
-) -> BaseModel:
-    """Return `values` validated by the model. Raises `RequestError` with the key below `name` and the value, whatever the model's validators raise.
-    `context`: passed to the validators."""
-    try:
-        return model.model_validate(values, context=context)
-    except ValidationError as error:
-        raise RequestError(str(explain(error, model, values, Where((name,)), "key"))) from None
-    except Exception as error:
-        raise RequestError(f"{name}: {describe(error)}") from error
-
-
-def validated_arguments(
-    model: type[BaseModel], given: Mapping[str, Any], name: str, context: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Return a logits processor's arguments as plain values that its model accepts again, without the context. Raises as `validated`, and for a
-    number that isn't finite."""
-    plain = thawed(given)
-    if (place := _not_finite(plain, name)) is not None:
-        raise RequestError(f"{place} must be a finite number")
-    values = _dumped(validated(model, plain, name, context), name)
-    validated(model, thawed(values), name)
-    return values
-
-
-def _not_finite(value: Any, place: str) -> str | None:
-    """Return the place of a number that is NaN or infinite; None if there is none."""
-    if isinstance(value, float):
-        return None if math.isfinite(value) else place
-    inside = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list | frozenset)
-        else ()
-    )
-    return next(
-        (
-            found
-            for key, inner in inside
-            if (found := _not_finite(inner, f"{place}.{key}")) is not None
-        ),
-        None,
-    )
-
-
-def validated_extra_args(model: type[BaseModel], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of `given` with the model's values, read-only. Raises as `validated`."""
-    return _dumped(validated(model, given, "extra_args"), "extra_args", exclude_unset=True)
-
-
-def _dumped(checked: BaseModel, name: str, **options: Any) -> Mapping[str, Any]:
-    """Return a model's values as plain ones, read-only. Raises `RequestError` if it has others, or its serializers raise."""
-    try:
-        values: Mapping[str, Any] = frozen(
-            checked.model_dump(mode="json", by_alias=True, **options)
-        )
-    except Exception as error:
-        raise RequestError(f"{name}: it can't be sent to the ranks: {describe(error)}") from error
-    return values
 
 
 @dataclass
@@ -138,20 +65,9 @@ class Assembly:
     model_dir: Path
     tokenizer_dir: Path
     defaults: GenerationDefaults
+    values: ComponentValues  # what requests carry for components
+    tokenizer: Callable[[], Tokenizer]  # loads it once; raises `ModelLoadError` if there is none
     has_logprobs: bool = True
-    extra_args: frozenset[str] = (
-        frozenset()
-    )  # keys of `SamplingParams.extra_args` that the sampler understands
-    extra_args_model: type[BaseModel] | None = None  # validates their values
-    logits_processors: Mapping[str, type[BaseModel] | None] = field(
-        default_factory=dict
-    )  # full name -> `Arguments`; None: not applied
-    warned_of: set[str] = field(
-        default_factory=set
-    )  # arguments without effect: each is logged once
-    extra_models: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # distribution -> pydantic model of what requests carry for it
     parts: Mapping[str, str] = field(
         default_factory=dict
     )  # kind -> "distribution:name" of the component in use, without attention
@@ -162,40 +78,31 @@ class Assembly:
     )
     adapters: AdapterStore | None = None
     own_tokenizer: ComponentTokenizer | None = None  # None: that of `tokenizer_dir`
-    freezes: bool = (
-        False  # what lasts, so that the garbage collector doesn't go through it while a step waits
-    )
     _grammars: GrammarCompiler | DovetailError | None = None  # None: not made yet
     _making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
+    def constraints(self, rule: AnswerRule, n: int, client: Hashable = None) -> list[Constraint]:
+        """Return what holds each of `n` samples to a rule.
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        from dovetail.front.detokenizer import byte_pieces
-        from dovetail.front.tokenizer import Tokenizer  # transformers, only if there is text
+        The first call that needs the grammar backend makes it, which may take a second for a large
+        vocabulary; a bound without a spec needs none. `client`: in whose turn the rule is compiled.
 
-        tokenizer = self.own_tokenizer or Tokenizer.load(self.tokenizer_dir)
-        if self.freezes:
-            byte_pieces(
-                tokenizer, True
-            )  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
-            gc.freeze()
-        return tokenizer
+        Raises:
 
-    def constraints(self, params: SamplingParams, client: Hashable = None) -> list[Constraint]:
-        """Return what holds each sample of a request to its rule; nothing if it has none. The first call that needs the grammar backend makes it,
-        which may take a second for a large vocabulary; a bound without a rule needs none. `client`: in whose turn the rule is compiled.
-        Raises `RequestError` if the backend can't do what is
-        asked, `MissingExtraError` without its package, `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there
-        is none."""
-        if params.structured is None:
-            return []
-        structured = Structured.of(params.structured)
-        if structured.kind is None:
-            return bounds(structured, params.n, self.tokenizer(), self._spelled)
-        return self.grammars().constraints(params, client)
+        - `RequestError` if the backend can't do what is asked;
+        - `MissingExtraError` without its package;
+        - `UnsupportedError` if the model's tokenizer is of an unknown kind;
+        - `ModelLoadError` if there is none.
+        """
+        if rule.spec is None:
+            encode = partial(self.tokenizer().encode, special_tokens=False)
+            return bounds(rule, n, self._spelled, encode)
+        return self.grammars().constraints(rule, n, client)
+
+    def adapter(self, request: LoRARequest) -> RequestedAdapter:
+        """Return a request's adapter, which is being looked for. There must be `adapters`."""
+        assert self.adapters is not None
+        return self.adapters.get(request)
 
     @cached_property
     def _spelled(self) -> list[bytes]:
@@ -252,90 +159,12 @@ class Assembly:
             executor=self.config.executor.label,
             sampler=self.config.sampler.label,
             has_logprobs=self.has_logprobs,
-            extra_args=self.extra_args,
-            logits_processors=tuple(self.logits_processors),
+            extra_args=self.values.extra_args,
+            logits_processors=tuple(self.values.arguments),
             has_masks=self.has_masks,
             pooling=self.pooling,
             has_adapters=self.adapters is not None,
         )
-
-    def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the values that a request carries for components, validated by their own models. Raises `RequestError`.
-
-        Validators find the engine's `Capacity` in their context, as "capacity".
-        """
-        checked, context = {}, {"capacity": self.capacity}
-        for distribution, values in (extra or {}).items():
-            model = self.extra_models.get(distribution)
-            if model is None:
-                known = ", ".join(sorted(self.extra_models)) or "nobody here"
-                raise RequestError(
-                    f"extra: {shown(distribution)} reads nothing from requests; those that do: {known}"
-                )
-            checked[distribution] = validated(
-                model, values, f"extra.{distribution}", context
-            ).model_copy(deep=True)  # nothing of it is the caller's any more
-        return checked
-
-    def extra_with(
-        self, extra: Mapping[str, Any] | None, trace_headers: Mapping[str, str]
-    ) -> Mapping[str, Any]:
-        """Return `extra` with a request's `trace_headers` for components that read them. Logs, once, that there are none."""
-        readers = [
-            distribution
-            for distribution, model in self.extra_models.items()
-            if "trace_headers" in model.model_fields
-        ]
-        if not readers and "trace_headers" not in self.warned_of:
-            self.warned_of.add("trace_headers")
-            logger.warning(
-                "trace_headers: left out, as no observer reads them: observers=[{'name': 'otlp', 'endpoint': …}]"
-            )
-        if not isinstance(trace_headers, Mapping):
-            raise RequestError(f"trace_headers must map names to texts, got {shown(trace_headers)}")
-        carried = {distribution: {"trace_headers": dict(trace_headers)} for distribution in readers}
-        return {**carried, **(extra or {})}
-
-    def sampling(
-        self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]
-    ) -> RowSampling:
-        """Return a request's sampling as `resolve_sampling` does, with `extra_args` validated by the sampler's model, and the arguments of logits
-        processors by theirs. Raises `RequestError`."""
-        sampling = resolve_sampling(params, self.defaults, seed, bad_words)
-        if params.logits_processors:
-            sampling = replace(
-                sampling, logits_processors=self._processors_asked(params.logits_processors)
-            )
-        if self.extra_args_model is None or not params.extra_args:
-            return sampling
-        return replace(
-            sampling, extra_args=validated_extra_args(self.extra_args_model, params.extra_args)
-        )
-
-    def _processors_asked(
-        self, given: Mapping[str, Mapping[str, Any]]
-    ) -> Mapping[str, Mapping[str, Any]]:
-        """Return the arguments of logits processors, by full name, validated by their own models. Raises `RequestError`."""
-        asked, context = {}, {"encode": self._encode}
-        for name, full in full_names(given, tuple(self.logits_processors)).items():
-            model = self.logits_processors[full]
-            asked[full] = (
-                given[name]
-                if model is None
-                else validated_arguments(model, given[name], f"logits_processors.{name}", context)
-            )
-        return FrozenDict(asked)
-
-    @cached_property
-    def _encode(self) -> Callable[[str], list[int]] | None:
-        """Tokenizes a text, without special tokens. None without a tokenizer."""
-        try:
-            tokenizer = self.tokenizer()
-        except DovetailError:
-            return None
-        return lambda text: [
-            int(token) for token in tokenizer.encode_all([text], special_tokens=False)[0]
-        ]
 
 
 def assemble(
@@ -380,15 +209,12 @@ def assemble(
         if own_tokenizer is not None:
             own_tokenizer.check_fits(capacity.vocab_size)
         core = _make_core(executor, capacity, config, parts, clock, model_drafter)
-        if (
-            freezes := gc.get_freeze_count() > frozen
-        ):  # the executor's part: now the books, later the tokenizer
+        # If the executor froze what lasts, so that the garbage collector doesn't go through it while
+        # a step waits: now the books, later the tokenizer.
+        freezes = gc.get_freeze_count() > frozen
+        if freezes:
             gc.freeze()
-        sampler = (
-            SamplerCapabilities()
-            if executor.capabilities.virtual_clock
-            else parts.sampler.load().capabilities
-        )
+        tokenizer = cache(partial(_load_tokenizer, own_tokenizer, tokenizer_dir, freezes))
         return Assembly(
             config=config,
             core=core,
@@ -397,19 +223,8 @@ def assemble(
             tokenizer_dir=tokenizer_dir,
             defaults=defaults,
             has_logprobs=executor.capabilities.logprobs,
-            extra_args=frozenset(sampler.extra_args),
-            extra_args_model=sampler.extra_args_model,
-            logits_processors={
-                part.qualified_name: None
-                if executor.capabilities.virtual_clock
-                else part.load().Arguments
-                for part in parts.logits_processors
-            },
-            extra_models={
-                part.distribution: model
-                for part in (parts.scheduler, parts.kv_cache, parts.executor, *parts.observers)
-                if (model := part.request_extra()) is not None
-            },
+            values=_component_values(executor, parts, capacity, tokenizer),
+            tokenizer=tokenizer,
             parts={
                 "scheduler": parts.scheduler.qualified_name,
                 "kv_cache": parts.kv_cache.qualified_name,
@@ -426,11 +241,44 @@ def assemble(
             grammar=parts.grammar,
             adapters=_make_adapters(config, capacity, parts),
             own_tokenizer=own_tokenizer,
-            freezes=freezes,
         )
     except BaseException:
         executor.stop()
         raise
+
+
+def _load_tokenizer(own: ComponentTokenizer | None, directory: Path, freezes: bool) -> Tokenizer:
+    from dovetail.front.detokenizer import byte_pieces
+    from dovetail.front.tokenizer import Tokenizer  # transformers, only if there is text
+
+    tokenizer = own or Tokenizer.load(directory)
+    if freezes:
+        byte_pieces(tokenizer, True)  # as is usual: made now, for it will hold the vocabulary
+        gc.freeze()
+    return tokenizer
+
+
+def _component_values(
+    executor: Executor, parts: Parts, capacity: Capacity, tokenizer: Callable[[], Tokenizer]
+) -> ComponentValues:
+    simulates = executor.capabilities.virtual_clock  # then nothing is sampled
+    sampler = SamplerCapabilities() if simulates else parts.sampler.load().capabilities
+    readers = (parts.scheduler, parts.kv_cache, parts.executor, *parts.observers)
+    return ComponentValues(
+        capacity,
+        tokenizer,
+        extra_models={
+            part.distribution: model
+            for part in readers
+            if (model := part.request_extra()) is not None
+        },
+        extra_args=frozenset(sampler.extra_args),
+        extra_args_model=sampler.extra_args_model,
+        arguments={
+            part.qualified_name: None if simulates else part.load().Arguments
+            for part in parts.logits_processors
+        },
+    )
 
 
 def _pooling_facts(

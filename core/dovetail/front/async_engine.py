@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError, EngineDeadError, RequestError, shown
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.outputs import EngineOutput
-from dovetail.front.request_checks import Prompt, cuts, is_text
+from dovetail.front.prompts import Prompt, cuts, is_text
 from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import RequestOutput

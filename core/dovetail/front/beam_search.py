@@ -16,7 +16,7 @@ from dovetail.base.checks import plain_integer
 from dovetail.end_reason import FinishReason
 from dovetail.errors import RequestError, shown
 from dovetail.front.llm_engine import LLMEngine
-from dovetail.front.request_checks import Prompt
+from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import CompletionOutput, RequestOutput, TokenLogprobMap

@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary, ref
@@ -26,7 +27,6 @@ from dovetail.front.grammar_trials import (
     TrialTimeoutError,
 )
 from dovetail.front.worker_processes import own_memory
-from dovetail.request.sampling_params import SamplingParams
 from dovetail.request.structured import Structured
 
 if TYPE_CHECKING:
@@ -43,39 +43,52 @@ GROWN_BYTES = 2**30  # by which this process may grow before it forgets compiled
 _BASE_BYTES, _BYTES_A_CHAR = 65_536, 256  # of a compiled grammar: a guess, as backends don't tell
 
 
-def spec_of(structured: Structured) -> GrammarSpec:
-    """Return the spec that a backend compiles."""
-    return GrammarSpec(cast(SpecKind, structured.kind), structured.text)
+@dataclass(frozen=True, slots=True)
+class AnswerRule:
+    """A validated `Structured`, as messages carry it: the `spec` applies after the text `after`."""
+
+    spec: GrammarSpec | None  # None: any text
+    after: str | None = None
+    after_tokens: int | None = None  # the most tokens that may come without `after`
+
+    @classmethod
+    def of(cls, structured: Any) -> AnswerRule | None:
+        """Return the rule of a `Structured`, or of a mapping of its fields; None for None."""
+        if structured is None:
+            return None
+        asked = Structured.of(structured)
+        spec = None if asked.kind is None else GrammarSpec(cast(SpecKind, asked.kind), asked.text)
+        return cls(spec, asked.after, asked.after_tokens)
 
 
 def bounds(
-    structured: Structured, n: int, tokenizer: Tokenizer, spelled: Sequence[bytes]
+    rule: AnswerRule, n: int, spelled: Sequence[bytes], encode: Callable[[str], list[int]]
 ) -> list[Constraint]:
-    """Return the constraints of `n` samples without a rule, which only bound what precedes `after`. `spelled`: the bytes of each id, special tokens
-    included. Raises `RequestError` if the model can't spell it."""
-    return _constraints(
-        None, None, structured, n, spelled, partial(tokenizer.encode, special_tokens=False)
-    )
+    """Return the constraints of `n` samples that only bound what precedes `after`.
+
+    `spelled`: the bytes of each id, special tokens included. Raises `RequestError` if the model
+    can't spell it.
+    """
+    return _constraints(None, None, rule, n, spelled, encode)
 
 
 def _constraints(
     compiling: Future[Grammar] | None,
     backend: GrammarBackend | None,
-    structured: Structured,
+    rule: AnswerRule,
     n: int,
     spelled: Sequence[bytes],
     encode: Callable[[str], list[int]],
 ) -> list[Constraint]:
-    after, closing = (structured.after or "").encode(), list[int]()
-    if structured.after_tokens is not None:
-        closing = encode(structured.after or "")
+    after, closing = (rule.after or "").encode(), list[int]()
+    if rule.after_tokens is not None:
+        closing = encode(rule.after or "")
         if after not in b"".join(spelled[one] if one < len(spelled) else b"" for one in closing):
             raise RequestError(
-                f"structured.after_tokens: the model has no tokens for {shown(structured.after)}"
+                f"structured.after_tokens: the model has no tokens for {shown(rule.after)}"
             )
     return [
-        Constraint(compiling, backend, after, spelled, structured.after_tokens, closing)
-        for _ in range(n)
+        Constraint(compiling, backend, after, spelled, rule.after_tokens, closing) for _ in range(n)
     ]
 
 
@@ -152,22 +165,23 @@ class GrammarCompiler:
             trials=GrammarTrials(part.ref(), context, _threads() + 1) if _CAN_FORK else None,
         )
 
-    def constraints(self, params: SamplingParams, client: Hashable = None) -> list[Constraint]:
-        """Return a constraint for each sample of a request with structured output, which waits for the grammar, and fails with the reason if it
-        doesn't compile. `client`: in whose turn it is compiled. Raises `RequestError` for a kind of spec that the backend doesn't support."""
-        structured = Structured.of(params.structured)
-        if structured.kind not in (None, *(kinds := self.backend.capabilities.kinds)):
+    def constraints(self, rule: AnswerRule, n: int, client: Hashable = None) -> list[Constraint]:
+        """Return a constraint for each of `n` samples, which waits for the grammar, and fails with
+        the reason if it doesn't compile.
+
+        `client`: in whose turn it is compiled. Raises `RequestError` for a kind of spec that the
+        backend doesn't support.
+        """
+        spec, kinds = rule.spec, self.backend.capabilities.kinds
+        if spec is None:
+            return bounds(rule, n, self._spelled, self._encode)
+        if spec.kind not in kinds:
             raise RequestError(
-                f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}"
+                f"structured.{spec.kind}: grammar backend {self._name} can't do it; it has "
+                f"{', '.join(kinds)}"
             )
-        return _constraints(
-            self.compile(spec_of(structured), client),
-            self.backend,
-            structured,
-            params.n,
-            self._spelled,
-            self._encode,
-        )
+        compiling = self.compile(spec, client)
+        return _constraints(compiling, self.backend, rule, n, self._spelled, self._encode)
 
     def compile(self, spec: GrammarSpec, client: Hashable = None) -> Future[Grammar]:
         """Return a future of the grammar, which is compiled in the client's turn if the caller keeps the future. Its exception is a `RequestError`

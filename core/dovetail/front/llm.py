@@ -26,7 +26,7 @@ from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.pooling import ScorePlan, paired
-from dovetail.front.request_checks import Prompt, cuts
+from dovetail.front.prompts import Prompt, cuts
 from dovetail.front.vllm_args import translated
 from dovetail.front.vllm_calls import check_call
 from dovetail.front.vllm_methods import SaysWhatIsMissing

@@ -20,12 +20,13 @@ from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import ConfigError, EngineDeadError, RequestError, shown
 from dovetail.front import engine_info, request_checks
+from dovetail.front.admission import Admission, ConstraintsOf
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
-from dovetail.front.intake import ENABLE, Intake, make_samples
+from dovetail.front.intake import ENABLE, Intake
 from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup
 from dovetail.front.pooling import PoolingIntake
-from dovetail.front.request_checks import Prompt
+from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request.lora import LoRARequest
@@ -35,7 +36,6 @@ from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config.engine import EngineConfig
-    from dovetail.engine.constraint import Constraint
     from dovetail.front.adapters import AdapterStore
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.engine_info import (
@@ -99,7 +99,7 @@ class LLMEngine(SaysWhatIsMissing):
         self,
         assembly: Assembly | None = None,
         *others: Any,
-        constraints_of: Callable[..., Sequence[Constraint]] | None = None,
+        constraints_of: ConstraintsOf | None = None,
         **named: Any,
     ) -> None:
         """Take an assembled engine: programs use `from_config` or `from_engine_args`.
@@ -121,9 +121,8 @@ class LLMEngine(SaysWhatIsMissing):
             assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed)
         )
         self._builder = OutputBuilder(None, self._as_ids)
-        self._constraints_of = constraints_of or assembly.constraints
+        self._admission = Admission(assembly, constraints_of)
         self._closed = False
-        self._listed: set[str] = set()  # ids of requests that came by `add_list`
         self._numbers = itertools.count()  # for `new_ids`
         self._calling = (
             threading.Condition()
@@ -222,8 +221,7 @@ class LLMEngine(SaysWhatIsMissing):
             for request_id, prompt, params, others in requests:
                 fields = dict(others)
                 extra = fields.pop("extra", None)
-                self._add(request_id, prompt, params, RequestFields(**fields), extra)
-                self._listed.add(request_id)
+                self._add(request_id, prompt, params, RequestFields(**fields), extra, exempt=True)
                 ids.append(request_id)
         except BaseException:
             self.abort_request(ids)
@@ -267,18 +265,12 @@ class LLMEngine(SaysWhatIsMissing):
 
             check_call("add_request", others)
         if trace_headers:
-            extra = self._assembly.extra_with(extra, trace_headers)
+            extra = self._assembly.values.extra_with(extra, trace_headers)
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams | PoolingParams):
             raise RequestError(
                 f"params must be SamplingParams or PoolingParams, got {type(params).__name__}"
             )
-        request_checks.at_most(
-            "unfinished requests",
-            len(self._groups) - len(self._listed) + 1,
-            self.config.limits,
-            "max_waiting",
-        )
         fields = RequestFields(
             arrival_time=self._on_our_clock(arrival_time),
             priority=priority,
@@ -306,52 +298,32 @@ class LLMEngine(SaysWhatIsMissing):
         given: SamplingParams | PoolingParams,
         fields: RequestFields,
         extra: Mapping[str, Any] | None,
+        *,
+        exempt: bool = False,
     ) -> None:
         self._check_open()
-        checked = self._intake.check(request_id, prompt, given, fields, extra)
-        request_id, params, pools = checked.request_id, checked.params, checked.pooling is not None
+        entered = self._intake.check(request_id, prompt, given, fields, extra)
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
-        extras = self._assembly.check_extra(extra)
-        came = self.now() if checked.fields.arrival_time is None else checked.fields.arrival_time
-        texts = self._intake.texts(params, checked.token_ids)
-        sampling = self._assembly.sampling(
-            params, self._intake.seed_of(params), self._intake.bad_word_ids(params)
-        )
-        constraints = self._constraints_of(params, fields.client)
-        watchers = [text if params.stop else None for text in texts]
-        adapter = None
-        if checked.fields.lora_request is not None and self._assembly.adapters is not None:
-            adapter = self._assembly.adapters.get(checked.fields.lora_request)
-        samples = make_samples(
-            checked,
-            sampling,
-            self.core.earliest_arrival(came),
-            watchers,
-            extras,
-            constraints,
-            adapter,
-        )
-        self._groups[request_id] = group = RequestGroup(
-            request_id, checked.text, self._as_ids(checked.token_ids), params, samples, pools=pools
-        )
-        group.metrics.arrival_time = came
+        params, texts = entered.params, self._intake.texts(entered)
+        watchers = texts if params.stop else ()
+        samples = self._admission.admit(entered.request, watchers, fields.client, exempt=exempt)
+        ids = self._as_ids(entered.prompt_token_ids)
+        pools = entered.request.pooling is not None
+        group = RequestGroup(request_id, entered.prompt, ids, params, samples, pools=pools)
+        if entered.request.fields.arrival_time is not None:  # which policies may see later
+            group.metrics.arrival_time = entered.request.fields.arrival_time
+        self._groups[request_id] = group
         self._builder.expect(group, texts)
-        try:
-            for request in samples:
-                self.core.add(request)
-        except RequestError:  # the id of a sample is somebody else's
-            self.abort_request(request_id)
-            raise
 
     def tokenized(self, prompt: Prompt, *, cut: bool = False) -> Prompt:
         """Tokenize a text prompt, so that `add_request` needn't, which takes milliseconds for a long one; return any other prompt unchanged. `cut`:
         the request's parameters truncate it, so it may be longer. Thread safe. Raises as `add_request` does."""
-        return self._intake.tokenized(prompt, cut=cut)
+        return self._intake.prompts.tokenized(prompt, cut=cut)
 
     def all_tokenized(self, prompts: Sequence[Prompt], *, cut: bool = False) -> list[Prompt]:
         """Do as `tokenized` with each; batching takes a fraction of the time."""
-        return self._intake.source(prompts, cut=cut).all()
+        return self._intake.prompts.source(prompts, cut=cut).all()
 
     @property
     def pooling(self) -> PoolingIntake:
@@ -362,12 +334,14 @@ class LLMEngine(SaysWhatIsMissing):
     def checked_prompts(
         self, prompts: Sequence[Prompt], params: SamplingParams
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of each prompt. Raises as `add_request` does of a request with such a prompt and parameters; adds none."""
+        """Return the token ids of each prompt.
+
+        Raises as `add_request` does of a request with such a prompt and parameters; adds none.
+        """
         self._check_open()
-        return [
-            self._intake.check("unnamed", prompt, params, RequestFields(), None).token_ids
-            for prompt in prompts
-        ]
+        fields = RequestFields()
+        checked = [self._intake.check("unnamed", prompt, params, fields) for prompt in prompts]
+        return [tuple(one.prompt_token_ids) for one in checked]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -578,12 +552,8 @@ class LLMEngine(SaysWhatIsMissing):
             raise EngineDeadError("the engine was closed")
 
     def _forget(self, group: RequestGroup[LiveRequest]) -> None:
-        """Drop a finished request. Breaks the reference cycle between its samples: the garbage collector would traverse all of their tokens, and
-        delay a step."""
         self._builder.forget(group)
-        self._listed.discard(group.request_id)
-        for sample in group.samples:
-            sample.siblings = ()
+        self._admission.ended(group.samples)
 
 
 def request_ids(value: Any) -> list[str]:

@@ -17,8 +17,7 @@ from dovetail.api.executor import PoolingCapacity, PoolingTask, RowPooling
 from dovetail.api.json_files import read_json_object
 from dovetail.api.sentence_transformers_files import OWN_FILE, SIMILARITIES, has_marks, read_own
 from dovetail.errors import ModelLoadError, RequestError, shown
-from dovetail.front.prompt_source import PromptSource
-from dovetail.front.request_checks import Prompt, content_of, cuts
+from dovetail.front.prompts import Prompt, PromptSource, content_of, cuts
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import OutputKind, SamplingParams

@@ -1,5 +1,4 @@
-"""Parsing of prompts (text, token ids, or a mapping that says which), and validation of a request against `Limits`, before anything is allocated for
-it."""
+"""Validation of a request against `Limits`, before anything is allocated for it."""
 
 from __future__ import annotations
 
@@ -7,18 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dovetail.api.json_files import MAX_DEPTH, is_deep
-from dovetail.base.checks import BINARY, is_integer, is_larger
+from dovetail.base.checks import is_larger
 from dovetail.config.limits import MAX_CUT_CHARS, Limits
+from dovetail.end_reason import EndReason
 from dovetail.errors import RequestError, shown
-from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.request.pooling import PoolingParams
+from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.request.structured import Structured
 
-Prompt = (
-    str | Sequence[int] | Mapping[str, Any] | TokenizedText
-)  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
-_PROMPT_KEYS = 8  # vLLM's prompts have six, of which None asks for nothing
 _COUNTS = {  # of lists and mappings: what an error calls their length, and its limit
     "stop": ("the number of strings", "max_stop_strings"),
     "stop_sequences": ("the number of strings", "max_stop_strings"),  # Anthropic's name
@@ -27,54 +22,6 @@ _COUNTS = {  # of lists and mappings: what an error calls their length, and its 
     "logit_bias": ("the number of tokens", "max_logit_bias"),
     "allowed_token_ids": ("their number", "max_allowed_token_ids"),
 }
-
-
-def cuts(params: SamplingParams | PoolingParams | None) -> bool:
-    """Tell whether a request truncates its prompt, whose text may then be longer than what fits."""
-    return (
-        getattr(params, "truncate_prompt_tokens", None) is not None
-    )  # other types are refused later
-
-
-def is_text(prompt: Any) -> bool:
-    """Tell whether a prompt is still to be tokenized. Raises `RequestError` for what can't be a prompt."""
-    return isinstance(content_of(prompt), str)
-
-
-def content_of(prompt: Any) -> Any:
-    """Return the text of a prompt that is text, else what should be token ids. Raises `RequestError` for a mapping that is neither."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    if len(prompt) <= _PROMPT_KEYS:
-        prompt = {key: value for key, value in prompt.items() if value is not None}
-    if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
-        keys = shown(list(prompt))
-        raise RequestError(
-            f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got the keys {keys}'
-        )
-    [(key, content)] = prompt.items()
-    if (key == "prompt") != isinstance(content, str):
-        expected = "text" if key == "prompt" else "a list of token ids"
-        raise RequestError(f'the prompt\'s "{key}" must be {expected}, got {shown(content)}')
-    return content
-
-
-def as_sequence(prompt: Any) -> Sequence[Any]:
-    """Return a list, tuple, numpy array or torch tensor as a sequence that can be cut and counted. Raises `RequestError` for anything else."""
-    ids = prompt if isinstance(prompt, BINARY) or not hasattr(prompt, "tolist") else prompt.tolist()
-    if isinstance(ids, BINARY) or not isinstance(ids, Sequence):
-        raise RequestError(f"the prompt must be text or a list of token ids, got {shown(prompt)}")
-    return ids if isinstance(ids, list | tuple | range) else tuple(ids)
-
-
-def as_ids(ids: Sequence[Any]) -> tuple[int, ...]:
-    """Return integers of any kind as ints. Raises `RequestError` if one is none."""
-    if set(map(type, ids)) <= {int}:  # nearly always, and quickly seen
-        return tuple(ids)
-    for token in ids:
-        if not is_integer(token):
-            raise RequestError(f"the prompt's token ids must be integers, got {shown(token)}")
-    return tuple(int(token) for token in ids)
 
 
 def check_counts(asked: Any, limits: Limits) -> None:
@@ -212,8 +159,14 @@ def check_name(what: str, name: str, limits: Limits) -> None:
     at_most(f"{what}: its characters", len(name), limits, "max_name_chars")
 
 
-def at_most(what: str, value: int, limits: Limits, limit: str) -> None:
-    """Raise `RequestError` if `value` exceeds that limit."""
+def at_most(
+    what: str,
+    value: int,
+    limits: Limits,
+    limit: str,
+    reason: EndReason = EndReason.INVALID,
+) -> None:
+    """Raise `RequestError` for that reason if `value` exceeds that limit."""
     most = getattr(limits, limit)
     if most is not None and value > most:
-        raise RequestError(f"{what} must be at most {most} (limits.{limit}), got {value}")
+        raise RequestError(f"{what} must be at most {most} (limits.{limit}), got {value}", reason)

@@ -39,8 +39,10 @@ def token_array(token_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int3
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """A request's fields besides its id, prompt, parameters and `extra`. `LLMEngine.add_request` says what each means. Raises `RequestError` naming
-    the field whose value is wrong."""
+    """A request's fields besides its id, prompt, parameters and `extra`.
+
+    `LLMEngine.add_request` says what each means.
+    """
 
     arrival_time: float | None = None
     priority: int = 0
@@ -52,16 +54,18 @@ class RequestFields:
     tbt_s: float | None = None
     lora_request: LoRARequest | None = None
 
-    def __post_init__(self) -> None:
-        """Check all values, and keep numbers as plain `int` and `float`, not numpy's."""
+    def checked(self) -> RequestFields:
+        """Return the same, with numbers as plain `int` and `float`, not numpy's.
+
+        Raises `RequestError` naming the field whose value is wrong.
+        """
+        values = {}
         for name, check in _CHECKS.items():
             value = getattr(self, name)
             if value is not None or name == "priority":
-                object.__setattr__(self, name, check(name, value))
-
-    def values(self) -> dict[str, Any]:
-        """Return name -> value, of all fields."""
-        return {name: getattr(self, name) for name in self.__match_args__}
+                value = check(name, value)
+            values[name] = value
+        return RequestFields(**values)
 
 
 def _text(name: str, value: Any) -> str:

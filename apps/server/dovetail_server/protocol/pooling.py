@@ -9,7 +9,8 @@ import msgspec
 
 from dovetail.config.limits import Limits
 from dovetail.front.pooling import paired
-from dovetail.front.request_checks import Prompt, at_most
+from dovetail.front.prompts import Prompt
+from dovetail.front.request_checks import at_most
 from dovetail.request.pooling import PoolingParams, Task
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError

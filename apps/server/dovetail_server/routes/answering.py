@@ -12,7 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from dovetail.front.chat import ChatOptions
-from dovetail.front.request_checks import check_template_chars, cuts
+from dovetail.front.prompts import cuts
+from dovetail.front.request_checks import check_template_chars
 from dovetail.front.token_texts import speller
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request.outputs import CompletionOutput, RequestOutput
@@ -71,7 +72,7 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     """Read a chat request, render and tokenize its conversation, and resolve its constraints. Raises `HttpError` and `RequestError`."""
     body, model = await exchange.generation_body(kind)
     messages, options, params, demand, asked = await exchange.beside(body.to_conversation)
-    exchange.check(params)
+    exchange.check_samples(1, params.n)
     options = steered(exchange, options, asked)
     prompt = await rendered(exchange, messages, options, cut=cuts(params))
     limit = limited(exchange, body, asked, options, prompt)
@@ -220,7 +221,7 @@ def constrained(
     if rule is None:
         return params
     exchange.renamed = {**exchange.renamed, "structured": param}
-    return exchange.check(dataclasses.replace(params, structured=rule))
+    return dataclasses.replace(params, structured=rule)
 
 
 def constrained_chat(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from starlette.routing import Route
 
-from dovetail.front.request_checks import cuts
+from dovetail.front.prompts import cuts
 from dovetail.front.token_texts import texts_of_prompt, unwritten
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.outputs import CompletionOutput, RequestOutput, TokenLogprobMap
@@ -32,7 +32,8 @@ from dovetail_server.routes.choices import Choices, ChunkStream, token_ids_of_pr
 async def completions(exchange: Exchange) -> None:
     """Continue one prompt or several."""
     body, model = await exchange.generation_body(CompletionRequest)
-    params, prompts = exchange.check(await exchange.beside(body.params)), body.prompts()
+    params = await exchange.beside(body.params)
+    prompts = body.prompts()
     demand = await exchange.beside(partial(read_demand, body, body.response_format))
     params = constrained(exchange, params, demand.param, demand.rule)
     exchange.check_samples(len(prompts), params.n)

@@ -9,7 +9,7 @@ from typing import Any
 import dovetail
 from dovetail.errors import RequestError
 from dovetail.front.outputs import EngineOutput
-from dovetail.front.request_checks import Prompt
+from dovetail.front.prompts import Prompt
 from dovetail.front.vllm_calls import by_position
 from dovetail.request.outputs import RequestOutput
 from dovetail.request.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import RequestError, describe, shown
-from dovetail.front.assembly import validated_extra_args
+from dovetail.front.component_values import validated_extra_args
 from dovetail.request.frozen import frozen
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.sampler_bench import Row

@@ -14,7 +14,7 @@ from dovetail.compat.nanovllm.sampling_params import SamplingParams
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import RequestError, shown
 from dovetail.front.outputs import EngineOutput
-from dovetail.front.request_checks import Prompt
+from dovetail.front.prompts import Prompt
 from dovetail.front.vllm_args import translated
 from dovetail.front.vllm_methods import MissingMethodError
 from dovetail.request.outputs import RequestOutput
