@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
@@ -267,6 +268,12 @@ class ShapedArch(DecoderArch):
 
     def build(self, config: Any, context: BuildContext) -> nn.Module:
         return shaped.Decoder(self.shape(config), context)
+
+
+def rounded(number: float, context: BuildContext) -> float:
+    """Return `number` as the model's dtype holds it: transformers keeps scales of embeddings as
+    tensors of that dtype."""
+    return float(torch.tensor(number, dtype=context.dtype))
 
 
 def head_size(config: Any) -> int:

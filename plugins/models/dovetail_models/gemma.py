@@ -1,20 +1,32 @@
-"""Gemma 2 and the text models of Gemma 3: norms around every part, scaled embeddings, layers with and without a window."""
+"""Gemma 2 and the text models of Gemma 3: norms around every part, scaled embeddings, layers with
+and without a window."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, WeightRule
 from dovetail.nn.activation import ACTIVATIONS
-from dovetail.nn.rotary import rope_from_config, rope_reasons_against
+from dovetail.nn.attention import Attention
+from dovetail.nn.embedding import LMHead, ScaledEmbedding, VocabParallelEmbedding
+from dovetail.nn.feed_forward import GatedFeedForward
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import weight_rules
+from dovetail.nn.residual import Residual
+from dovetail.nn.rotary import Rope, Rotation, rope_from_config, rope_reasons_against
 from dovetail_models.arch import (
-    ShapedArch,
-    base_shape,
+    DecoderArch,
     head_size,
     layer_type_reasons,
-    windows_by_layer_type,
+    rounded,
+    window_of_layer_type,
 )
-from dovetail_models.decoder import DecoderShape
 
 _KINDS = (
     "full_attention",
@@ -22,8 +34,8 @@ _KINDS = (
 )  # of layers; each has a rotary embedding of its own
 
 
-class GemmaArch(ShapedArch):
-    """Common parts of Gemma 2 and its successors."""
+class GemmaArch(DecoderArch):
+    """What Gemma 2 and its successors share."""
 
     activation_field = "hidden_activation"
     activations = tuple(ACTIVATIONS)
@@ -56,17 +68,19 @@ class GemmaArch(ShapedArch):
                 reasons.append(f"{name} = {value!r} must be more than 0")
         return reasons
 
-    def common(self, config: Any) -> dict[str, Any]:
-        """Return fields of `DecoderShape`."""
-        return {
-            "windows": windows_by_layer_type(config),
-            "qkv_bias": config.attention_bias,
-            "output_bias": config.attention_bias,
-            "logit_softcap": config.final_logit_softcapping,
-            "activation": config.hidden_activation,
-            "embedding_scale": config.hidden_size**0.5,
-            "sandwich": True,
-        }
+    def window(self, config: Any, index: int) -> int | None:
+        return window_of_layer_type(config, index)
+
+    def embedding(self, config: Any, context: BuildContext) -> ScaledEmbedding:
+        vocab, hidden = config.vocab_size, config.hidden_size
+        return ScaledEmbedding(vocab, hidden, context, scale=rounded(hidden**0.5, context))
+
+    def head(
+        self, config: Any, context: BuildContext, tied: VocabParallelEmbedding | None
+    ) -> LMHead:
+        if config.final_logit_softcapping is None:
+            return super().head(config, context, tied)
+        return SoftcappedHead(config, context, tied)
 
 
 class Gemma2(GemmaArch):
@@ -76,14 +90,26 @@ class Gemma2(GemmaArch):
     positive = (*GemmaArch.positive, "query_pre_attn_scalar", "attn_logit_softcapping")
     handled = GemmaArch.handled | {"query_pre_attn_scalar", "attn_logit_softcapping"}
 
-    def shape(self, config: Any) -> DecoderShape:
-        return base_shape(config, **self.common(config), softcap=config.attn_logit_softcapping)
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        scale, softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        return replace(super().spec(config, index), scale=scale, softcap=softcap)
 
-    def common(self, config: Any) -> dict[str, Any]:
-        return super().common(config) | {
-            "scale": config.query_pre_attn_scalar**-0.5,
-            "norms_around_one": True,
-        }
+    def norm(self, config: Any, context: BuildContext) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=True)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> GemmaBlock:
+        return GemmaBlock(
+            self.norm(config, context),
+            self.attention(config, spec, context),
+            self.norm(config, context),
+            self.norm(config, context),
+            feed_forward(config, config.intermediate_size, context),
+            self.norm(config, context),
+        )
+
+    def attention(self, config: Any, spec: LayerSpec, context: BuildContext) -> Attention:
+        bias = config.attention_bias
+        return Attention(config.hidden_size, spec, context, bias=bias, output_bias=bias)
 
 
 class Gemma3(Gemma2):
@@ -103,17 +129,84 @@ class Gemma3(Gemma2):
             )
         return reasons
 
-    def shape(self, config: Any) -> DecoderShape:
-        ropes = {
-            kind: rope_from_config(config.rope_parameters[kind], head_size(config))
-            for kind in set(config.layer_types)
-        }
-        shape = base_shape(
-            config, **self.common(config), rope=ropes[config.layer_types[-1]], qk_norm=True
+    def rope(self, config: Any, index: int) -> Rope:
+        parameters = config.rope_parameters[config.layer_types[index]]
+        return rope_from_config(parameters, head_size(config))
+
+    def attention(self, config: Any, spec: LayerSpec, context: BuildContext) -> Attention:
+        return Attention(
+            config.hidden_size,
+            spec,
+            context,
+            bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps,
+            zero_centered=True,
         )
-        return replace(
-            shape, layers=tuple(replace(shape, rope=ropes[kind]) for kind in config.layer_types)
+
+
+class GemmaBlock(nn.Module):
+    """Block that also norms what attention and feed-forward add to the residual stream."""
+
+    mixes = True
+
+    def __init__(
+        self,
+        input_norm: RMSNorm,
+        attention: Attention,
+        attention_output_norm: RMSNorm,
+        mlp_norm: RMSNorm,
+        mlp: GatedFeedForward,
+        mlp_output_norm: RMSNorm,
+    ) -> None:
+        super().__init__()
+        self.input_norm = input_norm
+        self.attention = attention
+        self.attention_output_norm = attention_output_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_output_norm = mlp_output_norm
+
+    def add_to(
+        self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None
+    ) -> None:
+        """See `Block.add_to`."""
+        self.attention.add_to(
+            residual, self.input_norm, rotation, wanted, self.attention_output_norm
         )
+        self.mlp.add_to(residual, self.mlp_norm, self.mlp_output_norm)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from weight_rules(
+            prefix,
+            {
+                "input_layernorm": self.input_norm,
+                "post_attention_layernorm": self.attention_output_norm,
+                "pre_feedforward_layernorm": self.mlp_norm,
+                "post_feedforward_layernorm": self.mlp_output_norm,
+            },
+        )
+        yield from self.attention.weights(f"{prefix}self_attn.")
+        yield from self.mlp.weights(f"{prefix}mlp.")
+
+
+class SoftcappedHead(LMHead):
+    """Output layer whose logits x become cap * tanh(x / cap)."""
+
+    def __init__(
+        self, config: Any, context: BuildContext, tied: VocabParallelEmbedding | None
+    ) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, context, tied=tied)
+        self.cap = config.final_logit_softcapping
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).div_(self.cap).tanh_().mul_(self.cap)
+
+
+def feed_forward(config: Any, inner: int, context: BuildContext) -> GatedFeedForward:
+    """Return a feed-forward with the inner size `inner`."""
+    activation = config.hidden_activation
+    return GatedFeedForward(config.hidden_size, inner, context, activation=activation)
 
 
 def ropes_reasons_against(parameters: Any) -> list[str]:

@@ -1,34 +1,175 @@
-"""The dense text models of Gemma 4: heads by kind of layer, later layers that share K and V of earlier ones, embeddings for each layer."""
+"""The dense text models of Gemma 4: heads by kind of layer, later layers that share K and V of
+earlier ones, embeddings for each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, WeightRule
 from dovetail.nn.activation import ACTIVATIONS
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import AddTo, Decoder
 from dovetail.nn.embedding import VocabParallelEmbedding
 from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.parameter import whole
+from dovetail.nn.parameter import weight_rules, whole
+from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
-from dovetail.nn.rotary import Rotation, rope_from_config
-from dovetail_models.arch import layer_type_reasons, shape_fields, windows_by_layer_type
-from dovetail_models.decoder import Block, Decoder, DecoderShape, rounded
-from dovetail_models.gemma import GemmaArch, ropes_reasons_against
+from dovetail.nn.rotary import Rope, Rotation, rope_from_config
+from dovetail_models.arch import head_size, layer_type_reasons, rounded
+from dovetail_models.gemma import GemmaArch, GemmaBlock, feed_forward, ropes_reasons_against
 
 _BY_LAYER = {"head_dim", "num_key_value_heads"}  # what a config may hold for single layers
 
 
-@dataclass(frozen=True, slots=True)
-class Gemma4Shape(DecoderShape):
-    input_size: int = 0  # of the embedding that a token has for each layer; 0: none
-    input_vocab_size: int = 0
+class LayerInputs(nn.Module):
+    """Embeddings of tokens for each layer, half from their ids and half from their first hidden
+    states."""
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        super().__init__()
+        own, hidden = _input_size(config), config.hidden_size
+        size = config.num_hidden_layers * own
+        self.shape = (config.num_hidden_layers, own)
+        self.scale = rounded(own**0.5, context)
+        self.projection_scale = hidden**-0.5
+        self.embedding = VocabParallelEmbedding(config.vocab_size_per_layer_input, size, context)
+        self.projection = ReplicatedLinear(hidden, size, context)
+        self.norm = RMSNorm(own, config.rms_norm_eps, context)
+
+    def forward(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """token_ids [tokens], x [tokens, hidden] -> [layers, tokens, input_size]."""
+        by_layer = (len(x), *self.shape)
+        own = self.embedding(token_ids).mul_(self.scale).view(by_layer)
+        projected = self.projection(x).mul_(self.projection_scale).view(by_layer)
+        return ((self.norm(projected) + own) * 2**-0.5).transpose(0, 1)
+
+    def weights(self) -> Iterator[WeightRule]:
+        yield from weight_rules(
+            "model.",
+            {
+                "embed_tokens_per_layer": self.embedding,
+                "per_layer_model_projection": self.projection,
+                "per_layer_projection_norm": self.norm,
+            },
+        )
+
+
+class Gemma4Attention(Attention):
+    """Attention that norms the heads of V, too, without a weight. `v_is_k`: V is made of K's
+    projection, before K's norm and rotation."""
+
+    def __init__(
+        self, config: Any, spec: LayerSpec, context: BuildContext, *, v_is_k: bool
+    ) -> None:
+        bias, eps = config.attention_bias, config.rms_norm_eps
+        super().__init__(
+            config.hidden_size, spec, context, bias=bias, output_bias=bias, qk_norm_eps=eps
+        )
+        self.eps = eps
+        self.v_is_k = v_is_k
+
+    def store(
+        self, x: torch.Tensor | Residual, norm: RMSNorm | None, rotation: Rotation
+    ) -> torch.Tensor:
+        spec = self.attn.spec
+        qkv = self.qkv_proj(x, norm).view(len(x), -1, spec.head_size)
+        if spec.shares is None:
+            v = qkv[:, -spec.kv_heads :]
+            v.copy_(F.rms_norm(v, v.shape[-1:], None, self.eps))
+        return rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        for rule in super().weights(prefix):
+            source = rule.source.replace("v_proj", "k_proj") if self.v_is_k else rule.source
+            yield replace(rule, source=source)
+        if self.attn.spec.shares is not None:  # some checkpoints have these, unused
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm"):
+                yield WeightRule(f"{prefix}{name}.*", None, optional=True)
+
+
+class InputGate(nn.Module):
+    """Adds a layer's embeddings of the tokens to the stream, gated by it."""
+
+    def __init__(self, config: Any, norm: RMSNorm, context: BuildContext) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_activation]
+        self.gate = ReplicatedLinear(config.hidden_size, _input_size(config), context)
+        self.projection = ReplicatedLinear(_input_size(config), config.hidden_size, context)
+        self.norm = norm
+
+    def add_to(self, residual: Residual, inputs: torch.Tensor) -> None:
+        """inputs [tokens, input_size]."""
+        gated = self.activation(self.gate(residual.summed())) * inputs
+        residual.add_parts(self.norm(self.projection(gated))[None])
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from weight_rules(
+            prefix,
+            {
+                "per_layer_input_gate": self.gate,
+                "per_layer_projection": self.projection,
+                "post_per_layer_input_norm": self.norm,
+            },
+        )
+
+
+class Gemma4Block(GemmaBlock):
+    """Block that also adds its embeddings of the tokens, and then scales the residual stream."""
+
+    def __init__(self, *parts: Any) -> None:
+        """`parts`: those of `GemmaBlock`, the scale [1], and the `InputGate` or None."""
+        *of_block, scalar, input_gate = parts
+        super().__init__(*of_block)
+        self.scalar = scalar
+        self.input_gate = input_gate
+
+    def add_to(
+        self,
+        residual: Residual,
+        rotation: Rotation,
+        wanted: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> None:
+        """`inputs` [tokens, input_size]: those of this layer."""
+        super().add_to(residual, rotation, wanted)
+        if inputs is not None:
+            own = inputs if wanted is None else inputs.index_select(0, wanted)
+            self.input_gate.add_to(residual, own)
+        residual.summed().mul_(self.scalar)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from super().weights(prefix)
+        yield WeightRule(f"{prefix}layer_scalar", self.scalar)
+        if self.input_gate is not None:
+            yield from self.input_gate.weights(prefix)
+
+
+class Gemma4Decoder(Decoder):
+    blocks: Sequence[Gemma4Block]
+    inputs: LayerInputs | None
+
+    def added(self, token_ids: torch.Tensor, x: torch.Tensor) -> Sequence[AddTo]:
+        if self.inputs is None:
+            return super().added(token_ids, x)
+        inputs = self.inputs(token_ids, x)
+        return [
+            partial(block.add_to, inputs=own)
+            for block, own in zip(self.blocks, inputs, strict=True)
+        ]
+
+    def weights(self) -> Iterator[WeightRule]:
+        yield from super().weights()
+        if self.inputs is not None:
+            yield from self.inputs.weights()
 
 
 class Gemma4(GemmaArch):
@@ -42,6 +183,7 @@ class Gemma4(GemmaArch):
         *("num_experts", "top_k_experts", "moe_intermediate_size"),
         *("per_layer_config", "_heterogeneity_spec"),  # made of global_head_dim; checked below
     }
+    decoder = Gemma4Decoder
     causal = (None, "vision")  # text is causal with the latter, too
 
     def layer_configs(self, config: Any) -> list[Any]:
@@ -81,48 +223,50 @@ class Gemma4(GemmaArch):
             )
         return reasons
 
-    def shape(self, config: Any) -> Gemma4Shape:
-        per_layer, kinds = list(config.per_layer_config), config.layer_types
-        ropes = [
-            rope_from_config(config.rope_parameters[kind], layer.head_dim)
-            for kind, layer in zip(kinds, per_layer, strict=True)
-        ]
-        special = {
-            "windows": windows_by_layer_type(config),
-            "rope": ropes[-1],
-            "scale": 1.0,
-            "qk_norm": True,
-            "v_norm": True,
-        }
-        shape = Gemma4Shape(
-            **shape_fields(per_layer[-1], **(self.common(config) | special)),
-            input_size=_input_size(config),
-            input_vocab_size=getattr(config, "vocab_size_per_layer_input", 0),
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        kinds, layer = config.layer_types, config.per_layer_config[index]
+        first_sharing = len(kinds) - config.num_kv_shared_layers
+        shares = None
+        if index >= first_sharing:
+            alike = (other for other in range(first_sharing) if kinds[other] == kinds[index])
+            shares = max(alike)
+        return LayerSpec(
+            index,
+            config.num_attention_heads,
+            layer.num_key_value_heads,
+            layer.head_dim,
+            scale=1.0,
+            window=self.window(config, index),
+            shares=shares,
         )
-        first_shared = len(kinds) - config.num_kv_shared_layers
-        layers = []
-        for index, (kind, layer, rope) in enumerate(zip(kinds, per_layer, ropes, strict=True)):
-            shares = (
-                None
-                if index < first_shared
-                else max(other for other in range(first_shared) if kinds[other] == kind)
-            )
-            layers.append(
-                replace(
-                    shape,
-                    rope=rope,
-                    head_size=layer.head_dim,
-                    kv_heads=layer.num_key_value_heads,
-                    v_is_k=config.attention_k_eq_v and kind == "full_attention",
-                    shares=shares,
-                    intermediate_size=config.intermediate_size
-                    * (2 if config.use_double_wide_mlp and shares is not None else 1),
-                )
-            )
-        return replace(shape, layers=tuple(layers))
+
+    def rope(self, config: Any, index: int) -> Rope:
+        parameters = config.rope_parameters[config.layer_types[index]]
+        return rope_from_config(parameters, head_size(config.per_layer_config[index]))
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> GemmaBlock:
+        is_wide = config.use_double_wide_mlp and spec.shares is not None
+        is_full = config.layer_types[spec.index] == "full_attention"
+        return Gemma4Block(
+            self.norm(config, context),
+            Gemma4Attention(config, spec, context, v_is_k=config.attention_k_eq_v and is_full),
+            self.norm(config, context),
+            self.norm(config, context),
+            feed_forward(config, config.intermediate_size * (2 if is_wide else 1), context),
+            self.norm(config, context),
+            whole((1,), context, scale=True),
+            self.input_gate(config, context),
+        )
+
+    def input_gate(self, config: Any, context: BuildContext) -> InputGate | None:
+        if not _input_size(config):
+            return None
+        return InputGate(config, self.norm(config, context), context)
 
     def build(self, config: Any, context: BuildContext) -> nn.Module:
-        return Gemma4Decoder(self.shape(config), context)
+        model: Any = super().build(config, context)
+        model.inputs = LayerInputs(config, context) if _input_size(config) else None
+        return model  # type: ignore[no-any-return]
 
 
 class Gemma4Unified(Gemma4):
@@ -133,93 +277,3 @@ class Gemma4Unified(Gemma4):
 
 def _input_size(config: Any) -> int:
     return getattr(config, "hidden_size_per_layer_input", 0) or 0
-
-
-class LayerInputs(nn.Module):
-    """Embeddings of tokens for each layer, half from their ids and half from their first hidden states."""
-
-    def __init__(self, shape: Gemma4Shape, context: BuildContext) -> None:
-        super().__init__()
-        size = shape.num_layers * shape.input_size
-        self.shape, self.scale = shape, rounded(shape.input_size**0.5, context)
-        self.embedding = VocabParallelEmbedding(shape.input_vocab_size, size, context)
-        self.projection = ReplicatedLinear(shape.hidden_size, size, context)
-        self.norm = RMSNorm(shape.input_size, shape.norm_eps, context)
-
-    def forward(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """token_ids [tokens], x [tokens, hidden] -> [layers, tokens, input_size]."""
-        by_layer = (len(x), self.shape.num_layers, self.shape.input_size)
-        own = self.embedding(token_ids).mul_(self.scale).view(by_layer)
-        projected = self.norm(self.projection(x).mul_(self.shape.hidden_size**-0.5).view(by_layer))
-        return ((projected + own) * 2**-0.5).transpose(0, 1)
-
-    def weights(self) -> Iterator[WeightRule]:
-        yield WeightRule("model.embed_tokens_per_layer.weight", self.embedding.weight)
-        yield WeightRule("model.per_layer_model_projection.weight", self.projection.weight)
-        yield WeightRule("model.per_layer_projection_norm.weight", self.norm.weight)
-
-
-class Gemma4Block(Block):
-    """A layer that also adds its embeddings of the tokens, and then scales the residual stream."""
-
-    def __init__(self, index: int, decoder: Gemma4Shape, context: BuildContext) -> None:
-        super().__init__(index, decoder, context)
-        self.activation = ACTIVATIONS[decoder.activation]
-        self.scalar = whole((1,), context, scale=True)
-        self.has_inputs = decoder.input_size > 0
-        if self.has_inputs:
-            self.gate = ReplicatedLinear(decoder.hidden_size, decoder.input_size, context)
-            self.projection = ReplicatedLinear(decoder.input_size, decoder.hidden_size, context)
-            self.projection_norm = decoder.norm(context)
-
-    def add_to(
-        self,
-        residual: Residual,
-        rotations: Sequence[Rotation],
-        wanted: torch.Tensor | None = None,
-        inputs: torch.Tensor | None = None,
-    ) -> None:
-        """`inputs` [tokens, input_size]: those of this layer."""
-        super().add_to(residual, rotations, wanted)
-        if inputs is not None:
-            own = inputs if wanted is None else inputs.index_select(0, wanted)
-            gated = self.activation(self.gate(residual.summed())) * own
-            residual.add_parts(self.projection_norm(self.projection(gated))[None])
-        residual.summed().mul_(self.scalar)
-
-    def weights(self, prefix: str) -> Iterator[WeightRule]:
-        yield from super().weights(prefix)
-        yield WeightRule(f"{prefix}layer_scalar", self.scalar)
-        if self.has_inputs:
-            yield WeightRule(f"{prefix}per_layer_input_gate.weight", self.gate.weight)
-            yield WeightRule(f"{prefix}per_layer_projection.weight", self.projection.weight)
-            yield WeightRule(
-                f"{prefix}post_per_layer_input_norm.weight", self.projection_norm.weight
-            )
-
-
-class Gemma4Decoder(Decoder):
-    shape: Gemma4Shape
-    blocks: Sequence[Gemma4Block]  # type: ignore[assignment]
-
-    def __init__(self, shape: Gemma4Shape, context: BuildContext) -> None:
-        super().__init__(shape, context)
-        self.inputs = LayerInputs(shape, context) if shape.input_size else None
-
-    def block(self, index: int, context: BuildContext) -> Block:
-        return Gemma4Block(index, self.shape, context)
-
-    def adders(
-        self, token_ids: torch.Tensor, x: torch.Tensor
-    ) -> Sequence[Callable[[Residual, Sequence[Rotation], torch.Tensor | None], None]]:
-        if self.inputs is None:
-            return super().adders(token_ids, x)
-        return [
-            partial(block.add_to, inputs=own)
-            for block, own in zip(self.blocks, self.inputs(token_ids, x), strict=True)
-        ]
-
-    def rules(self) -> Iterator[WeightRule]:
-        yield from super().rules()
-        if self.inputs is not None:
-            yield from self.inputs.weights()
