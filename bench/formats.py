@@ -40,10 +40,8 @@ from dovetail.nn.parallel import SINGLE
 from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.placed_weights import place_weights
 from dovetail.nn.residual import Residual
-from dovetail.nn.rotary import Rope
 from dovetail.nn.weights import dummy_weights
 from dovetail_executors.runtime.recording import record
-from dovetail_models.decoder import Decoder, DecoderShape
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter rounds bfloat16 wrongly
 FORMATS: dict[str, WeightFormat] = {
@@ -311,17 +309,12 @@ class One(Quantization):
 
 
 def decoder(shape: Shape, form: WeightFormat) -> Any:
-    from bench.products import VOCAB, NoAttention
+    from bench.products import NoAttention
+    from bench.products import decoder as of_shape
 
-    count = max(2, min(shape.layers, (1 << 30) * shape.layers // (2 * shape.block_weights)))
-    sizes = (VOCAB, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_size)
-    rope = Rope(int(shape.rope_theta), shape.head_size)
-    own = DecoderShape(
-        *sizes, windows=(None,) * count, rope=rope, max_len=shape.max_len, norm_eps=1e-6, tied=True
-    )
-    model = Decoder(
-        own, BuildContext(SINGLE, torch.bfloat16, DEVICE, NoAttention, weights_later=form != DENSE)
-    )
+    later = form != DENSE
+    context = BuildContext(SINGLE, torch.bfloat16, DEVICE, NoAttention, weights_later=later)
+    model = of_shape(shape, context)
     if form != DENSE:
         place_weights(model, One(form), DEVICE)
     dummy_weights(model, seed=0)

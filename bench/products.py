@@ -27,14 +27,18 @@ from bench.limits import require_gpu, seconds
 from bench.shapes import SHAPES, Shape
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import BuildContext
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import Block, Decoder
+from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
+from dovetail.nn.feed_forward import GatedFeedForward
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import few_rows
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.rotary import Rope
 from dovetail.nn.weights import dummy_weights
 from dovetail_executors.runtime.recording import record
-from dovetail_models.decoder import Decoder, DecoderShape
 
 WEIGHTS_BYTES = 1 << 30  # of all layers, about: nothing is found in the L2
 REPLAYS = 15
@@ -87,30 +91,37 @@ class Choice:
     tilings: dict[str, few_rows.Tiling] | None = None  # else what `few_rows.tiling_for` says
 
 
+def decoder(shape: Shape, context: BuildContext) -> Decoder:
+    """Return enough layers of a dense model that their weights don't fit in the GPU's cache."""
+    count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
+    hidden, size, eps = shape.hidden, shape.head_size, 1e-6
+
+    def block(index: int) -> Block[Attention]:
+        spec = LayerSpec(index, shape.heads, shape.kv_heads, size, size**-0.5)
+        return Block(
+            RMSNorm(hidden, eps, context),
+            Attention(hidden, spec, context),
+            RMSNorm(hidden, eps, context),
+            GatedFeedForward(hidden, shape.intermediate, context),
+        )
+
+    embedding = VocabParallelEmbedding(VOCAB, hidden, context)
+    return Decoder(
+        embedding,
+        [block(index) for index in range(count)],
+        RMSNorm(hidden, eps, context),
+        LMHead(VOCAB, hidden, context, tied=embedding),
+        [Rope(int(shape.rope_theta), size)] * count,
+        shape.max_len,
+    )
+
+
 class Layers:
     """Enough layers of a model that their weights don't fit in the GPU's cache."""
 
     def __init__(self, shape: Shape) -> None:
-        count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
-        sizes = (
-            VOCAB,
-            shape.hidden,
-            shape.intermediate,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_size,
-        )
-        own = DecoderShape(
-            *sizes,
-            windows=(None,) * count,
-            rope=Rope(int(shape.rope_theta), shape.head_size),
-            max_len=shape.max_len,
-            norm_eps=1e-6,
-            tied=True,
-        )
-        self.model = Decoder(
-            own, BuildContext(SINGLE, torch.bfloat16, torch.device("cuda"), NoAttention)
-        )
+        device = torch.device("cuda")
+        self.model = decoder(shape, BuildContext(SINGLE, torch.bfloat16, device, NoAttention))
         dummy_weights(self.model, seed=0)
         self.names = {
             weight.data_ptr(): name.split(".")[-2] for name, weight in self.model.named_parameters()

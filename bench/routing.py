@@ -54,5 +54,5 @@ def uniform_routing(shape: Shape) -> Iterator[Routing]:
     if not shape.experts:
         yield routing
         return
-    with patch("dovetail_models.decoder.choose", routing.choose):
+    with patch("dovetail.nn.moe.choose", routing.choose):
         yield routing

@@ -48,12 +48,7 @@ class GatedFeedForward(nn.Module):
     def weights(
         self, prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
     ) -> Iterator[WeightRule]:
-        """Yield the rules for tensors whose names begin with `prefix`."""
-        yield from weight_rules(
-            prefix,
-            {
-                gate: (self.gate_up_proj, "gate"),
-                up: (self.gate_up_proj, "up"),
-                down: self.down_proj,
-            },
-        )
+        """Yield the rules for tensors whose names begin with `prefix`. `gate` and `up` may be one
+        module, if it is `stacked`."""
+        yield from weight_rules(prefix, {gate: (self.gate_up_proj, "gate")})
+        yield from weight_rules(prefix, {up: (self.gate_up_proj, "up"), down: self.down_proj})

@@ -203,7 +203,7 @@ class Experts(nn.Module):
         shared: bool = False,
     ) -> None:
         """`stacked`: the checkpoint has one tensor for all experts; `bias` requires it. `per_token`:
-        experts of a token, to estimate the work of a step. `shared`: there is one more expert, which
+        experts of a token; None: all. `shared`: there is one more expert, which
         the checkpoint has by itself; not with `bias`. Raises `UnsupportedError` for an unknown
         activation, for `bias` without `stacked`, and if `inner` can't be split over the ranks."""
         super().__init__()
@@ -217,7 +217,8 @@ class Experts(nn.Module):
             )
         self.group = context.parallel
         self.activation = activation
-        self.share_per_token = (per_token or count) / count
+        self.per_token = per_token or count
+        self.share_per_token = self.per_token / count
         self.shared = count if shared else None  # its id
         size = share(inner, self.group, "the inner size of experts")
         layers = ("up",) if activation == RELU2 else ("gate", "up")
@@ -377,26 +378,28 @@ class SparseFeedForward(nn.Module):
         self,
         router: Router,
         experts: Experts,
-        per_token: int,
         *,
         normalize: bool,
         shared: SharedFeedForward | None = None,
     ) -> None:
-        """`per_token`, `normalize`: see `choose`."""
+        """`normalize`: see `choose`."""
         super().__init__()
         self.router = router
         self.experts = experts
-        self.per_token = per_token
         self.normalize = normalize
         self.shared = shared
 
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
         """See `GatedFeedForward.add_to`."""
         x = residual.normed(norm)
-        ids, weights = self.router.choose(x, self.per_token, normalize=self.normalize)
+        ids, weights = self.router.choose(x, self.experts.per_token, normalize=self.normalize)
         if self.shared is not None:
-            self.shared.down_proj.add_to(residual, self.shared.inner(x))
+            self.shared.down_proj.add_to(residual, self.inner_of_shared(self.shared, x))
         self.experts.add_to(residual, x, ids, weights)
+
+    def inner_of_shared(self, shared: SharedFeedForward, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer of the shared feed-forward multiplies, for x [tokens, hidden]."""
+        return shared.inner(x)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Yield the rules for tensors whose names begin with `prefix`."""

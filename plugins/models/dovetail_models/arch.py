@@ -19,8 +19,6 @@ from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.model_files import model_length
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.rotary import Rope, rope_from_config, rope_reasons_against
-from dovetail_models import decoder as shaped
-from dovetail_models.decoder import DecoderShape
 
 _SIZES = (
     "vocab_size",
@@ -253,23 +251,6 @@ class DecoderArch(ConfigArch):
         return rope_reasons_against(config.rope_parameters or {})
 
 
-class ShapedArch(DecoderArch):
-    """Transitional: architecture that is a `Decoder` with the shape in its config."""
-
-    @abstractmethod
-    def shape(self, config: Any) -> DecoderShape: ...
-
-    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> AnyBlock:
-        raise NotImplementedError
-
-    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        shape = self.shape(config)
-        return [shape.layer_spec(index, parallel) for index in range(shape.num_layers)]
-
-    def build(self, config: Any, context: BuildContext) -> nn.Module:
-        return shaped.Decoder(self.shape(config), context)
-
-
 def rounded(number: float, context: BuildContext) -> float:
     """Return `number` as the model's dtype holds it: transformers keeps scales of embeddings as
     tensors of that dtype."""
@@ -283,28 +264,27 @@ def head_size(config: Any) -> int:
     )
 
 
-def base_shape(config: Any, **special: Any) -> DecoderShape:
-    """Return the shape given by a config's common fields, with `special` fields of `DecoderShape` for the model's own."""
-    return DecoderShape(**shape_fields(config, **special))
+def after_the_last(config: Any, *counts: str) -> list[str]:
+    """Return the tensors of layers that checkpoints have after the last, to predict further tokens,
+    as `Decoder` names skipped ones. `counts`: the fields with their number; the first that is set
+    counts."""
+    first = config.num_hidden_layers
+    count = next((int(value) for name in counts if (value := getattr(config, name, None))), 0)
+    return [f"{Decoder.layers_name}.{index}.*" for index in range(first, first + count)]
 
 
-def shape_fields(config: Any, **special: Any) -> dict[str, Any]:
-    """Return the fields of `base_shape`."""
+def partial_rope_reasons(config: Any, parameters: Mapping[str, Any]) -> list[str]:
+    """Return the reasons against the `parameters` of a rotary embedding that turns a part of each
+    head."""
+    if reasons := rope_reasons_against(parameters, partial=True):
+        return reasons
     size = head_size(config)
-    common = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": getattr(config, "intermediate_size", 0),
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_size": size,
-        "windows": (None,) * config.num_hidden_layers,
-        "rope": special.get("rope") or rope_from_config(config.rope_parameters, size),
-        "max_len": model_length(config),
-        "norm_eps": getattr(config, "rms_norm_eps", None),
-        "tied": config.tie_word_embeddings,
-    }
-    return common | special
+    rotated = rope_from_config(parameters, size, partial=True).head_size
+    if not rotated % 2:
+        return []
+    return [
+        f"partial_rotary_factor rotates {rotated} of {size} numbers of a head, which must be even"
+    ]
 
 
 def window_of_layer_type(config: Any, index: int) -> int | None:
@@ -313,16 +293,8 @@ def window_of_layer_type(config: Any, index: int) -> int | None:
     return config.sliding_window if slides else None
 
 
-def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
-    """Return each layer's window, for configs with `layer_types`."""
-    return tuple(
-        config.sliding_window if kind == "sliding_attention" else None
-        for kind in config.layer_types
-    )
-
-
 def layer_type_reasons(config: Any) -> list[str]:
-    """Return the reasons why `windows_by_layer_type` can't read this config."""
+    """Return the reasons why `window_of_layer_type` can't read this config."""
     kinds = config.layer_types or []
     reasons = [
         f"layer_types: {kind!r} is not implemented (implemented: full_attention, sliding_attention)"

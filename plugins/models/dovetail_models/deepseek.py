@@ -1,20 +1,25 @@
-"""DeepSeek-V2 and V3, and models of the same architecture (GLM-4.7-Flash): latent attention, and grouped routed experts plus shared ones."""
+"""DeepSeek-V2 and V3, and models of the same architecture (GLM-4.7-Flash): latent attention, and
+grouped routed experts plus shared ones."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from dovetail.nn.rotary import rope_from_config
-from dovetail_models.arch import ShapedArch, base_shape, experts_reasons
-from dovetail_models.decoder import DecoderShape, ExpertsShape
-from dovetail_models.grouped import Grouping, group_reasons
-from dovetail_models.latent import LatentShape
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext
+from dovetail.nn.decoder import Block, FeedForward
+from dovetail.nn.feed_forward import GatedFeedForward
+from dovetail.nn.moe import Experts, SparseFeedForward
+from dovetail.nn.rotary import Rope, rope_from_config
+from dovetail_models.arch import DecoderArch, after_the_last, experts_reasons
+from dovetail_models.grouped import GroupedRouter, Grouping, group_reasons
+from dovetail_models.latent import LatentAttention, LatentShape
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-class DeepseekV3(ShapedArch):
+class DeepseekV3(DecoderArch):
     """Serves `DeepseekV3ForCausalLM`."""
 
     model_type = "deepseek_v3"
@@ -105,8 +110,11 @@ class DeepseekV3(ShapedArch):
     def _interleaves(self, config: Any) -> bool:
         return bool(config.rope_interleave)
 
-    def shape(self, config: Any) -> DecoderShape:
-        latent = LatentShape(
+    def rope(self, config: Any, index: int) -> Rope:
+        return rope_from_config(config.rope_parameters, config.qk_rope_head_dim)
+
+    def latent(self, config: Any) -> LatentShape:
+        return LatentShape(
             q_rank=config.q_lora_rank,
             kv_rank=config.kv_lora_rank,
             plain=config.qk_nope_head_dim,
@@ -115,31 +123,52 @@ class DeepseekV3(ShapedArch):
             scale=_scale(config),
             interleaved=self._interleaves(config),
         )
-        inner, sparse = config.moe_intermediate_size, self._sparse(config)
-        experts = None
-        if sparse:
-            experts = ExpertsShape(
-                sparse,
-                config.n_routed_experts,
-                config.num_experts_per_tok,
-                inner,
-                self._normalizes(config),
-                shared_inner=inner * (config.n_shared_experts or 0),
-                grouping=self._grouping(config),
-            )
-        return base_shape(
-            config,
-            rope=rope_from_config(config.rope_parameters, config.qk_rope_head_dim),
-            latent=latent,
-            output_bias=config.attention_bias,
-            mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            experts=experts,
-            unused_layers=int(
-                getattr(config, "num_nextn_predict_layers", None)
-                or getattr(config, "num_mtp_layers", None)
-                or 0
-            ),
+
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        return self.latent(config).layer_spec(index, config.num_attention_heads)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> Block[LatentAttention]:
+        return self._block(config, spec, context, sparse=spec.index in self._sparse(config))
+
+    def mtp_block(
+        self, config: Any, spec: LayerSpec, context: BuildContext
+    ) -> Block[LatentAttention]:
+        """Return the layer that predicts further tokens."""
+        return self._block(config, spec, context, sparse=bool(self._sparse(config)))
+
+    def _block(
+        self, config: Any, spec: LayerSpec, context: BuildContext, *, sparse: bool
+    ) -> Block[LatentAttention]:
+        bias = config.attention_bias
+        return Block(
+            self.norm(config, context),
+            LatentAttention(config.hidden_size, spec, self.latent(config), context, bias=bias),
+            self.norm(config, context),
+            self.experts(config, context) if sparse else self.dense(config, None, context),
         )
+
+    def dense(self, config: Any, inner: int | None, context: BuildContext) -> GatedFeedForward:
+        """Return a feed-forward with the inner size `inner`; None: that of dense layers."""
+        bias = bool(getattr(config, "mlp_bias", False))
+        inner = inner or config.intermediate_size
+        return GatedFeedForward(config.hidden_size, inner, context, bias=bias)
+
+    def experts(self, config: Any, context: BuildContext) -> FeedForward:
+        hidden, count, inner = (
+            config.hidden_size,
+            config.n_routed_experts,
+            config.moe_intermediate_size,
+        )
+        shared_inner = inner * (config.n_shared_experts or 0)
+        return SparseFeedForward(
+            GroupedRouter(hidden, count, self._grouping(config), context),
+            Experts(hidden, inner, count, context, per_token=config.num_experts_per_tok),
+            normalize=self._normalizes(config),
+            shared=self.dense(config, shared_inner, context) if shared_inner else None,
+        )
+
+    def skipped(self, config: Any) -> list[str]:
+        return after_the_last(config, "num_nextn_predict_layers", "num_mtp_layers")
 
 
 class DeepseekV2(DeepseekV3):

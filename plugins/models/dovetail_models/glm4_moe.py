@@ -1,16 +1,28 @@
-"""GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates a part of each head, and the routing of DeepSeek-V3."""
+"""GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates a part of each head, and the routing of
+DeepSeek-V3."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dovetail.nn.rotary import rope_from_config, rope_reasons_against
-from dovetail_models.arch import ShapedArch, base_shape, experts_reasons, head_size
-from dovetail_models.decoder import DecoderShape, ExpertsShape
-from dovetail_models.grouped import Grouping, group_reasons
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import Block, FeedForward
+from dovetail.nn.feed_forward import GatedFeedForward
+from dovetail.nn.moe import Experts, SparseFeedForward
+from dovetail.nn.rotary import Rope, rope_from_config
+from dovetail_models.arch import (
+    DecoderArch,
+    after_the_last,
+    experts_reasons,
+    head_size,
+    partial_rope_reasons,
+)
+from dovetail_models.grouped import GroupedRouter, Grouping, group_reasons
 
 
-class Glm4Moe(ShapedArch):
+class Glm4Moe(DecoderArch):
     """Serves `Glm4MoeForCausalLM`."""
 
     model_type = "glm4_moe"
@@ -40,17 +52,7 @@ class Glm4Moe(ShapedArch):
     )
 
     def rope_reasons(self, config: Any) -> list[str]:
-        parameters, size = config.rope_parameters or {}, head_size(config)
-        if reasons := rope_reasons_against(parameters, partial=True):
-            return reasons
-        rotated = rope_from_config(parameters, size, partial=True).head_size
-        return (
-            [
-                f"partial_rotary_factor rotates {rotated} of {size} numbers of a head, which must be even"
-            ]
-            if rotated % 2
-            else []
-        )
+        return partial_rope_reasons(config, config.rope_parameters or {})
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
@@ -61,30 +63,59 @@ class Glm4Moe(ShapedArch):
     def _sparse(self, config: Any) -> frozenset[int]:
         return frozenset(range(config.first_k_dense_replace or 0, config.num_hidden_layers))
 
-    def shape(self, config: Any) -> DecoderShape:
-        inner, sparse, experts = config.moe_intermediate_size, self._sparse(config), None
+    def rope(self, config: Any, index: int) -> Rope:
+        return rope_from_config(config.rope_parameters, head_size(config), partial=True)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> Block[Attention]:
+        return self._block(config, spec, context, sparse=spec.index in self._sparse(config))
+
+    def mtp_block(self, config: Any, spec: LayerSpec, context: BuildContext) -> Block[Attention]:
+        """Return the layer that predicts further tokens."""
+        return self._block(config, spec, context, sparse=bool(self._sparse(config)))
+
+    def _block(
+        self, config: Any, spec: LayerSpec, context: BuildContext, *, sparse: bool
+    ) -> Block[Attention]:
+        hidden = config.hidden_size
+        feed_forward: FeedForward
         if sparse:
-            experts = ExpertsShape(
-                sparse,
-                config.n_routed_experts,
-                config.num_experts_per_tok,
-                inner,
-                bool(config.norm_topk_prob),
-                shared_inner=inner * (config.n_shared_experts or 0),
-                grouping=Grouping(
-                    "sigmoid",
-                    config.n_group or 1,
-                    config.topk_group or 1,
-                    2,
-                    config.routed_scaling_factor,
-                    corrected=True,
-                ),
-            )
-        return base_shape(
-            config,
-            rope=rope_from_config(config.rope_parameters, head_size(config), partial=True),
-            qk_norm=bool(config.use_qk_norm),
-            qkv_bias=config.attention_bias,
-            experts=experts,
-            unused_layers=config.num_nextn_predict_layers or 0,
+            feed_forward = self.experts(config, context)
+        else:
+            feed_forward = GatedFeedForward(hidden, config.intermediate_size, context)
+        return Block(
+            self.norm(config, context),
+            Attention(
+                hidden,
+                spec,
+                context,
+                bias=config.attention_bias,
+                qk_norm_eps=config.rms_norm_eps if config.use_qk_norm else None,
+            ),
+            self.norm(config, context),
+            feed_forward,
         )
+
+    def experts(self, config: Any, context: BuildContext) -> SparseFeedForward:
+        hidden, count, inner = (
+            config.hidden_size,
+            config.n_routed_experts,
+            config.moe_intermediate_size,
+        )
+        shared_inner = inner * (config.n_shared_experts or 0)
+        grouping = Grouping(
+            "sigmoid",
+            config.n_group or 1,
+            config.topk_group or 1,
+            2,
+            config.routed_scaling_factor,
+            corrected=True,
+        )
+        return SparseFeedForward(
+            GroupedRouter(hidden, count, grouping, context),
+            Experts(hidden, inner, count, context, per_token=config.num_experts_per_tok),
+            normalize=bool(config.norm_topk_prob),
+            shared=GatedFeedForward(hidden, shared_inner, context) if shared_inner else None,
+        )
+
+    def skipped(self, config: Any) -> list[str]:
+        return after_the_last(config, "num_nextn_predict_layers")

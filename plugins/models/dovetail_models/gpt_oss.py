@@ -1,22 +1,28 @@
-"""gpt-oss: all feed-forwards are mixtures of experts, with biases; heads have sinks; every second layer has a window."""
+"""gpt-oss: all feed-forwards are mixtures of experts, with biases; heads have sinks; every second
+layer has a window."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, WeightRule
 from dovetail.nn.activation import ClampedSwiGLU
-from dovetail.nn.moe import Stacked
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import Block
+from dovetail.nn.moe import Experts, Router, SparseFeedForward, Stacked
+from dovetail.nn.parameter import Part, Weight
 from dovetail_models.arch import (
-    ShapedArch,
-    base_shape,
+    DecoderArch,
     experts_reasons,
     layer_type_reasons,
-    windows_by_layer_type,
+    window_of_layer_type,
 )
-from dovetail_models.decoder import DecoderShape, ExpertsShape
 
 
-class GptOss(ShapedArch):
+class GptOss(DecoderArch):
     """Serves `GptOssForCausalLM`."""
 
     model_type = "gpt_oss"
@@ -47,27 +53,59 @@ class GptOss(ShapedArch):
             )
         return reasons
 
-    def shape(self, config: Any) -> DecoderShape:
-        bias, count = config.attention_bias, config.num_local_experts
-        experts = ExpertsShape(
-            frozenset(range(config.num_hidden_layers)),
-            count,
-            config.num_experts_per_tok,
+    def window(self, config: Any, index: int) -> int | None:
+        return window_of_layer_type(config, index)
+
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        return replace(super().spec(config, index), sinks=True)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> Block[Attention]:
+        return Block(
+            self.norm(config, context),
+            GptOssAttention(config, spec, context),
+            self.norm(config, context),
+            GptOssFeedForward(config, context),
+        )
+
+
+class GptOssAttention(Attention):
+    """Attention with sinks: see `LayerSpec.sinks`."""
+
+    def __init__(self, config: Any, spec: LayerSpec, context: BuildContext) -> None:
+        bias = config.attention_bias
+        super().__init__(config.hidden_size, spec, context, bias=bias, output_bias=bias)
+        heads = self.attn.spec.heads
+        own = Part((spec.heads,), 0, context.parallel.rank * heads, heads)
+        self.sinks = Weight((heads,), {None: own}, context)
+        self.attn.bind_sinks(self.sinks)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from super().weights(prefix)
+        yield WeightRule(f"{prefix}sinks", self.sinks)
+
+
+class GptOssFeedForward(SparseFeedForward):
+    router_name = "router"
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        hidden, count = config.hidden_size, config.num_local_experts
+        experts = Experts(
+            hidden,
             config.intermediate_size,
-            normalize=True,
+            count,
+            context,
+            activation(config),
             bias=True,
-            activation=_activation(config),
             stacked=Stacked(interleaved=True, transposed=True),
-            router="router",
+            per_token=config.num_experts_per_tok,
         )
-        windows = windows_by_layer_type(config)
-        return base_shape(
-            config, windows=windows, qkv_bias=bias, output_bias=bias, sinks=True, experts=experts
-        )
+        router = Router(hidden, count, context, bias=True)
+        super().__init__(router, experts, normalize=True)
 
 
-def _activation(config: Any) -> ClampedSwiGLU:
-    """Return the activation; transformers before 5.23 has these two numbers in its code instead of its config."""
+def activation(config: Any) -> ClampedSwiGLU:
+    """Return the activation of experts; transformers before 5.23 has these two numbers in its code
+    instead of its config."""
     return ClampedSwiGLU(
         getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
     )

@@ -1,31 +1,33 @@
-"""Granite 4: most layers are Mamba2, the others attention; each has an MLP that all tokens go through, perhaps beside experts."""
+"""Granite 4: most layers are Mamba2, the others attention; each has an MLP that all tokens go
+through, perhaps beside experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from dovetail.nn.moe import Stacked
-from dovetail.nn.rotary import Rope, rope_from_config, rope_reasons_against
+import torch
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, WeightRule
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import Block, Mixer
+from dovetail.nn.embedding import LMHead, ScaledEmbedding, VocabParallelEmbedding
+from dovetail.nn.feed_forward import GatedFeedForward
+from dovetail.nn.moe import Experts, Router, SparseFeedForward, Stacked
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import weight_rules
+from dovetail.nn.rotary import Rope, rope_reasons_against
 from dovetail.nn.state import Mamba2Shape
-from dovetail_models.arch import experts_reasons, head_size, shape_fields
-from dovetail_models.decoder import ExpertsShape
-from dovetail_models.hybrid import HybridArch, HybridShape, Kind, Mamba
+from dovetail_models.arch import experts_reasons
+from dovetail_models.hybrid import HybridArch, Kind, Mamba, MambaMixer
 
 _MULTIPLIERS = (
     "embedding_multiplier",
     "residual_multiplier",
     "attention_multiplier",
     "logits_scaling",
-)
-_NAMES = (
-    (".mlp.gate.", ".block_sparse_moe.router.layer."),
-    (".mlp.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
-    (".mlp.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
-    (".mlp.shared_experts.", ".mlp."),
-    (".mlp.gate_proj", ".shared_mlp.input_linear"),
-    (".mlp.up_proj", ".shared_mlp.input_linear"),
-    (".mlp.down_proj", ".shared_mlp.output_linear"),
 )
 
 
@@ -108,41 +110,100 @@ class GraniteMoeHybrid(HybridArch):
             bias=config.mamba_proj_bias,
         )
 
-    def shape(self, config: Any) -> HybridShape:
-        size, bias, r = head_size(config), config.attention_bias, config.residual_multiplier
-        rope = (
-            rope_from_config(config.rope_parameters, size)
-            if config.position_embedding_type == "rope"
-            else Rope(1.0, 0)
+    def rope(self, config: Any, index: int) -> Rope:
+        has_rope = config.position_embedding_type == "rope"
+        return super().rope(config, index) if has_rope else Rope(1.0, 0)
+
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        return replace(super().spec(config, index), scale=config.attention_multiplier)
+
+    def norm(self, config: Any, context: BuildContext) -> RMSNorm:
+        eps = config.rms_norm_eps / config.residual_multiplier**2
+        return RMSNorm(config.hidden_size, eps, context)
+
+    def embedding(self, config: Any, context: BuildContext) -> VocabParallelEmbedding:
+        # Unlike Gemma's, transformers' code multiplies by a number that isn't rounded.
+        scale = config.embedding_multiplier / config.residual_multiplier
+        if scale == 1:
+            return super().embedding(config, context)
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, context, scale=scale)
+
+    def head(
+        self, config: Any, context: BuildContext, tied: VocabParallelEmbedding | None
+    ) -> LMHead:
+        if config.logits_scaling == 1:
+            return super().head(config, context, tied)
+        return DividedHead(config, context, tied)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> GraniteBlock:
+        hidden, inner, bias = (
+            config.hidden_size,
+            config.shared_intermediate_size,
+            config.attention_bias,
         )
-        return HybridShape(
-            **shape_fields(
-                config,
-                rope=rope,
-                norm_eps=config.rms_norm_eps / r**2,
-                embedding_scale=config.embedding_multiplier / r,
-                scale=config.attention_multiplier,
-                logit_divisor=config.logits_scaling,
-                qkv_bias=bias,
-                output_bias=bias,
-                intermediate_size=config.shared_intermediate_size,
-                mlp_stacked=True,
-                experts=self._experts(config),
-            ),
-            kinds=self.kinds_of(config),
-            mamba=self.recurrent(config),
-            renamed=_NAMES,
+        mixer: Mixer
+        if self.kinds_of(config)[spec.index] == "attention":
+            mixer = Attention(hidden, spec, context, bias=bias, output_bias=bias)
+        else:
+            mixer = MambaMixer(hidden, spec.index, self.recurrent(config), context)
+        mlp = GatedFeedForward(hidden, inner, context, stacked=True)
+        return GraniteBlock(
+            self.norm(config, context),
+            mixer,
+            self.norm(config, context),
+            experts(config, mlp, context) if config.num_local_experts else mlp,
         )
 
-    def _experts(self, config: Any) -> ExpertsShape | None:
-        if not config.num_local_experts:
-            return None
-        return ExpertsShape(
-            frozenset(range(config.num_hidden_layers)),
-            config.num_local_experts,
-            config.num_experts_per_tok,
-            config.intermediate_size,
-            normalize=True,
-            stacked=Stacked(),
-            shared_inner=config.shared_intermediate_size,
+    def skipped(self, config: Any) -> list[str]:
+        return ["mtp.*"]
+
+
+class GraniteBlock(Block[Mixer]):
+    """Block with Granite's names."""
+
+    mlp: GatedFeedForward | SparseFeedForward
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from weight_rules(
+            prefix,
+            {"input_layernorm": self.input_norm, "post_attention_layernorm": self.mlp_norm},
         )
+        yield from self.attention.weights(f"{prefix}{self.attention.name}.")
+        shared: Any = self.mlp
+        if isinstance(self.mlp, SparseFeedForward):
+            own = f"{prefix}block_sparse_moe."
+            yield from weight_rules(own, {"router.layer": self.mlp.router})
+            yield from self.mlp.experts.weights(
+                own, both="input_linear.weight", down="output_linear.weight"
+            )
+            shared = self.mlp.shared
+        names = ("input_linear", "input_linear", "output_linear")
+        yield from shared.weights(f"{prefix}shared_mlp.", *names)
+
+
+class DividedHead(LMHead):
+    """Output layer whose logits are divided by a number."""
+
+    def __init__(
+        self, config: Any, context: BuildContext, tied: VocabParallelEmbedding | None
+    ) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, context, tied=tied)
+        self.divisor = config.logits_scaling
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).div_(self.divisor)
+
+
+def experts(config: Any, shared: GatedFeedForward, context: BuildContext) -> SparseFeedForward:
+    """Return a mixture beside `shared`."""
+    hidden, count = config.hidden_size, config.num_local_experts
+    router = Router(hidden, count, context)
+    own = Experts(
+        hidden,
+        config.intermediate_size,
+        count,
+        context,
+        stacked=Stacked(),
+        per_token=config.num_experts_per_tok,
+    )
+    return SparseFeedForward(router, own, normalize=True, shared=shared)

@@ -1,13 +1,14 @@
-"""Decoder whose layers are of several kinds: attention, Gated DeltaNet and Mamba2, which mix tokens, and feed-forwards, which don't.
+"""Parts of models whose layers are of several kinds: attention, Gated DeltaNet and Mamba2, which mix
+tokens, and feed-forwards, which don't.
 
-Layers that mix tokens have a feed-forward of their own, except in models where each layer is only one of these kinds. The recurrences are those of
-`dovetail.nn.state`; here are the products before and after them. Ranks split heads.
+The recurrences are those of `dovetail.nn.state`; here are the products before and after them. Ranks
+split heads.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -18,23 +19,18 @@ from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.api.state import StateSpec
 from dovetail.errors import UnsupportedError
+from dovetail.nn.attention import spec_of_rank
+from dovetail.nn.layer import Layer
 from dovetail.nn.linear import Columns, MergedColumnParallelLinear, RowParallelLinear, interleaved
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.parameter import share
+from dovetail.nn.parameter import share, weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation
 from dovetail.nn.state import DeltaShape, GatedDeltaNet, Mamba2Mixer, Mamba2Shape
-from dovetail_models.arch import ShapedArch
-from dovetail_models.decoder import (
-    Attention,
-    Decoder,
-    DecoderShape,
-    FeedForward,
-    SparseFeedForward,
-    part_rules,
-)
+from dovetail_models.arch import DecoderArch
 
 Kind = Literal["attention", "delta", "mamba", "mlp", "experts"]
+RECURRENT = ("delta", "mamba")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,47 +70,16 @@ class Mamba:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class HybridShape(DecoderShape):
-    kinds: tuple[Kind, ...] = ()  # by layer
-    delta: Delta | None = None
-    mamba: Mamba | None = None
-    single: bool = False  # layers that mix tokens have no feed-forward
-    renamed: tuple[
-        tuple[str, str], ...
-    ] = ()  # parts of names -> what the checkpoint has instead, in this order
-
-    def layer_specs(self, group: ParallelGroup) -> list[LayerSpec]:
-        """Return the attention layers, with this rank's heads."""
-        return [
-            self.layer_spec(index, group)
-            for index, kind in enumerate(self.kinds)
-            if kind == "attention"
-        ]
-
-    def state_specs(self, group: ParallelGroup) -> list[StateSpec]:
-        """Return the recurrent layers' states, with this rank's heads."""
-        recurrent = {"delta": self.delta, "mamba": self.mamba}
-        return [
-            part.on_rank(group).spec(index)
-            for index, kind in enumerate(self.kinds)
-            if (part := recurrent.get(kind)) is not None
-        ]
-
-
 class DeltaMixer(nn.Module):
     """Gated DeltaNet with its projections."""
 
-    def __init__(
-        self, index: int, decoder: DecoderShape, delta: Delta, context: BuildContext
-    ) -> None:
+    name = "linear_attn"
+
+    def __init__(self, hidden: int, index: int, delta: Delta, context: BuildContext) -> None:
         super().__init__()
-        hidden, group, whole, own = (
-            decoder.hidden_size,
-            context.parallel,
-            delta.shape,
-            delta.on_rank(context.parallel),
-        )
+        group = context.parallel
+        whole = delta.shape
+        own = delta.on_rank(group)
         keys, values, ratio = (
             own.k_heads * own.k_size,
             own.v_heads * own.v_size,
@@ -151,45 +116,39 @@ class DeltaMixer(nn.Module):
     def add_to(
         self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
     ) -> None:
+        """See `Attention.add_to`."""
         if self.ba_proj is None:
             qkv, z, b, a = torch.split(self.in_proj(residual, norm), self.widths, dim=1)
         else:
             x = residual.normed(norm)
             qkv, z = torch.split(self.in_proj(x), self.widths[:2], dim=1)
             b, a = self.ba_proj(x).chunk(2, dim=1)
-        _add(self.out_proj, residual, self.net(qkv, z, b, a), wanted)
+        self.out_proj.add_to(residual, self.net(qkv, z, b, a), wanted=wanted)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         ba_proj = self.in_proj if self.ba_proj is None else self.ba_proj
+        names = {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}
         if self.interleaved:
-            names = {"in_proj_qkvz": (self.in_proj, "qkvz"), "in_proj_ba": (ba_proj, "ba")}
-        else:
-            names = {"in_proj_qkv": (self.in_proj, "qkv"), "in_proj_z": (self.in_proj, "z")}
-            names |= {"in_proj_b": (ba_proj, "b"), "in_proj_a": (ba_proj, "a")}
-        for name, (layer, letters) in names.items():
-            yield from part_rules(
-                prefix,
-                name,
-                layer,
-                lambda part, letters=letters: part is not None and part[0] in letters,  # type: ignore[misc]
-            )
+            names = {"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}
+        layers: dict[str, Layer | tuple[Layer, *tuple[str, ...]]] = {"out_proj": self.out_proj}
+        for name, letters in names.items():
+            layer = ba_proj if letters[0] in "ba" else self.in_proj
+            parts = (part for part in layer.weight.parts if part[0] in letters)
+            layers[name] = (layer, *parts)
+        yield from weight_rules(prefix, layers)
         yield from self.net.weights(prefix)
-        yield from part_rules(prefix, "out_proj", self.out_proj, lambda part: True)
 
 
 class MambaMixer(nn.Module):
     """Mamba2 with its projections."""
 
-    def __init__(
-        self, index: int, decoder: DecoderShape, mamba: Mamba, context: BuildContext
-    ) -> None:
+    name = "mamba"
+
+    def __init__(self, hidden: int, index: int, mamba: Mamba, context: BuildContext) -> None:
         super().__init__()
-        hidden, group, whole, own = (
-            decoder.hidden_size,
-            context.parallel,
-            mamba.shape,
-            mamba.on_rank(context.parallel),
-        )
+        group = context.parallel
+        whole = mamba.shape
+        own = mamba.on_rank(group)
         channels, groups = own.heads * own.head_size, own.groups * own.state_size
         parts = dict(
             _split({"z": channels, "x": channels, "B": groups, "C": groups, "dt": own.heads}, group)
@@ -212,13 +171,14 @@ class MambaMixer(nn.Module):
     def add_to(
         self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
     ) -> None:
+        """See `Attention.add_to`."""
         z, conv, dt = torch.split(self.in_proj(residual, norm), self.widths, dim=1)
-        _add(self.out_proj, residual, self.net(conv, z, dt), wanted)
+        self.out_proj.add_to(residual, self.net(conv, z, dt), wanted=wanted)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        yield from part_rules(prefix, "in_proj", self.in_proj, lambda part: True)
+        in_proj = (self.in_proj, *self.in_proj.weight.parts)
+        yield from weight_rules(prefix, {"in_proj": in_proj, "out_proj": self.out_proj})
         yield from self.net.weights(prefix)
-        yield from part_rules(prefix, "out_proj", self.out_proj, lambda part: True)
 
 
 def _split(sections: dict[str, int], group: ParallelGroup) -> Iterator[tuple[str | None, Columns]]:
@@ -229,102 +189,11 @@ def _split(sections: dict[str, int], group: ParallelGroup) -> Iterator[tuple[str
         at += size
 
 
-def _add(
-    layer: RowParallelLinear, residual: Residual, x: torch.Tensor, wanted: torch.Tensor | None
-) -> None:
-    """Add layer(x) to the stream, reduced to the tokens that are wanted."""
-    if wanted is not None:
-        residual.keep(wanted)
-        x = x.index_select(0, wanted)
-    layer.add_to(residual, x)
-
-
-class HybridBlock(nn.Module):
-    """One layer: what mixes tokens, a feed-forward, or one after the other. Like `Block` otherwise."""
-
-    def __init__(self, index: int, shape: HybridShape, context: BuildContext) -> None:
-        super().__init__()
-        kind, experts = shape.kinds[index], shape.experts
-        self.mixer: Attention | DeltaMixer | MambaMixer | None = None
-        self.mlp: FeedForward | SparseFeedForward | None = None
-        if kind == "attention":
-            self.mixer = Attention(index, shape, context)
-        elif kind == "delta" and shape.delta is not None:
-            self.mixer = DeltaMixer(index, shape, shape.delta, context)
-        elif kind == "mamba" and shape.mamba is not None:
-            self.mixer = MambaMixer(index, shape, shape.mamba, context)
-        if self.mixer is None or not shape.single:
-            sparse = experts is not None and index in experts.layers
-            self.mlp = (
-                SparseFeedForward(shape, experts, context)
-                if experts is not None and sparse
-                else FeedForward(shape, context)
-            )
-        self.mixer_norm = None if self.mixer is None else shape.norm(context)
-        self.mlp_norm = None if self.mlp is None else shape.norm(context)
-
-    def add_to(
-        self, residual: Residual, rotations: Sequence[Rotation], wanted: torch.Tensor | None = None
-    ) -> None:
-        if self.mixer is not None and self.mixer_norm is not None:
-            self.mixer.add_to(residual, self.mixer_norm, rotations[0], wanted)
-        if self.mlp is not None and self.mlp_norm is not None:
-            self.mlp.add_to(residual, self.mlp_norm)
-
-    def weights(self, prefix: str) -> Iterator[WeightRule]:
-        if self.mixer is not None and self.mixer_norm is not None:
-            name = {Attention: "self_attn", DeltaMixer: "linear_attn", MambaMixer: "mamba"}[
-                type(self.mixer)
-            ]
-            yield WeightRule(f"{prefix}input_layernorm.weight", self.mixer_norm.weight)
-            yield from self.mixer.weights(f"{prefix}{name}.")
-        if self.mlp is not None and self.mlp_norm is not None:
-            yield WeightRule(f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight)
-            yield from self.mlp.weights(f"{prefix}mlp.")
-
-
-class HybridDecoder(Decoder):
-    shape: HybridShape
-    blocks: Sequence[HybridBlock]  # type: ignore[assignment]
-
-    def __init__(self, shape: HybridShape, context: BuildContext) -> None:
-        super().__init__(shape, context)
-        self.embedding_scale = (
-            shape.embedding_scale
-        )  # transformers' code multiplies by a number that isn't rounded
-
-    def block(self, index: int, context: BuildContext) -> HybridBlock:  # type: ignore[override]
-        return HybridBlock(index, self.shape, context)
-
-    @property
-    def last_mixer(self) -> int:
-        return max(index for index, block in enumerate(self.blocks) if block.mixer is not None)
-
-    def rules(self) -> Iterator[WeightRule]:
-        for rule in super().rules():
-            name = rule.source
-            for old, new in self.shape.renamed:
-                name = name.replace(old, new)
-            yield replace(rule, source=name)
-        yield WeightRule("mtp.*", None, optional=True)  # predicts further tokens
-
-    def is_around_one(self, rule: WeightRule) -> bool:
-        gated = [
-            block.mixer.net.norm_weight
-            for block in self.blocks
-            if isinstance(block.mixer, DeltaMixer)
-        ]
-        return super().is_around_one(rule) and all(rule.parameter is not weight for weight in gated)
-
-
-class HybridArch(ShapedArch):
-    """Architecture that is a `HybridDecoder`."""
+class HybridArch(DecoderArch):
+    """Architecture whose layers are of several kinds."""
 
     kinds: ClassVar[Mapping[str, Kind]]  # by the names of the config's `layer_types`
     sizes: ClassVar[tuple[str, ...]]  # fields with those of recurrent layers
-
-    @abstractmethod
-    def shape(self, config: Any) -> HybridShape: ...
 
     @abstractmethod
     def recurrent(self, config: Any) -> Delta | Mamba:
@@ -356,10 +225,13 @@ class HybridArch(ShapedArch):
         return reasons
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        return self.shape(config).layer_specs(parallel)
+        return [
+            spec_of_rank(self.spec(config, index), parallel)
+            for index, kind in enumerate(self.kinds_of(config))
+            if kind == "attention"
+        ]
 
     def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
-        return self.shape(config).state_specs(parallel)
-
-    def build(self, config: Any, context: BuildContext) -> nn.Module:
-        return HybridDecoder(self.shape(config), context)
+        shape = self.recurrent(config).on_rank(parallel)
+        kinds = enumerate(self.kinds_of(config))
+        return [shape.spec(index) for index, kind in kinds if kind in RECURRENT]

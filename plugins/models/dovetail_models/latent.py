@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.api.model import BuildContext, WeightRule
+from dovetail.nn.attention import spec_of_rank
+from dovetail.nn.layer import Layer
 from dovetail.nn.linear import (
     ColumnParallelLinear,
     Columns,
@@ -25,7 +27,7 @@ from dovetail.nn.linear import (
     RowParallelLinear,
 )
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.parameter import share
+from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation, apply_rotary
 
@@ -44,46 +46,39 @@ class LatentShape:
     scale: float
     interleaved: bool  # rotary pairs are neighbors: 2i and 2i + 1
 
-    def layer_spec(self, index: int, heads: int, group: ParallelGroup) -> LayerSpec:
-        """Return layer `index` with this rank's heads. Raises `UnsupportedError` if the heads can't be split over the group."""
-        own = share(heads, group, "num_attention_heads")
-        return LayerSpec(
-            index,
-            own,
-            1,
-            self.kv_rank + self.rope,
-            self.scale,
-            v_in_k=True,
-            v_head_size=self.kv_rank,
-        )
+    def layer_spec(self, index: int, heads: int) -> LayerSpec:
+        """Return layer `index` of the whole model, with `heads` heads."""
+        size = self.kv_rank + self.rope
+        return LayerSpec(index, heads, 1, size, self.scale, v_in_k=True, v_head_size=self.kv_rank)
 
 
 class LatentAttention(nn.Module):
     """Attention over the latents of all earlier tokens of the same row. Ranks split the heads; each has all latents."""
 
+    name = "self_attn"
+
     def __init__(
         self,
-        index: int,
         hidden: int,
-        heads: int,
+        spec: LayerSpec,
         shape: LatentShape,
         context: BuildContext,
         *,
         bias: bool,
     ) -> None:
-        """`bias`: of the projections to latents and of the output."""
+        """`spec`: of the whole model, from `LatentShape.layer_spec`. `bias`: of the projections to
+        latents and of the output."""
         super().__init__()
-        self.shape, spec = shape, shape.layer_spec(index, heads, context.parallel)
-        self.heads, size, first = (
-            spec.heads,
-            shape.plain + shape.rope,
-            context.parallel.rank * spec.heads,
-        )
-        q = (
-            Columns(heads * size, first * size, self.heads * size)
-            if shape.q_rank is None
-            else Columns(shape.q_rank, 0, shape.q_rank)
-        )
+        own = spec_of_rank(spec, context.parallel)
+        heads = spec.heads
+        self.shape = shape
+        self.heads = own.heads
+        size = shape.plain + shape.rope
+        if shape.q_rank is None:
+            first = context.parallel.rank * own.heads
+            q = Columns(heads * size, first * size, own.heads * size)
+        else:
+            q = Columns(shape.q_rank, 0, shape.q_rank)
         kv = Columns(shape.kv_rank + shape.rope, 0, shape.kv_rank + shape.rope)
         self.down_proj = MergedColumnParallelLinear(hidden, {"q": q, "kv": kv}, context, bias=bias)
         self.widths = [q.size, shape.kv_rank, shape.rope]
@@ -94,7 +89,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(shape.kv_rank, INNER_EPS, context)
         self.kv_up = LatentUpLinear(shape.kv_rank, heads, shape.plain, shape.value, context)
         self.o_proj = RowParallelLinear(heads * shape.value, hidden, context, bias=bias)
-        self.attn = context.make_attention(spec)
+        self.attn = context.make_attention(own)
 
     def store(self, residual: Residual, norm: RMSNorm, rotation: Rotation) -> torch.Tensor:
         """Store the latents. Returns the queries [tokens, heads, kv_rank + rope]."""
@@ -116,8 +111,13 @@ class LatentAttention(nn.Module):
         return query
 
     def add_to(
-        self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
+        self,
+        residual: Residual,
+        norm: RMSNorm,
+        rotation: Rotation,
+        wanted: torch.Tensor | None = None,
     ) -> None:
+        """See `Attention.add_to`."""
         out = self.attn.attend(self.store(residual, norm, rotation))  # [tokens, heads, kv_rank]
         if wanted is not None:
             residual.keep(wanted)
@@ -132,14 +132,16 @@ class LatentAttention(nn.Module):
         return apply_rotary(x, rotation)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        q, kv = "q_proj" if self.q_up_proj is None else "q_a_proj", "kv_a_proj_with_mqa"
-        for kind, weight in self.down_proj.named_parameters():
-            yield WeightRule(f"{prefix}{q}.{kind}", weight, "q")
-            yield WeightRule(f"{prefix}{kv}.{kind}", weight, "kv")
-        if self.q_norm is not None and self.q_up_proj is not None:
-            yield WeightRule(f"{prefix}q_a_layernorm.weight", self.q_norm.weight)
-            yield WeightRule(f"{prefix}q_b_proj.weight", self.q_up_proj.weight)
-        yield WeightRule(f"{prefix}kv_a_layernorm.weight", self.kv_norm.weight)
-        yield WeightRule(f"{prefix}kv_b_proj.weight", self.kv_up.weight)
-        for kind, weight in self.o_proj.named_parameters():
-            yield WeightRule(f"{prefix}o_proj.{kind}", weight)
+        layers: dict[str, Layer | tuple[Layer, *tuple[str, ...]]] = {
+            "kv_a_proj_with_mqa": (self.down_proj, "kv"),
+            "kv_a_layernorm": self.kv_norm,
+            "kv_b_proj": self.kv_up,
+            "o_proj": self.o_proj,
+        }
+        if self.q_norm is None or self.q_up_proj is None:
+            layers["q_proj"] = (self.down_proj, "q")
+        else:
+            layers["q_a_proj"] = (self.down_proj, "q")
+            layers["q_a_layernorm"] = self.q_norm
+            layers["q_b_proj"] = self.q_up_proj
+        yield from weight_rules(prefix, layers)

@@ -1,14 +1,18 @@
-"""Multi-token prediction (arXiv:2412.19437): a head that drafts, in checkpoints of DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5.
+"""Multi-token prediction (arXiv:2412.19437): a head that drafts, in checkpoints of DeepSeek-V3,
+GLM-4.5, Qwen3-Next and Qwen3.5.
 
-    x = project([norm(embedding of token i + 1), norm(state i)])      out = norm(block(x))      logits = the model's own, of out
+    x = project([norm(embedding of token i + 1), norm(state i)])
+    out = norm(block(x))
+    logits = the model's own, of out
 
-The state is the model's final one, after its last norm, and further drafts are made from `out`. The model's embedding and output layer are shared.
+The state is the model's final one, after its last norm, and further drafts are made from `out`. The
+model's embedding and output layer are shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,13 @@ from dovetail.api.component import NoOptions
 from dovetail.api.draft_head import HeadArch
 from dovetail.api.model import BuildContext, ModelContext, ParallelGroup, Tapped, WeightRule
 from dovetail.errors import UnsupportedError
+from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.linear import ReplicatedLinear
+from dovetail.nn.model_files import model_length
+from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import RotaryEmbedding, Rotation
 from dovetail.nn.weights import tensor_names
-from dovetail_models.arch import ShapedArch
-from dovetail_models.decoder import Block, DecoderShape, one_plus
 from dovetail_models.deepseek import DeepseekV3, Glm4MoeLite
 from dovetail_models.glm4_moe import Glm4Moe
 from dovetail_models.qwen3_next import Qwen3Next, Qwen35, Qwen35Moe
@@ -56,9 +61,11 @@ def _apart(config: Any) -> Names:
     )
 
 
-_DEEPSEEK: tuple[type[ShapedArch], ...] = (DeepseekV3, Glm4Moe, Glm4MoeLite)
+Family = DeepseekV3 | Glm4Moe | Qwen35
+_DEEPSEEK: tuple[type[Family], ...] = (DeepseekV3, Glm4Moe, Glm4MoeLite)
+_QWEN: tuple[type[Family], ...] = (Qwen3Next, Qwen35, Qwen35Moe)
 _FAMILIES = {arch.model_type: (arch, _after_the_last) for arch in _DEEPSEEK} | {
-    arch.model_type: (arch, _apart) for arch in (Qwen3Next, Qwen35, Qwen35Moe)
+    arch.model_type: (arch, _apart) for arch in _QWEN
 }
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # fields of configs
 
@@ -92,67 +99,66 @@ class Mtp(HeadArch):
         if getattr(target, "mtp_use_dedicated_embeddings", False):
             raise UnsupportedError("mtp_use_dedicated_embeddings = True is not implemented")
         self.taps, self.hidden_size = (target.num_hidden_layers,), target.hidden_size
-        self.shape = _of_one_layer(arch(NoOptions(), ModelContext()).shape(target))
+        self.config = target
+        self.arch = arch(NoOptions(), ModelContext())
 
     def layer_specs(self, parallel: ParallelGroup) -> list[LayerSpec]:
-        return [self.shape.layer_spec(0, parallel)]
+        return [spec_of_rank(self.arch.spec(self.config, 0), parallel)]
 
     def build(self, context: BuildContext, target: Tapped) -> nn.Module:
-        return MtpHead(self.shape, self.names, context, target)
-
-
-def _of_one_layer(shape: DecoderShape) -> DecoderShape:
-    """Return the shape of a model with one layer of full attention, and experts if there are any."""
-    experts = None if shape.experts is None else replace(shape.experts, layers=frozenset({0}))
-    return replace(shape, windows=(None,), layers=(), experts=experts)
+        return MtpHead(self.arch, self.config, self.names, context, target)
 
 
 class MtpHead(nn.Module):
     """A `dovetail.api.draft_head.DraftHead`."""
 
     def __init__(
-        self, shape: DecoderShape, names: Names, context: BuildContext, target: Tapped
+        self, arch: Family, config: Any, names: Names, context: BuildContext, target: Tapped
     ) -> None:
         super().__init__()
-        self.names, self.norms_around_one = names, shape.norms_around_one
-        self.embed, self.logits = target.embed, target.logits
-        self.embedding_norm, self.state_norm, self.norm = (shape.norm(context) for _ in range(3))
-        self.projection = ReplicatedLinear(2 * shape.hidden_size, shape.hidden_size, context)
-        self.rotary = RotaryEmbedding(
-            shape.rope, context.max_len or shape.max_len, device=context.device
-        )
-        self.block = Block(0, shape, context)
+        hidden = config.hidden_size
+        self.names = names
+        self.embed = target.embed
+        self.logits = target.logits
+        self.embedding_norm = arch.norm(config, context)
+        self.state_norm = arch.norm(config, context)
+        self.norm = arch.norm(config, context)
+        self.projection = ReplicatedLinear(2 * hidden, hidden, context)
+        max_len = context.max_len or model_length(config)
+        self.rotary = RotaryEmbedding(arch.rope(config, 0), max_len, device=context.device)
+        self.block = arch.mtp_block(config, arch.spec(config, 0), context)
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         return tapped
 
     def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        self.block.store(*self._inputs(token_ids, positions, states))
+        residual, rotation = self._inputs(token_ids, positions, states)
+        self.block.attention.store(residual, self.block.input_norm, rotation)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        residual, rotations = self._inputs(token_ids, positions, states)
-        self.block.add_to(residual, rotations)
+        residual, rotation = self._inputs(token_ids, positions, states)
+        self.block.add_to(residual, rotation)
         return residual.normed(self.norm)
 
     def _inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
-    ) -> tuple[Residual, list[Rotation]]:
+    ) -> tuple[Residual, Rotation]:
         x = torch.cat((self.embedding_norm(self.embed(token_ids)), self.state_norm(states)), dim=1)
-        return Residual(self.projection(x)), [self.rotary(positions)]
+        return Residual(self.projection(x)), self.rotary(positions)
 
     def weights(self) -> Iterator[WeightRule]:
-        for rule in self._rules():
-            around_one = self.norms_around_one and getattr(rule.parameter, "scale", False)
-            yield replace(rule, transform=one_plus) if around_one else rule
-
-    def _rules(self) -> Iterator[WeightRule]:
         names, prefix = self.names, self.names.prefix
-        yield WeightRule(f"{prefix}{names.embedding_norm}.weight", self.embedding_norm.weight)
-        yield WeightRule(f"{prefix}{names.state_norm}.weight", self.state_norm.weight)
-        yield WeightRule(f"{prefix}{names.projection}.weight", self.projection.weight)
-        yield WeightRule(f"{prefix}{names.norm}.weight", self.norm.weight)
+        yield from weight_rules(
+            prefix,
+            {
+                names.embedding_norm: self.embedding_norm,
+                names.state_norm: self.state_norm,
+                names.projection: self.projection,
+                names.norm: self.norm,
+            },
+        )
         yield from self.block.weights(names.block)
         for name in names.shared:
             yield WeightRule(f"{prefix}{name}", None, optional=True)

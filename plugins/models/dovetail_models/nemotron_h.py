@@ -1,29 +1,31 @@
-"""Nemotron-H: each layer is only one of Mamba2, attention without positions, a feed-forward, or a mixture of experts, neither with gates."""
+"""Nemotron-H: each layer is only one of Mamba2, attention without positions, a feed-forward, or a
+mixture of experts, neither with gates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from dovetail.nn.activation import RELU2
-from dovetail.nn.rotary import Rope
-from dovetail.nn.state import Mamba2Shape
-from dovetail_models.arch import experts_reasons, shape_fields
-from dovetail_models.decoder import ExpertsShape
-from dovetail_models.grouped import Grouping, group_reasons
-from dovetail_models.hybrid import HybridArch, HybridShape, Kind, Mamba
+import torch
+from torch import nn
 
-_NAMES = (
-    ("model.embed_tokens.", "backbone.embeddings."),
-    ("model.norm.", "backbone.norm_f."),
-    ("model.layers.", "backbone.layers."),
-    (".input_layernorm.", ".norm."),
-    (".post_attention_layernorm.", ".norm."),
-    (".self_attn.", ".mixer."),
-    (".mamba.", ".mixer."),
-    (".mlp.", ".mixer."),
-)
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, WeightRule
+from dovetail.nn.activation import RELU2
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import AnyBlock, Decoder, FeedForward, Mixer
+from dovetail.nn.linear import ColumnParallelLinear, RowParallelLinear
+from dovetail.nn.moe import Experts, SparseFeedForward
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import weight_rules
+from dovetail.nn.residual import Residual
+from dovetail.nn.rotary import Rope, Rotation
+from dovetail.nn.state import Mamba2Shape
+from dovetail_models.arch import experts_reasons
+from dovetail_models.grouped import GroupedRouter, Grouping, group_reasons
+from dovetail_models.hybrid import HybridArch, Kind, Mamba, MambaMixer
+
 _FIXED: dict[
     str, Any
 ] = {  # fields that transformers' code for this model doesn't read -> the only value implemented
@@ -37,6 +39,74 @@ _FIXED: dict[
 }
 
 
+class MixerBlock(nn.Module):
+    """Layer that mixes tokens."""
+
+    mixes = True
+
+    def __init__(self, norm: RMSNorm, mixer: Mixer) -> None:
+        super().__init__()
+        self.norm = norm
+        self.mixer = mixer
+
+    def add_to(
+        self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None
+    ) -> None:
+        """See `Block.add_to`."""
+        self.mixer.add_to(residual, self.norm, rotation, wanted)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from weight_rules(prefix, {"norm": self.norm})
+        yield from self.mixer.weights(f"{prefix}mixer.")
+
+
+class FeedForwardBlock(nn.Module):
+    """Layer that computes on tokens individually."""
+
+    mixes = False
+
+    def __init__(self, norm: RMSNorm, mlp: FeedForward) -> None:
+        super().__init__()
+        self.norm = norm
+        self.mlp = mlp
+
+    def add_to(
+        self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None
+    ) -> None:
+        """See `Block.add_to`."""
+        self.mlp.add_to(residual, self.norm)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from weight_rules(prefix, {"norm": self.norm})
+        yield from self.mlp.weights(f"{prefix}mixer.")
+
+
+class SquaredReluFeedForward(nn.Module):
+    """down(relu(up(x))²)."""
+
+    def __init__(self, hidden: int, inner: int, context: BuildContext, *, bias: bool) -> None:
+        super().__init__()
+        self.up_proj = ColumnParallelLinear(hidden, inner, context, bias=bias)
+        self.down_proj = RowParallelLinear(inner, hidden, context, bias=bias)
+
+    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+        """See `GatedFeedForward.add_to`."""
+        self.down_proj.add_to(residual, self.inner(residual, norm))
+
+    def inner(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+        """Return the input of `down_proj`."""
+        return self.up_proj(x, norm).relu_().square_()
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from weight_rules(prefix, {"up_proj": self.up_proj, "down_proj": self.down_proj})
+
+
+class NemotronDecoder(Decoder):
+    embedding_name = "backbone.embeddings"
+    layers_name = "backbone.layers"
+    norm_name = "backbone.norm_f"
+
+
 class NemotronH(HybridArch):
     """Serves `NemotronHForCausalLM`."""
 
@@ -48,6 +118,7 @@ class NemotronH(HybridArch):
         "moe": "experts",
     }
     sizes = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    decoder = NemotronDecoder
     activation_field = "mlp_hidden_act"
     activations = (RELU2,)
     handled = frozenset(
@@ -130,43 +201,53 @@ class NemotronH(HybridArch):
             bias=config.use_bias,
         )
 
-    def shape(self, config: Any) -> HybridShape:
-        fields = shape_fields(
-            config,
-            rope=Rope(1.0, 0),
-            norm_eps=config.layer_norm_epsilon,
-            activation=config.mlp_hidden_act,
-            mlp_bias=config.mlp_bias,
-            experts=self._experts(config),
+    def rope(self, config: Any, index: int) -> Rope:
+        return Rope(1.0, 0)
+
+    def norm(self, config: Any, context: BuildContext) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.layer_norm_epsilon, context)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> AnyBlock:
+        norm = self.norm(config, context)
+        match self.kinds_of(config)[spec.index]:
+            case "attention":
+                return MixerBlock(norm, Attention(config.hidden_size, spec, context))
+            case "mamba":
+                mamba = self.recurrent(config)
+                return MixerBlock(norm, MambaMixer(config.hidden_size, spec.index, mamba, context))
+            case "experts":
+                return FeedForwardBlock(norm, self.experts(config, context))
+            case _:
+                inner = config.intermediate_size
+                return FeedForwardBlock(norm, self.dense(config, inner, context))
+
+    def dense(self, config: Any, inner: int, context: BuildContext) -> SquaredReluFeedForward:
+        return SquaredReluFeedForward(config.hidden_size, inner, context, bias=config.mlp_bias)
+
+    def experts(self, config: Any, context: BuildContext) -> SparseFeedForward:
+        hidden, count = config.hidden_size, config.n_routed_experts
+        grouping = Grouping(
+            "sigmoid",
+            config.n_group or 1,
+            config.topk_group or 1,
+            2,
+            config.routed_scaling_factor,
+            corrected=True,
         )
-        return HybridShape(
-            **fields,
-            kinds=self.kinds_of(config),
-            mamba=self.recurrent(config),
-            single=True,
-            renamed=_NAMES,
+        experts = Experts(
+            hidden,
+            config.moe_intermediate_size,
+            count,
+            context,
+            RELU2,
+            per_token=config.num_experts_per_tok,
+        )
+        return SparseFeedForward(
+            GroupedRouter(hidden, count, grouping, context),
+            experts,
+            normalize=bool(config.norm_topk_prob),
+            shared=self.dense(config, config.moe_shared_expert_intermediate_size, context),
         )
 
-    def _experts(self, config: Any) -> ExpertsShape | None:
-        layers = frozenset(
-            index for index, kind in enumerate(config.layers_block_type) if kind == "moe"
-        )
-        if not layers:
-            return None
-        return ExpertsShape(
-            layers,
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            config.moe_intermediate_size,
-            bool(config.norm_topk_prob),
-            activation=RELU2,
-            shared_inner=config.moe_shared_expert_intermediate_size,
-            grouping=Grouping(
-                "sigmoid",
-                config.n_group or 1,
-                config.topk_group or 1,
-                2,
-                config.routed_scaling_factor,
-                corrected=True,
-            ),
-        )
+    def skipped(self, config: Any) -> list[str]:
+        return ["mtp.*"]  # predicts further tokens

@@ -1,15 +1,20 @@
-"""Qwen3 mixture of experts: attention like dense Qwen3; all or every n-th feed-forward is a mixture."""
+"""Qwen3 mixture of experts: attention like dense Qwen3; all or every n-th feed-forward is a
+mixture."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dovetail.nn.moe import Stacked
-from dovetail_models.arch import ShapedArch, base_shape, experts_reasons, window_reasons
-from dovetail_models.decoder import DecoderShape, ExpertsShape
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import Block, FeedForward
+from dovetail.nn.feed_forward import GatedFeedForward
+from dovetail.nn.moe import Experts, Router, SparseFeedForward, Stacked
+from dovetail_models.arch import DecoderArch, experts_reasons, window_reasons
 
 
-class Qwen3Moe(ShapedArch):
+class Qwen3Moe(DecoderArch):
     """Serves `Qwen3MoeForCausalLM`."""
 
     model_type = "qwen3_moe"
@@ -38,23 +43,37 @@ class Qwen3Moe(ShapedArch):
             reasons.append(f"decoder_sparse_step = {step} must be at least 1")
         return reasons + (experts_reasons(config, "num_experts") if config.num_experts else [])
 
-    def shape(self, config: Any) -> DecoderShape:
-        bias, count = config.attention_bias, config.num_experts
-        windows = (config.sliding_window,) * config.num_hidden_layers
-        sparse = (
-            index
-            for index in range(config.num_hidden_layers)
-            if (index + 1) % config.decoder_sparse_step == 0
+    def window(self, config: Any, index: int) -> int | None:
+        return config.sliding_window  # type: ignore[no-any-return]
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> Block[Attention]:
+        bias = config.attention_bias
+        return Block(
+            self.norm(config, context),
+            Attention(
+                config.hidden_size,
+                spec,
+                context,
+                bias=bias,
+                output_bias=bias,
+                qk_norm_eps=config.rms_norm_eps,
+            ),
+            self.norm(config, context),
+            self.feed_forward(config, spec.index, context),
         )
-        layers = frozenset(sparse) - set(config.mlp_only_layers) if count else frozenset()
-        experts = ExpertsShape(
-            layers,
-            count,
-            config.num_experts_per_tok,
+
+    def feed_forward(self, config: Any, index: int, context: BuildContext) -> FeedForward:
+        hidden, count = config.hidden_size, config.num_experts
+        is_sparse = count and (index + 1) % config.decoder_sparse_step == 0
+        if not is_sparse or index in config.mlp_only_layers:
+            return GatedFeedForward(hidden, config.intermediate_size, context)
+        experts = Experts(
+            hidden,
             config.moe_intermediate_size,
-            config.norm_topk_prob,
+            count,
+            context,
             stacked=Stacked(transposed=True, optional=True),  # as Qwen3-VL's are
+            per_token=config.num_experts_per_tok,
         )
-        return base_shape(
-            config, windows=windows, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts
-        )
+        router = Router(hidden, count, context)
+        return SparseFeedForward(router, experts, normalize=config.norm_topk_prob)

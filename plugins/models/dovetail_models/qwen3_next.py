@@ -1,16 +1,100 @@
-"""Qwen3-Next and Qwen3.5: most layers are Gated DeltaNets, the others gated attention; feed-forwards are mixtures of experts, or dense."""
+"""Qwen3-Next and Qwen3.5: most layers are Gated DeltaNets, the others gated attention; feed-forwards
+are mixtures of experts, or dense."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from dovetail.nn.moe import Stacked
-from dovetail.nn.rotary import rope_from_config, rope_reasons_against
+import torch
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, WeightRule
+from dovetail.nn.activation import sigmoid_mul
+from dovetail.nn.attention import Attention
+from dovetail.nn.decoder import Block, FeedForward, Mixer
+from dovetail.nn.feed_forward import GatedFeedForward
+from dovetail.nn.moe import Experts, Router, SharedFeedForward, SparseFeedForward, Stacked
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import weight_rules
+from dovetail.nn.qkv import rope_and_store_kv
+from dovetail.nn.residual import Residual
+from dovetail.nn.rotary import Rope, Rotation, rope_from_config
 from dovetail.nn.state import DeltaShape
-from dovetail_models.arch import experts_reasons, head_size, shape_fields
-from dovetail_models.decoder import ExpertsShape
-from dovetail_models.hybrid import Delta, HybridArch, HybridShape, Kind
+from dovetail_models.arch import experts_reasons, head_size, partial_rope_reasons
+from dovetail_models.hybrid import Delta, DeltaMixer, HybridArch, Kind
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by the sigmoid of a gate, which the checkpoint has with
+    q."""
+
+    gated = True
+
+    def add_to(
+        self,
+        residual: Residual,
+        norm: RMSNorm | None,
+        rotation: Rotation,
+        wanted: torch.Tensor | None = None,
+        output_norm: RMSNorm | None = None,
+    ) -> None:
+        qkv, gate = self._projected(residual, norm)
+        q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
+        out = sigmoid_mul(self.attn.attend(q).flatten(1), gate.flatten(1))
+        self.o_proj.add_to(residual, out, wanted=wanted, norm=output_norm)
+
+    def store(
+        self, x: torch.Tensor | Residual, norm: RMSNorm | None, rotation: Rotation
+    ) -> torch.Tensor:
+        return rope_and_store_kv(self._projected(x, norm)[0], self.qk_norm, rotation, self.attn)
+
+    def _projected(
+        self, x: torch.Tensor | Residual, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return q, k and v of all heads, and the gates [tokens, heads, head_size]."""
+        spec = self.attn.spec
+        projected = self.qkv_proj(x, norm).view(len(x), -1, spec.head_size)
+        return projected.tensor_split((-spec.heads,), dim=1)
+
+
+class QwenSparseFeedForward(SparseFeedForward):
+    """Mixture beside a feed-forward that all tokens go through, each multiplied by the sigmoid of a
+    logit. If that is as large as an expert it is computed as one more."""
+
+    shared_name = "shared_expert"
+
+    def __init__(
+        self, config: Any, stacked: Stacked | None, context: BuildContext, *, normalize: bool
+    ) -> None:
+        hidden, count = config.hidden_size, config.num_experts
+        inner, shared_inner = config.moe_intermediate_size, config.shared_expert_intermediate_size
+        # Adapters can't change experts, which aren't linear layers.
+        merged = shared_inner == inner and not context.adapters
+        super().__init__(
+            Router(hidden, count, context, shared=merged),
+            Experts(
+                hidden,
+                inner,
+                count,
+                context,
+                stacked=stacked,
+                per_token=config.num_experts_per_tok,
+                shared=merged,
+            ),
+            normalize=normalize,
+            shared=None if merged else GatedFeedForward(hidden, shared_inner, context),
+        )
+        self.shared_gate = None if merged else Router(hidden, 1, context)
+
+    def inner_of_shared(self, shared: SharedFeedForward, x: torch.Tensor) -> torch.Tensor:
+        assert self.shared_gate is not None
+        return shared.inner(x).mul_(self.shared_gate(x).sigmoid_())
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from super().weights(prefix)
+        gate = self.shared_gate or (self.router, "shared")
+        yield from weight_rules(prefix, {f"{self.shared_name}_gate": gate})
 
 
 class Qwen35(HybridArch):
@@ -47,17 +131,7 @@ class Qwen35(HybridArch):
     interleaved = False
 
     def rope_reasons(self, config: Any) -> list[str]:
-        parameters, size = self._rope(config), head_size(config)
-        if reasons := rope_reasons_against(parameters, partial=True):
-            return reasons
-        rotated = rope_from_config(parameters, size, partial=True).head_size
-        return (
-            [
-                f"partial_rotary_factor rotates {rotated} of {size} numbers of a head, which must be even"
-            ]
-            if rotated % 2
-            else []
-        )
+        return partial_rope_reasons(config, self._rope(config))
 
     def _rope(self, config: Any) -> dict[str, Any]:
         """Return `rope_parameters` without those of images: the three positions of a token of text are equal."""
@@ -82,26 +156,61 @@ class Qwen35(HybridArch):
             self.interleaved,
         )
 
-    def shape(self, config: Any) -> HybridShape:
-        bias = config.attention_bias
-        fields = shape_fields(
-            config,
-            rope=rope_from_config(self._rope(config), head_size(config), partial=True),
-            experts=self.experts(config),
-        )
-        gated = {
-            "qk_norm": True,
-            "qkv_bias": bias,
-            "output_bias": bias,
-            "gated": True,
-            "norms_around_one": True,
-        }
-        return HybridShape(
-            **fields, **gated, kinds=self.kinds_of(config), delta=self.recurrent(config)
+    def rope(self, config: Any, index: int) -> Rope:
+        return rope_from_config(self._rope(config), head_size(config), partial=True)
+
+    def norm(self, config: Any, context: BuildContext) -> RMSNorm:
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, context, zero_centered=True)
+
+    def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> Block[Mixer]:
+        mixer: Mixer
+        if self.kinds_of(config)[spec.index] == "attention":
+            mixer = self.attention(config, spec, context)
+        else:
+            delta = self.recurrent(config)
+            mixer = DeltaMixer(config.hidden_size, spec.index, delta, context)
+        sparse = spec.index in self._sparse(config)
+        return Block(
+            self.norm(config, context),
+            mixer,
+            self.norm(config, context),
+            self.feed_forward(config, context, sparse=sparse),
         )
 
-    def experts(self, config: Any) -> ExpertsShape | None:
-        return None
+    def mtp_block(
+        self, config: Any, spec: LayerSpec, context: BuildContext
+    ) -> Block[GatedAttention]:
+        """Return the layer that predicts further tokens."""
+        return Block(
+            self.norm(config, context),
+            self.attention(config, spec, context),
+            self.norm(config, context),
+            self.feed_forward(config, context, sparse=self._has_experts(config)),
+        )
+
+    def attention(self, config: Any, spec: LayerSpec, context: BuildContext) -> GatedAttention:
+        return GatedAttention(
+            config.hidden_size,
+            spec,
+            context,
+            bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps,
+            zero_centered=True,
+        )
+
+    def feed_forward(self, config: Any, context: BuildContext, *, sparse: bool) -> FeedForward:
+        return GatedFeedForward(config.hidden_size, config.intermediate_size, context)
+
+    def skipped(self, config: Any) -> list[str]:
+        return ["mtp.*"]  # predicts further tokens
+
+    def _has_experts(self, config: Any) -> bool:
+        return False
+
+    def _sparse(self, config: Any) -> frozenset[int]:
+        """Return the layers with experts."""
+        return frozenset()
 
 
 class Qwen35Moe(Qwen35):
@@ -141,25 +250,20 @@ class Qwen35Moe(Qwen35):
             if value not in (None, expected[name])
         ]
 
+    def _has_experts(self, config: Any) -> bool:
+        return True
+
     def _sparse(self, config: Any) -> frozenset[int]:
-        """Return the layers with experts."""
         return frozenset(range(config.num_hidden_layers))
 
     def _normalizes(self, config: Any) -> bool:
         return True
 
-    def experts(self, config: Any) -> ExpertsShape | None:
-        return ExpertsShape(
-            self._sparse(config),
-            config.num_experts,
-            config.num_experts_per_tok,
-            config.moe_intermediate_size,
-            self._normalizes(config),
-            stacked=self.stacked,
-            shared_inner=config.shared_expert_intermediate_size,
-            shared="shared_expert",
-            shared_gate=True,
-        )
+    def feed_forward(self, config: Any, context: BuildContext, *, sparse: bool) -> FeedForward:
+        if not sparse:
+            return super().feed_forward(config, context, sparse=False)
+        normalize = self._normalizes(config)
+        return QwenSparseFeedForward(config, self.stacked, context, normalize=normalize)
 
 
 class Qwen3Next(Qwen35Moe):
@@ -188,5 +292,5 @@ class Qwen3Next(Qwen35Moe):
     def _normalizes(self, config: Any) -> bool:
         return bool(config.norm_topk_prob)
 
-    def experts(self, config: Any) -> ExpertsShape | None:
-        return super().experts(config) if config.num_experts else None
+    def _has_experts(self, config: Any) -> bool:
+        return bool(config.num_experts)
