@@ -48,7 +48,7 @@ def _constant(value: float) -> torch.Tensor:
     return torch.tensor(value)
 
 
-def one_plus(weight: torch.Tensor) -> torch.Tensor:
+def _one_plus(weight: torch.Tensor) -> torch.Tensor:
     return 1 + weight
 
 
@@ -66,7 +66,7 @@ class RMSNorm(Layer):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.transform = one_plus if zero_centered else None
+        self.transform = _one_plus if zero_centered else None
         context = _in_float32(context) if zero_centered else context
         self.weight = whole((size,), context, scale=True)
 
@@ -107,7 +107,7 @@ class QKNorm(Layer):
         super().__init__()
         self.eps = eps
         self.heads = (heads + kv_heads, head_size)
-        self.transform = one_plus if zero_centered else None
+        self.transform = _one_plus if zero_centered else None
         context = _in_float32(context) if zero_centered else context
         parts: dict[str | None, Part] = {
             "q": Part((head_size,), 0, 0, head_size, at=0, copies=heads)
