@@ -90,7 +90,8 @@ class Attention(nn.Module):
         output_norm: RMSNorm | None = None,
     ) -> None:
         """Add the attention of the stream, read through `norm` if given, to the stream, through
-        `output_norm` if given. `wanted`: see `RowParallelLinear.add_to`."""
+        `output_norm` if given. `wanted` [n] int64: reduce the stream to these tokens once K and V
+        of all are stored."""
         q = self.store(residual, norm, rotation)
         self.attend(residual, q, wanted, output_norm)
 
@@ -101,7 +102,8 @@ class Attention(nn.Module):
         wanted: torch.Tensor | None = None,
         output_norm: RMSNorm | None = None,
     ) -> None:
-        """Add the attention of q, which `store` returned, to the stream: see `add_to`."""
+        """Add the attention of q [tokens, heads, head_size], which `store` returned, to the stream:
+        see `add_to`."""
         out = self.attn.attend(q).flatten(1)
         self.o_proj.add_to(residual, out, wanted=wanted, norm=output_norm)
 

@@ -31,7 +31,7 @@ class Mixer(Protocol):
     def add_to(
         self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
     ) -> None:
-        """See `Attention.add_to`."""
+        """See `Attention.add_to`. `wanted` [n] int64, or None for all."""
 
     def weights(self, prefix: str) -> Iterable[WeightRule]:
         """Return the rules for tensors whose names begin with `prefix`."""
@@ -90,14 +90,16 @@ class AnyBlock(Protocol):
 
     def add_to(
         self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None
-    ) -> None: ...
+    ) -> None:
+        """See `Block.add_to`. `wanted` [n] int64, or None for all."""
 
-    def weights(self, prefix: str) -> Iterable[WeightRule]: ...
+    def weights(self, prefix: str) -> Iterable[WeightRule]:
+        """Return the rules for tensors whose names begin with `prefix`."""
 
 
 class Decoder(nn.Module):
-    """The whole model, a `dovetail.api.model.Tapped`. Names of a checkpoint's tensors are those of
-    most families in transformers."""
+    """The whole model, a `dovetail.api.model.Tapped`: token_ids [tokens] -> hidden states
+    [tokens, hidden]. Names of a checkpoint's tensors are those of most families in transformers."""
 
     embedding_name = "model.embed_tokens"
     layers_name = "model.layers"

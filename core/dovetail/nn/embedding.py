@@ -57,7 +57,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Embedding times a number: its rows multiplied by `scale`."""
+    """Embedding times `scale`: token_ids [tokens] int64 -> [tokens, hidden]."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, context: BuildContext, *, scale: float

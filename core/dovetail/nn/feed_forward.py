@@ -42,7 +42,7 @@ class GatedFeedForward(nn.Module):
         self.down_proj.add_to(residual, self.inner(residual, norm), norm=output_norm)
 
     def inner(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
-        """Return the input of `down_proj`."""
+        """Return the input of `down_proj` [tokens, inner / size], for x [tokens, hidden]."""
         return self.gate_up_proj(x, norm)
 
     def weights(

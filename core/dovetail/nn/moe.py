@@ -362,9 +362,11 @@ class SharedFeedForward(Protocol):
 
     down_proj: RowParallelLinear
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor: ...
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of `down_proj`, for x [tokens, hidden]."""
 
-    def weights(self, prefix: str) -> Iterable[WeightRule]: ...
+    def weights(self, prefix: str) -> Iterable[WeightRule]:
+        """Return the rules for tensors whose names begin with `prefix`."""
 
 
 class SparseFeedForward(nn.Module):
