@@ -33,8 +33,8 @@ from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import make_folder, write_whole
 
 if TYPE_CHECKING:
-    from dovetail import EngineConfig
     from dovetail_lab.compare import Comparison
+    from dovetail_lab.planned_runs import PlannedRun
     from dovetail_lab.records import RunResult
     from dovetail_lab.step_error import Repeated
 
@@ -89,7 +89,8 @@ def compare(
         raise ConfigError(
             "a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …"
         )
-    if out is None and (decisions or keep_runs):
+    writes_runs = decisions or keep_runs
+    if out is None and writes_runs:
         raise ConfigError("--decisions and --keep-runs write files: give --out")
     comparing.check_settings(confidence, resamples)
     configs = open_engines(engines, settings, step_time=step_time)
@@ -97,43 +98,26 @@ def compare(
     if decisions and any(routing.values()):
         raise ConfigError("--decisions: a log is of one engine: leave it out, or --replicas")
     errors = StepErrors.find(configs, step_time_error)
-    scenarios = [
-        configs,
-        *(
-            (errors.scaled(configs, longer=False), errors.scaled(configs, longer=True))
-            if errors
-            else ()
-        ),
-    ]
-
-    def logged(config: EngineConfig, name: str, one: int) -> EngineConfig:
-        return (
-            _with_log(config, out / file_name(name, one, "-decisions"))
-            if decisions and out and config is configs[name]
-            else config
-        )
-
+    scenarios = [configs]
+    if errors:
+        scenarios += [errors.scaled(configs, longer=longer) for longer in (False, True)]
     todo = [
-        PlannedRun(
-            logged(config, name, one), trace, replace(options, seed=one), name, routing[name]
-        )
+        PlannedRun(config, trace, replace(options, seed=one), name, routing[name])
         for engines_then in scenarios
         for name, config in engines_then.items()
         for one in seeds_from(options.seed, seeds)
     ]
+    nominal = len(configs) * seeds  # runs with the step times as they are
     if out is not None:
         make_folder(out)
-    nominal = len(configs) * seeds  # runs with the step times as they are
+        todo[:nominal] = [_with_log(job, out) if decisions else job for job in todo[:nominal]]
     for job in todo[:nominal]:
         job.check()
     done = list(run_all(todo, keep, cores(jobs), "compare"))
     if decisions:
         done[:nominal] = map(_without_log, done[:nominal])
     by_scenario = [
-        {
-            name: done[start + index * seeds : start + (index + 1) * seeds]
-            for index, name in enumerate(configs)
-        }
+        _by_engine(done[start : start + nominal], list(configs))
         for start in range(0, len(done), nominal)
     ]
     found, *others = (
@@ -143,10 +127,15 @@ def compare(
     repeated = Repeated(errors, found, *others) if others else None
     print_comparison(found, repeated)
     if out is not None:
-        if keep_runs:
-            for run in done[:nominal]:
-                run.save(out / file_name(run.name, run.seed))
+        for run in done[:nominal] if keep_runs else ():
+            run.save(out / file_name(run.name, run.seed))
         write_comparison(found, by_scenario[0], out, repeated)
+
+
+def _by_engine(runs: list[RunResult], names: list[str]) -> dict[str, list[RunResult]]:
+    """Return the runs of each engine; those of one follow each other."""
+    seeds = len(runs) // len(names)
+    return {name: runs[index * seeds : (index + 1) * seeds] for index, name in enumerate(names)}
 
 
 def file_name(name: str, seed: int, what: str = "") -> str:
@@ -155,13 +144,14 @@ def file_name(name: str, seed: int, what: str = "") -> str:
     return f"{plain}-{seed}{what}.json"
 
 
-def _with_log(config: EngineConfig, path: Path) -> EngineConfig:
-    """Return the config with a decision log added to its observers."""
+def _with_log(job: PlannedRun, out: Path) -> PlannedRun:
+    """Return the run with a decision log added to its engine's observers."""
     from dovetail import EngineConfig
 
-    return EngineConfig.load_with(
-        config, {"observers": [*config.observers, {"name": "decision_log", "path": str(path)}]}
-    )
+    path = out / file_name(job.name or "", job.options.seed, "-decisions")
+    log = {"name": "decision_log", "path": str(path)}
+    observers = [*job.config.observers, log]
+    return replace(job, config=EngineConfig.load_with(job.config, {"observers": observers}))
 
 
 def _without_log(run: RunResult) -> RunResult:

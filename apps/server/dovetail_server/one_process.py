@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,56 +67,74 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
     )
     assembly = assemble(config, {})
     assembly.prepare_grammars()
+    begun = (
+        f"{groups_in_words(assembly.capacity)}dovetail serves {source}"
+        f"{ranks_in_words(assembly.capacity)} at {url}"
+    )
 
     async def serve() -> int:
-        loop = asyncio.get_running_loop()
-        failures: list[str] = []
-        signals: list[int] = []
-
-        def fail(reason: str) -> None:
-            if not failures:
-                failures.append(reason)
-                front_end.fail(reason)
-
-        def take_signal(number: int) -> None:
-            signals.append(number)
-            if len(signals) > 1:
-                running.cancel()
-            front_end.drain(settings.drain_timeout_s)
-
-        async def watch() -> None:
-            steps = StepWatch(thread.host)
-            while True:
-                await asyncio.sleep(0.25)
-                if steps.busy_s() > settings.step_timeout_s:
-                    fail(f"a step took longer than {settings.step_timeout_s:g} s (--step-timeout)")
-
-        def fail_soon(reason: str) -> None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(fail, reason)
-
-        thread = HostThread(assembly, fail_soon)
-        begun = f"{groups_in_words(assembly.capacity)}dovetail serves {source}{ranks_in_words(assembly.capacity)} at {url}"
-        front_end = FrontEnd(
-            thread.line, "", settings, sockets[0], lambda: print(begun, flush=True)
-        )
-        watching = asyncio.create_task(watch())
-        running = asyncio.create_task(front_end.run())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, take_signal, number)
-        try:
-            await running
-        except asyncio.CancelledError:
-            return 128 + signals[-1]
-        finally:
-            watching.cancel()
-            if not failures:
-                thread.close()
-        if failures:
-            raise EngineDeadError(failures[0])
-        if front_end.failure is not None:
-            raise DovetailError(front_end.failure)
-        return 0
+        return await _Server(assembly, settings, sockets[0], begun).run()
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(serve())
+
+
+class _Server:
+    """A front end with its engine, from its start in an event loop to its end."""
+
+    def __init__(
+        self, assembly: Assembly, settings: ServerSettings, socket: socket.socket, begun: str
+    ) -> None:
+        """`begun`: printed once requests are answered."""
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._failures: list[str] = []
+        self._signals: list[int] = []
+        self._thread = HostThread(assembly, self._fail_soon)
+        self._front_end = FrontEnd(
+            self._thread.line, "", settings, socket, lambda: print(begun, flush=True)
+        )
+        self._running = asyncio.create_task(self._front_end.run())
+
+    async def run(self) -> int:
+        """Serve until a signal arrives; return the exit code. Raises `DovetailError`."""
+        watching = asyncio.create_task(self._watch())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._take_signal, number)
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            return 128 + self._signals[-1]
+        finally:
+            watching.cancel()
+            if not self._failures:
+                self._thread.close()
+        if self._failures:
+            raise EngineDeadError(self._failures[0])
+        if self._front_end.failure is not None:
+            raise DovetailError(self._front_end.failure)
+        return 0
+
+    def _fail(self, reason: str) -> None:
+        if not self._failures:
+            self._failures.append(reason)
+            self._front_end.fail(reason)
+
+    def _fail_soon(self, reason: str) -> None:
+        """Called in the engine's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._fail, reason)
+
+    def _take_signal(self, number: int) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 1:
+            self._running.cancel()
+        self._front_end.drain(self._settings.drain_timeout_s)
+
+    async def _watch(self) -> None:
+        most_s = self._settings.step_timeout_s
+        steps = StepWatch(self._thread.host)
+        while True:
+            await asyncio.sleep(0.25)
+            if steps.busy_s() > most_s:
+                self._fail(f"a step took longer than {most_s:g} s (--step-timeout)")

@@ -8,6 +8,7 @@ hold only strings and small values, so that declaring a component imports nothin
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -84,35 +85,56 @@ class ComponentSpec:
     )
 
     def __post_init__(self) -> None:
-        def wrong(what: str, value: object, right: str) -> PluginError:
-            return PluginError(
-                f"ComponentSpec {self.name!r}: {what} is {value!r}, expected {right}"
+        for field, is_right, expected in _RULES:
+            value = getattr(self, field)
+            if not is_right(value):
+                raise PluginError(
+                    f"ComponentSpec {self.name!r}: {field} is {value!r}, expected {expected}"
+                )
+        if self.architectures and self.kind != "model":
+            raise PluginError(
+                f"ComponentSpec {self.name!r}: architectures is {self.architectures!r}, "
+                "expected (): only kind 'model' has architectures"
             )
 
-        if self.kind not in KINDS:
-            raise wrong("kind", self.kind, f"one of {', '.join(KINDS)}")
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise wrong("name", self.name, "lower case letters and digits, joined by '-' or '_'")
-        for what, value in (
-            ("target", self.target),
-            ("options", self.options),
-            ("request_extra", self.request_extra),
-        ):
-            if not (what != "target" and value is None) and not (
-                isinstance(value, str) and TARGET.fullmatch(value)
-            ):
-                raise wrong(what, value, '"package.module:Class"')
-        if not isinstance(self.api, str) or not re.fullmatch(r"\d+\.\d+", self.api):
-            raise wrong("api", self.api, '"major.minor", like "0.1"')
-        if not isinstance(self.summary, str) or "\n" in self.summary:
-            raise wrong("summary", self.summary, "one line of text")
-        for what, names in (("requires", self.requires), ("architectures", self.architectures)):
-            if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
-                raise wrong(what, names, "a tuple of strings")
-        if self.architectures and self.kind != "model":
-            raise wrong(
-                "architectures", self.architectures, "(): only kind 'model' has architectures"
-            )
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def _is_target(value: object) -> bool:
+    return isinstance(value, str) and TARGET.fullmatch(value) is not None
+
+
+def _is_target_or_none(value: object) -> bool:
+    return value is None or _is_target(value)
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\d+\.\d+", value) is not None
+
+
+def _is_line(value: object) -> bool:
+    return isinstance(value, str) and "\n" not in value
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+
+
+_NAMES = "lower case letters and digits, joined by '-' or '_'"
+_LINE = "one line of text"
+_RULES: tuple[tuple[str, Callable[[object], bool], str], ...] = (  # of the fields of ComponentSpec
+    ("kind", lambda value: value in KINDS, f"one of {', '.join(KINDS)}"),
+    ("name", _is_name, _NAMES),
+    ("target", _is_target, '"package.module:Class"'),
+    ("options", _is_target_or_none, '"package.module:Class"'),
+    ("request_extra", _is_target_or_none, '"package.module:Class"'),
+    ("api", _is_version, '"major.minor", like "0.1"'),
+    ("summary", _is_line, _LINE),
+    ("requires", _are_texts, "a tuple of strings"),
+    ("architectures", _are_texts, "a tuple of strings"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +145,15 @@ class _Offer:
 
     def __post_init__(self) -> None:
         spec = type(self).__name__
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise PluginError(
-                f"{spec}: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'"
-            )
-        if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
+        if not _is_name(self.name):
+            raise PluginError(f"{spec}: name is {self.name!r}, expected {_NAMES}")
+        if not _is_target(self.target):
             raise PluginError(
                 f'{spec} {self.name!r}: target is {self.target!r}, expected "package.module:app"'
             )
-        if not isinstance(self.summary, str) or "\n" in self.summary:
+        if not _is_line(self.summary):
             raise PluginError(
-                f"{spec} {self.name!r}: summary is {self.summary!r}, expected one line of text"
+                f"{spec} {self.name!r}: summary is {self.summary!r}, expected {_LINE}"
             )
 
 
@@ -161,13 +181,12 @@ class BundledModel:
     path: str  # relative, with "/"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not _is_name(self.name):
+            raise PluginError(f"BundledModel: name is {self.name!r}, expected {_NAMES}")
+        if not _is_target(f"{self.package}:x"):
             raise PluginError(
-                f"BundledModel: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'"
-            )
-        if not isinstance(self.package, str) or not TARGET.fullmatch(f"{self.package}:x"):
-            raise PluginError(
-                f'BundledModel {self.name!r}: package is {self.package!r}, expected "package.module"'
+                f"BundledModel {self.name!r}: package is {self.package!r}, "
+                'expected "package.module"'
             )
         if (
             not isinstance(self.path, str)
@@ -193,15 +212,14 @@ class QuantizationSpec:
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not _is_name(self.name):
+            raise PluginError(f"QuantizationSpec: name is {self.name!r}, expected {_NAMES}")
+        if not _is_target(self.target):
             raise PluginError(
-                f"QuantizationSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'"
+                f"QuantizationSpec {self.name!r}: target is {self.target!r}, "
+                'expected "package.module:Class"'
             )
-        if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
+        if not _is_line(self.summary):
             raise PluginError(
-                f'QuantizationSpec {self.name!r}: target is {self.target!r}, expected "package.module:Class"'
-            )
-        if not isinstance(self.summary, str) or "\n" in self.summary:
-            raise PluginError(
-                f"QuantizationSpec {self.name!r}: summary is {self.summary!r}, expected one line of text"
+                f"QuantizationSpec {self.name!r}: summary is {self.summary!r}, expected {_LINE}"
             )

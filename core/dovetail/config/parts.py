@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail.registry.models import locate_model
 from dovetail.registry.registry import PREFERENCE, Registry
 from dovetail.registry.resolved import ResolvedComponent
+
+_SELDOM_NEEDED = ("sampler", "logits_processor", "attention", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,59 +109,76 @@ def find_problems(
     """Return all problems with the model's name and with the components: their names, their options, and the import of those of the kinds
     `imports`. Packages may be missing that nobody needs: a simulation has neither sampler nor attention, and no request may ask
     for a grammar. If `note` is given, it is told of these instead."""
-    problems: list[DovetailError] = []
-
-    def check(part: ResolvedComponent) -> None:
-        with _noting(problems):
-            part.validate_options()
-        if part.spec.kind in imports:
-            with _noting(problems):
-                try:
-                    part.load()
-                except MissingExtraError as error:
-                    if note is None or part.spec.kind not in (
-                        "sampler",
-                        "logits_processor",
-                        "attention",
-                        "grammar",
-                    ):
-                        raise
-                    note(error)
-
-    with _noting(problems):
+    found = _Problems(imports, note)
+    with found.noting():
         locate_model(config.model.path, registry)
-    with _noting(problems):
+    with found.noting():
         tokenizer = config.chosen_tokenizer(registry)
         if tokenizer is not None:
-            check(tokenizer)
+            found.check(tokenizer)
         elif isinstance(config.tokenizer, str):
             locate_model(config.tokenizer, registry, key="tokenizer")
-    with _noting(problems):
-        for part in config.model_candidates(registry) if config.model.component is not None else ():
-            check(part)
-    with _noting(problems):
-        for part in config.attention_candidates(registry):
-            check(part)
-    with _noting(problems):
+    if config.model.component is not None:
+        with found.noting():
+            found.check(*config.model_candidates(registry))
+    with found.noting():
+        found.check(*config.attention_candidates(registry))
+    with found.noting():
         grammar = config.chosen_grammar(registry)
         if grammar is not None:
-            check(grammar)
+            found.check(grammar)
     for key, kind in COMPONENT_KEYS.items():
-        if kind in PREFERENCE or kind == "tokenizer":
-            continue
+        if kind not in PREFERENCE and kind != "tokenizer":
+            found.check_choices(config.choices(key), kind, registry)
+    return found.problems
+
+
+class _Problems:
+    """Problems with components, collected by `find_problems`."""
+
+    def __init__(
+        self, imports: Collection[Kind], note: Callable[[MissingExtraError], None] | None
+    ) -> None:
+        self.problems: list[DovetailError] = []
+        self._imports = imports
+        self._note = note
+
+    def noting(self) -> AbstractContextManager[None]:
+        return _noting(self.problems)
+
+    def check(self, *parts: ResolvedComponent) -> None:
+        """Validate the parts' options, and import those that are to be imported."""
+        for part in parts:
+            with self.noting():
+                part.validate_options()
+            if part.spec.kind in self._imports:
+                with self.noting():
+                    self._load(part)
+
+    def check_choices(
+        self, choices: Iterable[ComponentChoice], kind: Kind, registry: Registry
+    ) -> None:
         listed = set[str]()
-        for choice in config.choices(key):
-            with _noting(problems):
+        for choice in choices:
+            with self.noting():
                 part = registry.resolve(kind, choice.name, choice.options, choice.where)
-                check(part)
+                self.check(part)
                 if kind == "logits_processor" and part.qualified_name in listed:
                     raise ConfigError(
                         part.where.says(
-                            f"{part.qualified_name} is listed twice: requests ask for a logits processor by its name"
+                            f"{part.qualified_name} is listed twice: requests ask for a logits "
+                            "processor by its name"
                         )
                     )
                 listed.add(part.qualified_name)
-    return problems
+
+    def _load(self, part: ResolvedComponent) -> None:
+        try:
+            part.load()
+        except MissingExtraError as error:
+            if self._note is None or part.spec.kind not in _SELDOM_NEEDED:
+                raise
+            self._note(error)
 
 
 def all_of(problems: Sequence[DovetailError]) -> DovetailError:

@@ -135,29 +135,15 @@ class TemplateRefused(Exception):
 
 
 def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_chars: int) -> str:
-    """The template `text` with these variables. Raises `TemplateRefused`: `must_read` are those that it has to look at."""
-    try:
-        compiled = _compiled(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise TemplateRefused("syntax", line=error.lineno, reason=error.message) from None
-    except (
-        RecursionError,
-        SyntaxError,
-        MemoryError,
-    ):  # Python's limits to what is nested, while Jinja makes Python of it
-        raise TemplateRefused("nested") from None
-    except Exception as error:  # such as half a surrogate pair in it
-        raise TemplateRefused("fails", reason=error) from None
+    """Return the template `text` with these variables.
+
+    Raises `TemplateRefused`; also if it doesn't look at one of the variables `must_read`.
+    """
+    compiled = _readable(text)
     if unread := [name for name in must_read if name not in compiled.variables]:
         raise TemplateRefused("unread", names=unread)
-    pieces, chars = [], 0
     try:
-        for piece in compiled.template.generate(variables):
-            pieces.append(piece)
-            chars += len(piece)
-            if chars > max_chars:
-                raise TemplateRefused("long")
-        return "".join(pieces)
+        return _generated(compiled, variables, max_chars)
     except (TemplateRefused, MemoryError):
         raise
     except jinja2.TemplateError as error:
@@ -166,6 +152,30 @@ def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_ch
         raise TemplateRefused("fails", line=_line(error), reason=error.message) from None
     except Exception as error:  # a template meets every error that Python has
         raise TemplateRefused("fails", line=_line(error), reason=error) from None
+
+
+def _readable(text: str) -> _Compiled:
+    """Compile a template. Raises `TemplateRefused`."""
+    try:
+        return _compiled(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateRefused("syntax", line=error.lineno, reason=error.message) from None
+    except (RecursionError, SyntaxError, MemoryError):
+        # Python's limits to what is nested, while Jinja makes Python of it
+        raise TemplateRefused("nested") from None
+    except Exception as error:  # such as half a surrogate pair in it
+        raise TemplateRefused("fails", reason=error) from None
+
+
+def _generated(compiled: _Compiled, variables: Mapping[str, Any], max_chars: int) -> str:
+    pieces = []
+    chars = 0
+    for piece in compiled.template.generate(variables):
+        pieces.append(piece)
+        chars += len(piece)
+        if chars > max_chars:
+            raise TemplateRefused("long")
+    return "".join(pieces)
 
 
 def _line(error: BaseException) -> int | None:

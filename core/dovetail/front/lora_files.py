@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -370,63 +370,84 @@ def _paired(
     return paired
 
 
-def _tensors(content: bytes, most: int) -> dict[str, tuple[str, NDArray[Any]]]:
-    """Return the dtypes and tensors of a safetensors file of at most `most` by name; those of BF16 as unsigned integers."""
+class _Entry(NamedTuple):
+    """What the header of a safetensors file says of a tensor; offsets are those in its data."""
+
+    name: str
+    dtype: Any
+    shape: Any
+    begin: Any
+    end: Any
+
+    def check(self, size: int) -> None:
+        """Raise `RequestError` if its shape isn't a matrix's, or its bytes aren't within `size`."""
+        has_offsets = _is_list_of([self.begin, self.end], int)
+        if not has_offsets or not isinstance(self.shape, list):
+            raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file")
+        if not 0 <= self.begin <= self.end <= size:
+            raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file")
+        is_small = len(self.shape) <= 2 and _is_list_of(self.shape, int)
+        if not is_small or not all(0 <= one < _MAX_DIMENSION for one in self.shape):
+            raise RequestError(f"{WEIGHTS}: {shown(self.name)}: A and B must be matrices")
+        if self.dtype not in _DTYPES:
+            raise RequestError(
+                f"{WEIGHTS}: {shown(self.name)} is of type {shown(self.dtype)}: "
+                f"an adapter has {', '.join(_DTYPES)}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return int(math.prod(self.shape)) * np.dtype(_DTYPES[self.dtype]).itemsize
+
+
+def _header(content: bytes, most: int) -> tuple[list[_Entry], int]:
+    """Return the entries of a safetensors file's header, and where the data begin."""
     size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or not 2 <= size <= min(_MAX_HEADER, len(content) - 8):
         raise RequestError(f"{WEIGHTS} isn't a whole safetensors file")
+    bounds = JsonBounds(_TENSOR_PARTS * most + _OTHER_PARTS, 3)
     try:
-        header = read_json(
-            content[8 : 8 + size], JsonBounds(_TENSOR_PARTS * most + _OTHER_PARTS, 3)
-        )
+        header = read_json(content[8 : 8 + size], bounds)
     except WrongJsonError as error:
         raise RequestError(
             f"{WEIGHTS}: its header isn't that of an adapter for this model: {error}"
         ) from None
     try:
         entries = [
-            (name, entry["dtype"], entry["shape"], *entry["data_offsets"])
+            _Entry(name, entry["dtype"], entry["shape"], *entry["data_offsets"])
             for name, entry in header.items()
             if name != "__metadata__"
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file") from None
-    tensors, end = {}, 0
-    for name, _, shape, begin, after in entries:
-        if (
-            not isinstance(shape, list)
-            or not _is_list_of([begin, after], int)
-            or not 0 <= begin <= after <= len(content)
-        ):
-            raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file")
-        if (
-            len(shape) > 2
-            or not _is_list_of(shape, int)
-            or not all(0 <= one < _MAX_DIMENSION for one in shape)
-        ):
-            raise RequestError(f"{WEIGHTS}: {shown(name)}: A and B must be matrices")
-    for name, dtype, shape, begin, after in sorted(entries, key=lambda entry: entry[3:]):
-        if dtype not in _DTYPES:
+    return entries, 8 + size
+
+
+def _tensors(content: bytes, most: int) -> dict[str, tuple[str, NDArray[Any]]]:
+    """Return the dtypes and tensors of a safetensors file of at most `most` by name.
+
+    Those of BF16 are unsigned integers.
+    """
+    entries, start = _header(content, most)
+    for entry in entries:
+        entry.check(len(content))
+    tensors = {}
+    size = len(content) - start
+    end = 0
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        is_next = entry.begin == end and entry.end == end + entry.num_bytes
+        if not is_next or entry.end > size:
             raise RequestError(
-                f"{WEIGHTS}: {shown(name)} is of type {shown(dtype)}: an adapter has {', '.join(_DTYPES)}"
+                f"{WEIGHTS} isn't a whole safetensors file: {shown(entry.name)} would be "
+                f"at bytes {entry.begin} to {entry.end}"
             )
-        count = math.prod(shape)
-        if (
-            begin != end
-            or after - begin != count * np.dtype(_DTYPES[dtype]).itemsize
-            or 8 + size + after > len(content)
-        ):
-            raise RequestError(
-                f"{WEIGHTS} isn't a whole safetensors file: {shown(name)} would be at bytes {begin} to {after}"
-            )
-        tensors[name] = (
-            dtype,
-            np.frombuffer(content, _DTYPES[dtype], count, 8 + size + begin).reshape(shape),
-        )
-        end = after
-    if 8 + size + end != len(content):
+        count = math.prod(entry.shape)
+        values = np.frombuffer(content, _DTYPES[entry.dtype], count, start + entry.begin)
+        tensors[entry.name] = (entry.dtype, values.reshape(entry.shape))
+        end = entry.end
+    if end != size:
         raise RequestError(
-            f"{WEIGHTS} isn't a whole safetensors file: {len(content) - 8 - size - end} bytes belong to no tensor"
+            f"{WEIGHTS} isn't a whole safetensors file: {size - end} bytes belong to no tensor"
         )
     return tensors
 

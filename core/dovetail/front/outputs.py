@@ -181,6 +181,13 @@ class SampleOutput:
             self.text.append(self.unread)
             self.unread = []
 
+    def read_later(self, tokens: Sequence[int]) -> None:
+        """Detokenize these tokens of an answer that is delivered whole, several at once."""
+        if self.text is not None and not self.watches:
+            self.unread.extend(tokens)
+            if len(self.unread) >= READ_TOGETHER:
+                self.read()
+
     def take(
         self, kind: OutputKind, as_ids: Callable[[Iterable[int]], Sequence[int]]
     ) -> CompletionOutput:
@@ -249,32 +256,21 @@ class OutputBuilder:
         return {group for group in groups if self._has_finished(group)}
 
     def build(self, delivery: News, now: float) -> list[EngineOutput]:
-        """In the order in which requests first appear in the delivery."""
+        """Return outputs in the order in which requests first appear in the delivery."""
+        samples = self._samples
+        finished = delivery.finished
         outputs: list[EngineOutput] = []
-        samples, finished, changed = (
-            self._samples,
-            delivery.finished,
-            dict[RequestGroup[Any], list[SampleOutput]](),
-        )
-        for request, hosts in delivery.prompt_logprobs:
-            self._add_prompt_logprobs(samples[request].group, hosts)
-        for request, hosts, position in delivery.logprobs:
-            if (log := samples[request].logprobs) is not None:
-                log.add(hosts, position)
-        for request, data in delivery.pooled:
-            samples[request].pooled = data
+        changed: dict[RequestGroup[Any], list[SampleOutput]] = {}
+        self._note_values(delivery)
         for request, tokens in by_sample(delivery.requests, delivery.token_ids):
             sample = samples[request]
-            if sample.plain and request not in finished:
-                if sample.group.kind is OutputKind.DELTA:
-                    outputs.append(self._plain_delta(sample, tokens))
-                elif sample.text is not None and not sample.watches:
-                    sample.unread.extend(tokens)
-                    if len(sample.unread) >= READ_TOGETHER:
-                        sample.read()
-                continue
-            self._feed(sample, tokens, finished.get(request))
-            changed.setdefault(sample.group, []).append(sample)
+            if not sample.plain or request in finished:
+                self._feed(sample, tokens, finished.get(request))
+                changed.setdefault(sample.group, []).append(sample)
+            elif sample.group.kind is OutputKind.DELTA:
+                outputs.append(self._plain_delta(sample, tokens))
+            else:
+                sample.read_later(tokens)
         for request, finish in finished.items():
             sample = samples[request]
             self._finish(sample, finish, now)
@@ -286,6 +282,16 @@ class OutputBuilder:
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def _note_values(self, delivery: News) -> None:
+        """Keep log-probabilities and pooled values for the outputs that will show them."""
+        for request, hosts in delivery.prompt_logprobs:
+            self._add_prompt_logprobs(self._samples[request].group, hosts)
+        for request, hosts, position in delivery.logprobs:
+            if (log := self._samples[request].logprobs) is not None:
+                log.add(hosts, position)
+        for request, data in delivery.pooled:
+            self._samples[request].pooled = data
 
     def _has_finished(self, group: RequestGroup[Any]) -> bool:
         return all(self._samples[request].finish is not None for request in group.samples)

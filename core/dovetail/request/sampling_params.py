@@ -304,6 +304,12 @@ class SamplingParams(_Settable):
         put("logit_bias", _logit_bias(self.logit_bias))
         put("extra_args", _extra_args(self.extra_args))
         put("logits_processors", _logits_processors(self.logits_processors))
+        if self.structured is not None:
+            put("structured", Structured.of(self.structured))
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        """Raise `RequestError` for fields that exclude each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}"
@@ -313,11 +319,11 @@ class SamplingParams(_Settable):
                 "truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at least one token"
             )
         if self.structured is not None:
-            put("structured", rule := Structured.of(self.structured))
+            has_rule = Structured.of(self.structured).kind is not None
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
-                if (value := getattr(self, name)) and (
-                    rule.kind is not None or name == "allowed_token_ids"
-                ):
+                value = getattr(self, name)
+                contradicts = has_rule or name == "allowed_token_ids"
+                if value and contradicts:
                     raise RequestError(
                         f"{name} and structured contradict each other: the rule says which tokens may come, and where the end; got {shown(value)}"
                     )

@@ -106,28 +106,32 @@ class _Engagement:
             thread.start()
         try:
             while (received := self._received.get()) is not None:
-                kind, data = received
-                if kind == CONTROL:
-                    self._obey(data)
-                elif self._host is not None and self._host.writer is not None:
-                    self._host.writer.send(Kind(kind), [data])
+                self._take(*received)
         except DovetailError as error:  # of a rank; the engine has it already
             return str(error)
-        except (
-            Exception
-        ) as error:  # a plugin that isn't installed here, or too few files or processes
+        except Exception as error:  # a plugin that isn't here, or too few files or processes
             self._tell_failure(describe(error))
         finally:
-            if self._failure:
-                self._listener.join(READ_S)
-            self._over.set()
-            self._wire.close()
-            if self._host is not None:
-                self._host.stop()
-            for thread in self._threads:
-                if thread.ident is not None:
-                    thread.join()
+            self._end()
         return self._failure or GONE
+
+    def _take(self, kind: int, data: Any) -> None:
+        """Obey a message, or pass a step on to the ranks."""
+        if kind == CONTROL:
+            self._obey(data)
+        elif self._host is not None and self._host.writer is not None:
+            self._host.writer.send(Kind(kind), [data])
+
+    def _end(self) -> None:
+        if self._failure:
+            self._listener.join(READ_S)
+        self._over.set()
+        self._wire.close()
+        if self._host is not None:
+            self._host.stop()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
 
     def _listen(self) -> None:
         """Receive messages, also while another thread is busy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -428,50 +428,7 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item in items:
-        match item:
-            case MessageItem(role="assistant"):
-                _add_text(_assistant_message(messages), _text(item.content))
-            case MessageItem():
-                messages.append({"role": item.role, "content": _text(item.content)})
-            case FunctionCallOutputItem() | CustomCallOutputItem():
-                _add_result(messages, item.call_id, _text(item.output))
-            case LocalShellOutputItem():
-                _add_result(messages, item.call_id or item.id or "", item.output)
-            case ToolSearchOutputItem():
-                found = ", ".join(function.name for function in ResponseTools(item.tools).functions)
-                _add_result(
-                    messages, item.call_id or "", f"Found: {found}" if found else "Found none"
-                )
-            case FunctionCallItem():
-                callee = Callee("function", item.name, item.namespace)
-                _add_call(messages, item.call_id, callee, item.arguments)
-            case CustomCallItem():
-                callee = Callee("custom", item.name, item.namespace)
-                _add_call(messages, item.call_id, callee, {"input": item.input})
-            case LocalShellCallItem():
-                action = msgspec.to_builtins(item.action)
-                arguments = {
-                    name: value
-                    for name, value in action.items()
-                    if name != "type" and value is not None
-                }
-                _add_call(
-                    messages,
-                    item.call_id or item.id or "",
-                    Callee("local_shell", "local_shell"),
-                    arguments,
-                )
-            case ToolSearchCallItem():
-                _add_call(
-                    messages,
-                    item.call_id or "",
-                    Callee("tool_search", "tool_search"),
-                    item.arguments,
-                )
-            case ReasoningItem():
-                thoughts = item.content if item.content is not None else item.summary
-                message = _assistant_message(messages, new=True)
-                message["reasoning_content"] = "\n".join(part.text for part in thoughts)
+        _ADDERS[type(item)](messages, item)
     for message in messages:
         if message["role"] != "assistant":
             continue
@@ -480,6 +437,71 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
         elif not message.get("tool_calls"):
             message["content"] = ""  # reasoning only
     return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: MessageItem) -> None:
+    if item.role == "assistant":
+        _add_text(_assistant_message(messages), _text(item.content))
+    else:
+        messages.append({"role": item.role, "content": _text(item.content)})
+
+
+def _add_reasoning(messages: list[dict[str, Any]], item: ReasoningItem) -> None:
+    thoughts = item.summary if item.content is None else item.content
+    message = _assistant_message(messages, new=True)
+    message["reasoning_content"] = "\n".join(part.text for part in thoughts)
+
+
+def _add_function_call(messages: list[dict[str, Any]], item: FunctionCallItem) -> None:
+    callee = Callee("function", item.name, item.namespace)
+    _add_call(messages, item.call_id, callee, item.arguments)
+
+
+def _add_custom_call(messages: list[dict[str, Any]], item: CustomCallItem) -> None:
+    callee = Callee("custom", item.name, item.namespace)
+    _add_call(messages, item.call_id, callee, {"input": item.input})
+
+
+def _add_shell_call(messages: list[dict[str, Any]], item: LocalShellCallItem) -> None:
+    action = msgspec.to_builtins(item.action)
+    del action["type"]
+    arguments = {name: value for name, value in action.items() if value is not None}
+    callee = Callee("local_shell", "local_shell")
+    _add_call(messages, item.call_id or item.id or "", callee, arguments)
+
+
+def _add_search_call(messages: list[dict[str, Any]], item: ToolSearchCallItem) -> None:
+    callee = Callee("tool_search", "tool_search")
+    _add_call(messages, item.call_id or "", callee, item.arguments)
+
+
+def _add_output(
+    messages: list[dict[str, Any]], item: FunctionCallOutputItem | CustomCallOutputItem
+) -> None:
+    _add_result(messages, item.call_id, _text(item.output))
+
+
+def _add_shell_output(messages: list[dict[str, Any]], item: LocalShellOutputItem) -> None:
+    _add_result(messages, item.call_id or item.id or "", item.output)
+
+
+def _add_search_output(messages: list[dict[str, Any]], item: ToolSearchOutputItem) -> None:
+    found = ", ".join(function.name for function in ResponseTools(item.tools).functions)
+    _add_result(messages, item.call_id or "", f"Found: {found}" if found else "Found none")
+
+
+_ADDERS: Mapping[type, Callable[[list[dict[str, Any]], Any], None]] = {
+    MessageItem: _add_message,
+    ReasoningItem: _add_reasoning,
+    FunctionCallItem: _add_function_call,
+    FunctionCallOutputItem: _add_output,
+    CustomCallItem: _add_custom_call,
+    CustomCallOutputItem: _add_output,
+    LocalShellCallItem: _add_shell_call,
+    LocalShellOutputItem: _add_shell_output,
+    ToolSearchCallItem: _add_search_call,
+    ToolSearchOutputItem: _add_search_output,
+}
 
 
 def _add_call(messages: list[dict[str, Any]], call_id: str, callee: Callee, arguments: Any) -> None:

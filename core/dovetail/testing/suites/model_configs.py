@@ -307,31 +307,32 @@ def changes(architecture: str) -> Iterator[Change]:
         if field in common or field.startswith("_"):
             continue
         if isinstance(value, bool):
-            for needed in (
-                (WITH_A_WINDOW, WITH_THE_LEAST_WINDOW) if field == "use_sliding_window" else ({},)
-            ):
-                yield Change(
-                    field,
-                    {
-                        field: not value,
-                        **{name: number for name, number in needed.items() if name in own},
-                    },
-                )
+            yield from _switched(field, own)
         elif isinstance(value, float) and not field.endswith(("dropout", "range")):
             yield Change(field, {field: value * 3 or 0.5})
             if field.endswith(("eps", "epsilon")):
                 yield Change(field, {field: 1e-12}, tiny_weights=1e-5)
         elif field in ("hidden_act", "hidden_activation", "classifier_activation"):
             yield Change(field, {field: "gelu" if value != "gelu" else "silu"})
-        elif field == "sliding_window":
-            yield from (Change(field, {field: window}) for window in (3, 1))
-        elif field == "local_attention":
-            yield from (Change(field, {field: window}) for window in (8, 2, 1))
+        elif field in _WINDOWS:
+            yield from (Change(field, {field: window}) for window in _WINDOWS[field])
         elif field == "rope_parameters":
-            plain = value[KINDS[1]] if has_ropes(value) else value
-            yield from (Change("rope_type", {field: with_rope(value, rope)}) for rope in ROPES)
-            yield Change("rope_theta", {field: with_rope(value, {**plain, "rope_theta": 1e8})})
-            yield Change(
-                "partial_rotary_factor",
-                {field: with_rope(value, {**plain, "partial_rotary_factor": 0.5})},
-            )
+            yield from _roped(field, value)
+
+
+_WINDOWS = {"sliding_window": (3, 1), "local_attention": (8, 2, 1)}
+
+
+def _switched(field: str, own: dict[str, Any]) -> Iterator[Change]:
+    """Yield a switch the other way, with what it needs."""
+    windows = (WITH_A_WINDOW, WITH_THE_LEAST_WINDOW)
+    for needed in windows if field == "use_sliding_window" else ({},):
+        others = {name: number for name, number in needed.items() if name in own}
+        yield Change(field, {field: not own[field], **others})
+
+
+def _roped(field: str, value: Any) -> Iterator[Change]:
+    plain = value[KINDS[1]] if has_ropes(value) else value
+    yield from (Change("rope_type", {field: with_rope(value, rope)}) for rope in ROPES)
+    for key, number in (("rope_theta", 1e8), ("partial_rotary_factor", 0.5)):
+        yield Change(key, {field: with_rope(value, {**plain, key: number})})
