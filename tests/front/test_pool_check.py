@@ -7,7 +7,7 @@ import pytest
 from dovetail.api.executor import Capacity
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import UnsupportedError
-from dovetail.front.assembly import check_pool
+from dovetail.front.assembly_checks import check_pool
 
 LAYOUT = KVLayout((CacheGroup((0,), 4), CacheGroup((1,), 4, window=8)), 1, "float32")
 

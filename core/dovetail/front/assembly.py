@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.api.executor import Capacity, Executor, ExecutorContext
-from dovetail.api.json_files import read_json_object
-from dovetail.api.kv_cache import KVCacheManager, KVContext, KVLayout
+from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import SamplerCapabilities
 from dovetail.api.scheduler import SchedulerContext
@@ -36,6 +35,13 @@ from dovetail.errors import (
     UnsupportedError,
 )
 from dovetail.front.adapters import AdapterStore, RequestedAdapter
+from dovetail.front.assembly_checks import (
+    check_groups,
+    check_pool,
+    check_processors,
+    check_sampler,
+    refuse_encoder_decoder,
+)
 from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.component_values import ComponentValues
 from dovetail.front.generation_config import GenerationDefaults
@@ -189,7 +195,7 @@ def assemble(
     )
     named = config.tokenizer if own_tokenizer is None else None
     tokenizer_dir = _find("tokenizer", named, registry) if isinstance(named, str) else model_dir
-    _refuse_encoder_decoder(model_dir)
+    refuse_encoder_decoder(model_dir)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     if own_tokenizer is not None:
         defaults = replace(
@@ -199,8 +205,8 @@ def assemble(
     clock = clock or (
         VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock()
     )
-    _check_sampler(config, parts)
-    _check_processors(parts)
+    check_sampler(config, parts)
+    check_processors(parts)
     model_drafter = _make_model_drafter(config, parts)
     executor = _make_executor(config, parts, registry, model_dir, model_drafter, clock, progress)
     frozen = gc.get_freeze_count()
@@ -293,14 +299,6 @@ def _pooling_facts(
             f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or use `local` or `tensor`"
         )
     return None
-
-
-def _refuse_encoder_decoder(model_dir: Path) -> None:
-    """Raise `UnsupportedError` for a model with an encoder, before other files are found wrong."""
-    path = model_dir / "config.json"
-    if path.is_file() and read_json_object(path).get("is_encoder_decoder"):
-        reason = "is_encoder_decoder: a model with an encoder beside its decoder isn't served"
-        raise UnsupportedError(f"{path}: {reason}")
 
 
 def _find(key: str, name: str, registry: Registry) -> Path:
@@ -425,35 +423,6 @@ def _make_adapters(config: EngineConfig, capacity: Capacity, parts: Parts) -> Ad
     return AdapterStore(capacity.adapters, config.adapters.copies)
 
 
-def _check_sampler(config: EngineConfig, parts: Parts) -> None:
-    """Raise `UnsupportedError` if there are to be drafts, and the sampler can't sample after them. It is found before the weights are loaded."""
-    if config.speculation is None or parts.executor.load().capabilities.virtual_clock:
-        return
-    if not parts.sampler.load().capabilities.drafts:
-        raise UnsupportedError(
-            f"sampler {parts.sampler.qualified_name} can't sample after drafts, so there can be no speculation: leave `speculation` out, use the "
-            "sampler `default`, or ask its author for the capability `drafts`"
-        )
-
-
-def _check_processors(parts: Parts) -> None:
-    """Raise `UnsupportedError` if there are logits processors, and sampler or executor can't apply them. Found before the weights are loaded."""
-    can = parts.executor.load().capabilities
-    if not parts.logits_processors or can.virtual_clock or not can.samples:
-        return
-    if not can.logits_processors:
-        raise UnsupportedError(
-            f"logits_processors: executor {parts.executor.qualified_name} can't apply them: leave them out, or use `local`"
-        )
-    if not parts.sampler.load().capabilities.processors:
-        raise UnsupportedError(
-            f"logits_processors: sampler {parts.sampler.qualified_name} can't apply them: leave them out, use the sampler `default`, or ask its "
-            "author for the capability `processors`"
-        )
-    for part in parts.logits_processors:
-        part.load()
-
-
 def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | None:
     """Make the drafter if it drafts with a model, which the executor has to load; a simulation doesn't. Raises `UnsupportedError` if it can't."""
     if (
@@ -497,37 +466,6 @@ def _make_timing(
     drafter: Drafter = parts.drafter.make(context) if model_drafter is None else model_drafter
     limits = chosen.max_drafts, chosen.timeout_s
     return partial(Speculation, drafter, parts.drafter.qualified_name, *limits)
-
-
-def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:
-    """One sequence of `max_model_len`, computed in steps of `max_tokens`, must fit, or some request could stop the engine. `trims`: the KV-cache
-    manager releases blocks that have left a window. Raises `UnsupportedError`."""
-    layout, length = capacity.layout, capacity.max_model_len
-    needed = layout.most_pages(length, max_tokens) if trims else layout.pages(length)
-    if capacity.num_pages < needed:
-        raise UnsupportedError(
-            f"the KV cache has {capacity.num_pages} pages, but one sequence of max_model_len = {capacity.max_model_len} tokens needs {needed}: "
-            "lower max_model_len, or raise kv_cache_memory or gpu_memory_utilization"
-        )
-
-
-def check_groups(layout: KVLayout, kv: KVCacheManager, name: str) -> None:
-    """Raise `UnsupportedError` if `kv` serves one block table for all layers, and the model needs several."""
-    if not kv.capabilities.groups and (
-        len(layout.groups) > 1 or any(group.pages_per_block > 1 for group in layout.groups)
-    ):
-        windows = ", ".join(
-            "full" if group.window is None else str(group.window) for group in layout.groups
-        )
-        raise UnsupportedError(
-            f"KV-cache manager {name} serves models of one cache group, and this one has {len(layout.groups)} (windows: {windows}); use `prefix`, "
-            "or ask its author for the capability `groups`"
-        )
-    if layout.recurrent and not kv.capabilities.states:
-        raise UnsupportedError(
-            f"KV-cache manager {name} can't keep the states of recurrent layers, which this model has; use `prefix`, or ask its author for the "
-            "capability `states`"
-        )
 
 
 def _started(parts: Parts, capacity: Capacity, clock: Clock) -> EngineStarted:
