@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.api.executor import Batch
 from dovetail_executors.runtime.profiling import biggest_batch, drafting_batch, peak_bytes
 from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.step import Step
 from tests.runtime.fakes import Bench, layout
 
 
@@ -41,10 +43,15 @@ def test_the_peak_counts_what_torch_and_others_hold_and_leaves_the_rows_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()
-    known = []
-    monkeypatch.setattr(
-        bench.rows, "advance", lambda *step: known.append(bench.rows.known + step[1])
-    )
+    computed: list[list[int]] = []
+    submit = bench.runner.submit
+
+    def counted(batch: Batch) -> Step:
+        step = submit(batch)
+        computed.append(bench.rows.computed.tolist())
+        return step
+
+    monkeypatch.setattr(bench.runner, "submit", counted)
     for name, value in {
         "empty_cache": None,
         "reset_peak_memory_stats": None,
@@ -54,7 +61,5 @@ def test_the_peak_counts_what_torch_and_others_hold_and_leaves_the_rows_empty(
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000, 10_000))
     assert peak_bytes(bench.runner, 32) == (10_000 - 8_000 - 300) + 500
-    assert [count.tolist() for count in known] == [
-        [16] * 4
-    ]  # the 8 tokens of a row that are known, and as many that were computed
+    assert computed == [[8] * 4], "one step, of all rows and tokens"
     assert not np.any(bench.rows.known)

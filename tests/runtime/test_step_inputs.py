@@ -105,7 +105,7 @@ def test_a_batch_is_flat(step: Step) -> None:
     host = inputs_of(step)
     expected = expected_of(step)
     assert lists_of(host) == lists_of(host.to_device(rows_of())) == expected
-    assert host.num_tokens == len(expected["token_indices"])
+    assert len(host.positions) == len(expected["token_indices"])
     assert host.ends.tolist() == expected["query_starts"][1:]
 
 
@@ -120,7 +120,7 @@ def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: 
         filled, expected, padding = (
             lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)),
             expected_of(step),
-            SIZE - host.num_tokens,
+            SIZE - len(host.positions),
         )
         for padded, number in (
             (expected["token_indices"], 0),

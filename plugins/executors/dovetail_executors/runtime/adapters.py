@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -185,22 +184,23 @@ class Adapters(StepFeature[Literal[True]]):
         """The rows have a column `COLUMN`."""
         self.bank = bank
         self.work = AdapterWork(bank.step, rows.columns[COLUMN])
-        self._of_rows = np.zeros(rows.max_rows, np.int32)  # equals the column
+        self.asking = self._slots = dict[int, int]()  # of rows that have one: as the column
 
     def begin(self, step: Step) -> Literal[True] | None:
         part = step.batch.part(AdapterRows) or NONE
         for load in part.loads:
             self.bank.load(load)
-        for new in step.batch.added:
-            slot = part.slots.get(new.row, 0)
+        for row in step.batch.removed.tolist():
+            self._slots.pop(row, None)
+        for row, slot in part.slots.items():
             self.bank.check(slot)
-            self._of_rows[new.row] = slot
-        return True if self._of_rows[step.batch.rows].any() else None
+            self._slots[row] = slot
+        return None if self._slots.keys().isdisjoint(step.batch.rows.tolist()) else True
 
     def changes_logits(self, rows: NDArray[Any]) -> bool:
         if not self.bank.heads:
             return False
-        return bool(np.isin(self._of_rows[rows], [*self.bank.heads]).any())
+        return any(self._slots.get(row) in self.bank.heads for row in rows.tolist())
 
     def biggest(self, batch: Batch) -> Iterator[Batch]:
         """Yield the step with an adapter in each row: layers keep what they don't fuse."""

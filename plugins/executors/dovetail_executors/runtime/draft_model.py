@@ -101,7 +101,9 @@ class DraftPlan(FeaturePlan):
         def make_moved(spec: LayerSpec) -> AttentionLayer:
             return loaded.make_layer(moved(spec, first))
 
-        make = loaded.splitter.wrap(make_moved if scales is None else scales.wrap(make_moved))
+        make = make_moved if scales is None else scales.wrap(make_moved)
+        if loaded.splitter is not None:
+            make = loaded.splitter.wrap(make)
         model = load_model(
             self.plan,
             self.config,
@@ -268,7 +270,7 @@ class DraftModel(Proposer):
         inputs = host.to_device(self._rows)
         self._backend.plan(host.attention_batch(self._rows, inputs))
         token_ids = self._rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
-        ends = to_device(host.ends.astype(np.int64) - 1, self._rows.device)
+        ends = to_device(host.line_ends, self._rows.device)
         hidden = self.model(token_ids, inputs.positions, ends)
         if ahead is None:
             return

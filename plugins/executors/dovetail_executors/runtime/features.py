@@ -11,8 +11,8 @@ step has them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -59,7 +59,9 @@ class StepFeature(ABC, Generic[Note]):
     decide alike."""
 
     part: type | None = None  # of a batch, that it reads; None: it reads none
-    idle: bool = False  # True while it needn't see batches without parts
+    # Rows that ask for it, which it may keep: while there are none, it needn't see batches without
+    # parts. None: it sees all
+    asking: Collection[Any] | None = None
     axis: str | None = None  # its device work is only in recordings with this name
     reads_states: bool = False  # True: no step with a note is replayed as a whole
     work: DeviceWork | None = None  # None: nothing for the device
@@ -141,7 +143,7 @@ class Loaded:
     sampling: Sampling
     rows: RowState
     make_layer: Callable[[LayerSpec], AttentionLayer]  # bound to the pool
-    splitter: LayerSplitter
+    splitter: LayerSplitter | None  # wraps layers at which recordings are split; None: none is made
     group: ParallelGroup
     device: torch.device
     progress: Callable[[str, int, int], None] | None
@@ -159,35 +161,3 @@ class FeaturePlan(ABC):
     @abstractmethod
     def build(self, loaded: Loaded) -> StepFeature[Any]:
         """Return the feature. Raises `ModelLoadError` or `UnsupportedError` if it can't be."""
-
-
-@dataclass
-class WantedStates:
-    """The final states that a step's lines and its features read."""
-
-    lines: Int64  # [n] the lines' last tokens
-    tokens: Int64 = field(init=False)  # of all, lines first
-    every: bool = False
-    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
-    of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
-
-    @classmethod
-    def of_step(cls, step: Step, host: HostInputs, most: int) -> WantedStates:
-        """Ask the step's features. More than `most` states aren't computed apart."""
-        lines = host.line_ends(step.batch.num_lines)
-        made, tokens, count = cls(lines), [lines], len(lines)
-        for feature, note in step.notes.items():
-            wanted = feature.wants(step, note, host)
-            if wanted is not None:
-                tokens.append(wanted.tokens)
-                made.of[feature] = slice(count, count + len(wanted.tokens))
-                count += len(wanted.tokens)
-                made.every |= wanted.every
-                made.extra.update(wanted.extra or {})
-        made.tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        made.every |= bool(made.of) and count > most
-        return made
-
-    def places(self, part: slice) -> Int64:
-        """Return where in the computed states those of a part of `tokens` are."""
-        return self.tokens[part] if self.every else np.arange(part.start, part.stop)

@@ -37,7 +37,6 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail_executors.runtime.decode_rows import last_tokens
-from dovetail_executors.runtime.layer_plans import LayerPlan
 from dovetail_executors.runtime.logits import Asks
 from dovetail_executors.runtime.model_io import (
     DECODE,
@@ -53,8 +52,9 @@ from dovetail_executors.runtime.model_io import (
 )
 from dovetail_executors.runtime.recording import LayerSplitter, Recording, record
 from dovetail_executors.runtime.row_state import RowState
-from dovetail_executors.runtime.sampled import Sampled
 from dovetail_executors.runtime.sampling import Sampling, settled
+from dovetail_executors.runtime.state_plan import StatePlan
+from dovetail_executors.runtime.step import Sampled
 from dovetail_executors.runtime.step_inputs import (
     DecodeInputs,
     HostLines,
@@ -77,7 +77,7 @@ class StepParts:
     """Objects that compute steps."""
 
     model: StepModel
-    layers: tuple[LayerPlan, ...]
+    states: tuple[StatePlan, ...]  # of recurrent layers, one if there are any
     backend: AttentionBackend
     sampling: Sampling
     generates: bool = True  # some steps sample
@@ -88,9 +88,9 @@ class StepParts:
 
     def plan_recorded(self, inputs: DecodeInputs, *, shared: bool = False) -> None:
         """Plan a decode step of padding."""
-        attention = inputs.fill(NO_LINES, int(shared))
-        for layers in self.layers:
-            layers.plan_recorded(inputs, attention)
+        self.backend.plan(inputs.fill(NO_LINES, int(shared)))
+        for states in self.states:
+            states.plan_recorded(inputs)
 
 
 class Builder(ABC):

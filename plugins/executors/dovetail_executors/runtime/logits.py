@@ -20,7 +20,7 @@ from dovetail.nn.token_masks import mask_tokens
 from dovetail.nn.transfer import all_to_device
 from dovetail.request.frozen import thawed
 from dovetail_executors.runtime.row_state import RowState
-from dovetail_executors.runtime.sampler_rows import update_rows
+from dovetail_executors.runtime.sampler_rows import update_one_by_one
 
 logger = logging.getLogger("dovetail")
 
@@ -176,12 +176,15 @@ class LogitsProcessors:
     def _begin(self, index: int, rows: Sequence[ProcessedRow]) -> dict[int, str]:
         """Start rows. Returns those that the processor rejects, and why."""
         if index not in self._lost and rows:
+            name, update = f"logits processor {self.names[index]}", self._made[index].update
             try:
-                return update_rows(
-                    f"logits processor {self.names[index]}", self._made[index].update, [], rows
-                )
-            except Exception as error:
-                self._lose(index, error)
+                update([], rows)
+                return {}
+            except Exception:
+                try:
+                    return update_one_by_one(name, update, [], rows)
+                except Exception as error:
+                    self._lose(index, error)
         return {row.row: self._lost[index] for row in rows}
 
     def _lose(self, index: int, error: Exception) -> None:

@@ -126,7 +126,7 @@ class PooledStep:
 class Pooler(StepFeature[PooledStep]):
     """Rows that pool, of one device. Its memory is allocated when first needed."""
 
-    part, idle, reads_states = PoolingRows, True, True
+    part, reads_states = PoolingRows, True
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Pooler(StepFeature[PooledStep]):
         model."""
         self.plan, self._layers, self._head, self._state = plan, layers, head, rows
         self._reads_types = reads_types
-        self._rows: dict[int, _Row] = {}
+        self.asking = self._rows = dict[int, _Row]()
         self._held: torch.Tensor | None = None
 
     @property
@@ -173,7 +173,6 @@ class Pooler(StepFeature[PooledStep]):
                 if (pooling := part.added.get(new.row)) is not None:
                     self._check(new, pooling)
                     self._rows[new.row] = _Row(pooling)
-        self.idle = not self._rows
         due = frozenset(() if part is None else part.due.tolist())
         if not self._rows and not due:
             return None

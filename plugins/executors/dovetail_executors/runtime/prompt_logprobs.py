@@ -40,17 +40,15 @@ class RowsWithPromptLogprobs(StepFeature[Asked]):
 
     def __init__(self, rows: RowState, vocab_size: int) -> None:
         self._rows = rows
-        self._asked = np.full(rows.max_rows, -1, np.int64)  # alternatives per token; -1: none
+        self.asking = rows.prompt_logprobs
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions computed at once
 
     def begin(self, step: Step) -> Asked | None:
         batch = step.batch
-        for new in batch.added:
-            asked = None if new.sampling is None else new.sampling.prompt_logprobs
-            self._asked[new.row] = -1 if asked is None else asked
         starts = self._rows.computed[batch.rows]
         left = self._rows.known[batch.rows] - starts - 1
-        indices = np.flatnonzero((self._asked[batch.rows] >= 0) & (left > 0))
+        asked = [row in self._rows.prompt_logprobs for row in batch.rows.tolist()]
+        indices = np.flatnonzero(np.array(asked) & (left > 0))
         if not len(indices):
             return None
         counts = np.minimum(batch.num_tokens[indices], left[indices])
@@ -75,7 +73,7 @@ class RowsWithPromptLogprobs(StepFeature[Asked]):
                 strict=True,
             ):
                 logits = states.logits(hidden, row)
-                copy.add(top_logprobs(logits, targets, int(self._asked[row])))
+                copy.add(top_logprobs(logits, targets, self._rows.prompt_logprobs[row]))
 
     def collect(self, step: Step, note: Asked, failed: dict[int, str]) -> PromptLogprobs:
         return PromptLogprobs({index: copy.value() for index, copy in note.results.items()})

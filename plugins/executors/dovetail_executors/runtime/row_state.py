@@ -119,11 +119,9 @@ class RowState:
         self.logprobs = np.full(
             max_rows, -1, np.int64
         )  # requested alternatives per sampled token; -1: none
+        self.prompt_logprobs: dict[int, int] = {}  # the same of prompt tokens, of rows that ask
+        self.history = RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
-
-    @property
-    def history(self) -> RowHistory:
-        return RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
 
     @property
     def tables(self) -> torch.Tensor:
@@ -155,6 +153,9 @@ class RowState:
         if len(batch.removed):
             self.known[batch.removed] = self.computed[batch.removed] = 0
             self.num_pages[:, batch.removed] = 0
+            if self.prompt_logprobs:
+                for row in batch.removed.tolist():
+                    self.prompt_logprobs.pop(row, None)
         changes = self._add(batch) if batch.added else []
         if len(batch.new_pages):
             for group, tables in enumerate(self._tables_of):
@@ -230,10 +231,6 @@ class RowState:
         slots[:, :count] = pages * sizes + positions % sizes
         slots[:, count:] = self.waste_page * sizes
 
-    def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
-        """Record that `num_tokens` more tokens of each row are computed."""
-        self.computed[rows] += num_tokens
-
     def _capacity(self, rows: NDArray[np.int32]) -> Int64:
         """Return how many tokens the blocks of these rows hold."""
         capacity: Int64 | None = None
@@ -291,8 +288,12 @@ class RowState:
         self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
-            asked = None if new.sampling is None else new.sampling.logprobs
-            self.logprobs[new.row] = -1 if asked is None else asked
+            self.logprobs[new.row] = -1
+            if (sampling := new.sampling) is not None:
+                if sampling.logprobs is not None:
+                    self.logprobs[new.row] = sampling.logprobs
+                if sampling.prompt_logprobs is not None:
+                    self.prompt_logprobs[new.row] = sampling.prompt_logprobs
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,15 +25,9 @@ from dovetail.api.sampler import Lines
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import all_to_device, to_device
 from dovetail_executors.runtime.device_work import DeviceWork
-from dovetail_executors.runtime.features import (
-    FinalStates,
-    Proposer,
-    StepFeature,
-    WantedStates,
-)
+from dovetail_executors.runtime.features import FinalStates, Proposer, StepFeature
 from dovetail_executors.runtime.graphs import Graph, Graphs, StepParts
 from dovetail_executors.runtime.kv_pool import KVPool
-from dovetail_executors.runtime.layer_plans import AttentionPlan, LayerPlan
 from dovetail_executors.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
 from dovetail_executors.runtime.sampling import Sampling
 from dovetail_executors.runtime.state_plan import StatePlan
@@ -42,6 +37,37 @@ from dovetail_executors.runtime.step_model import StepModel
 
 SHARING_WORTH = 4096  # tokens of K and V saved; with fewer, sharing costs more than it saves
 Int64 = NDArray[np.int64]
+
+
+@dataclass
+class WantedStates:
+    """The final states that a step's lines and its features read."""
+
+    lines: Int64  # [n] the lines' last tokens
+    tokens: Int64 = field(init=False)  # of all, lines first
+    every: bool = False
+    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
+    of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
+
+    @classmethod
+    def of_step(cls, step: Step, host: HostInputs, most: int) -> WantedStates:
+        """Ask the step's features. More than `most` states aren't computed apart."""
+        made, tokens, count = cls(host.line_ends), [host.line_ends], len(host.line_ends)
+        for feature, note in step.notes.items():
+            wanted = feature.wants(step, note, host)
+            if wanted is not None:
+                tokens.append(wanted.tokens)
+                made.of[feature] = slice(count, count + len(wanted.tokens))
+                count += len(wanted.tokens)
+                made.every |= wanted.every
+                made.extra.update(wanted.extra or {})
+        made.tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        made.every |= bool(made.of) and count > most
+        return made
+
+    def places(self, part: slice) -> Int64:
+        """Return where in the computed states those of a part of `tokens` are."""
+        return self.tokens[part] if self.every else np.arange(part.start, part.stop)
 
 
 class Runner:
@@ -65,12 +91,10 @@ class Runner:
         self.backend, self.pool, self.sampling, self.clock = backend, pool, sampling, clock
         self.rows, self.device = sampling.rows, sampling.rows.device
         self.features = tuple(features)
-        layers: list[LayerPlan] = [AttentionPlan(backend)]
-        if self.rows.states is not None:
-            layers.append(StatePlan(self.rows.states, self.rows))
+        states = () if self.rows.states is None else (StatePlan(self.rows.states, self.rows),)
         works = [feature.work for feature in features if feature.work is not None]
         step_model = StepModel(model, works, self.rows)
-        self.parts = StepParts(step_model, tuple(layers), backend, sampling, generates)
+        self.parts = StepParts(step_model, states, backend, sampling, generates)
         self.graphs: Graphs | None = None  # set once captured
         self._pending: deque[Step] = deque()
         self._lowest_draft = -1 if any(isinstance(feature, Proposer) for feature in features) else 0
@@ -80,7 +104,7 @@ class Runner:
         """Enqueue a step; for a late one, only the model. Raises `DovetailError` if it doesn't match
         the rows' state."""
         step = self._begin(batch)
-        graph = self._whole_graph(step)
+        graph = None if self.graphs is None else self._whole_graph(step, self.graphs)
         if batch.drafts is not None:
             self.sampling.tell(step)
             if graph is None:  # those of recorded steps come with their inputs
@@ -93,7 +117,7 @@ class Runner:
             self._run_model(step)
             self.sampling.tell(step)  # while the device computes
         if batch.drafts is None:  # otherwise `collect` does
-            self.rows.advance(batch.rows, batch.num_tokens)
+            self.rows.computed[batch.rows] += batch.num_tokens
         if not batch.late:
             self._finish(step)
         self._pending.append(step)
@@ -134,16 +158,23 @@ class Runner:
         self.rows.check(batch)
         ids, lines = self.rows.request_ids, HostLines.of(batch)
         step = Step(batch, ids, lines, started, span)
+        step.is_plain_decode = len(lines.rows) == batch.num_tokens.sum() and not batch.checkpoints
         if batch.copies:
             self.pool.copy(batch.copies)
-        self._check_parts(batch)
+        if batch.parts:
+            self._check_parts(batch)
         for feature in self.features:
-            if feature.idle and not batch.parts:
+            if feature.asking is not None and not feature.asking and not batch.parts:
                 continue
             if (note := feature.begin(step)) is not None:
                 step.notes[feature] = note
-        step.axes = frozenset(feature.axis for feature in step.notes if feature.axis is not None)
-        step.shared_blocks = self._shared_blocks(step)
+        if step.notes:
+            axes = {feature.axis for feature in step.notes}
+            step.axes = frozenset(axis for axis in axes if axis is not None)
+            if any(feature.reads_states for feature in step.notes):
+                step.is_plain_decode = False
+        if batch.shared_prefix_blocks and not step.axes:
+            step.shared_blocks = self._worth_sharing(batch)
         return step
 
     def _check_parts(self, batch: Batch) -> None:
@@ -173,13 +204,13 @@ class Runner:
                 f"there is {there} draft model"
             )
 
-    def _whole_graph(self, step: Step) -> Graph | None:
+    def _whole_graph(self, step: Step, graphs: Graphs) -> Graph | None:
         """Return the recording that computes the step, or if it is late its model; None if none
         does. The sampler must know all rows before it is asked what it can replay."""
-        if self.graphs is None or not step.is_plain_decode:
+        if not step.is_plain_decode:
             return None
         self.sampling.tell(step)
-        return self.graphs.for_decode(
+        return graphs.for_decode(
             step.lines.rows, step.graph_axes, late=step.batch.late, asks=step.asks
         )
 
@@ -192,8 +223,8 @@ class Runner:
         lines = step.lines.sorted(order)
         attention = graph.inputs.fill(lines, step.shared_blocks)
         outputs = self.graphs.replay(graph, attention)
-        for layers in self.parts.layers:
-            layers.replayed(step, lines, graph.inputs)
+        for states in self.parts.states:
+            states.replayed(step, lines, graph.inputs)
         if step.batch.late:
             step.outputs, step.line_places, step.key = outputs, np.argsort(order), graph.key
         else:
@@ -203,28 +234,30 @@ class Runner:
         """Run the model for any step, with a recording of it or launched kernel by kernel."""
         host = HostInputs.of(step.batch, self.rows)
         wanted = WantedStates.of_step(step, host, self.rows.max_lines)
-        shared, graph = step.shared_blocks, None
+        shared, graph, num_tokens = step.shared_blocks, None, len(host.token_indices)
         if self.graphs is not None and not wanted.extra:
-            graph = self.graphs.for_model(host.num_tokens, step.graph_axes, all_states=wanted.every)
+            graph = self.graphs.for_model(num_tokens, step.graph_axes, all_states=wanted.every)
         if self.graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted.tokens)
             whole = graph.whole
             attention = host.attention_batch(self.rows, inputs, shared, mixed_graph=whole)
-            outputs = self.graphs.replay(graph, attention).without_padding(host.num_tokens)
+            outputs = self.graphs.replay(graph, attention).without_padding(num_tokens)
             step.key, wanted.every = graph.key, graph.inputs.all_states
         else:
             step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
             inputs = host.to_device(self.rows)
             attention = host.attention_batch(self.rows, inputs, shared)
-            for layers in self.parts.layers:
-                layers.plan(step, host, inputs, attention)
-            wanted.every |= len(wanted.tokens) == host.num_tokens
+            self.backend.plan(attention)
+            for planned in self.parts.states:
+                planned.plan(step, host, inputs)
+            wanted.every |= len(wanted.tokens) == num_tokens
             outputs = self._launch_model(step.key, inputs, wanted)
         for feature, note in step.notes.items():
             places = wanted.places(wanted.of.get(feature, slice(0, 0)))
             states = FinalStates(outputs.hidden, places, partial(self._logits_of_row, step))
             feature.after_model(step, note, states)
-        step.outputs, step.line_places = outputs, wanted.places(slice(0, len(wanted.lines)))
+        step.outputs = outputs
+        step.line_places = wanted.lines if wanted.every else np.arange(len(wanted.lines))
 
     def _launch_model(
         self, key: GraphKey, inputs: DeviceInputs, wanted: WantedStates
@@ -236,7 +269,9 @@ class Runner:
         elif not len(wanted.tokens):  # models require at least one token
             tokens = np.array([len(ids) - 1])
         device_tokens = None if tokens is None else to_device(tokens, self.device)
-        extra = {name: to_device(values, self.device) for name, values in wanted.extra.items()}
+        extra: dict[str, torch.Tensor] = {}
+        for name, values in wanted.extra.items():
+            extra[name] = to_device(values, self.device)
         of_model = ModelInputs(
             ids,
             inputs.positions,
@@ -253,13 +288,14 @@ class Runner:
         if outputs is not None:
             if len(step.lines.rows):
                 self._sample(step, outputs.hidden)
-            self.parts.model.after_growth(outputs, step.key)
+            if self.parts.model.works:
+                self.parts.model.after_growth(outputs, step.key)
         if step.batch.drafts is None:  # how many tokens rows with drafts get is known to `collect`
             self.rows.known[step.lines.rows] += 1
         if self.graphs is not None:
             step.replayed = self.graphs.take_replayed()
-        for layers in self.parts.layers:
-            layers.settle(step)
+        for states in self.parts.states:
+            states.settle(step)
         if step.span is not None:
             step.span.close()
         else:
@@ -269,11 +305,12 @@ class Runner:
         """Sample for the step's lines [n], whose states are hidden[line_places], and extend their
         rows."""
         lines = step.lines
-        around = self._around_logits(step, lines.rows)
+        around = self._around_logits(step, lines.rows) if step.notes else []
         graph = None
         if self.graphs is not None and not around:
             masked = step.masked is not None
             graph = self.graphs.for_sampling(lines.rows, masked=masked, asks=step.asks)
+        assert step.line_places is not None
         if self.graphs is not None and graph is not None:
             graph.inputs.fill(hidden, step.line_places, lines, step.masked)
             self.sampling.fetch(self.graphs.replay(graph), step)
@@ -298,12 +335,9 @@ class Runner:
         rows = torch.full((len(hidden),), row, dtype=torch.int64, device=self.device)
         return self.parts.model.logits(hidden, rows, around)
 
-    def _shared_blocks(self, step: Step) -> int:
+    def _worth_sharing(self, batch: Batch) -> int:
         """Return the number of leading blocks that attention reads once for all rows; 0 if that
-        would save too little, or the step has work of features that isn't recorded with it."""
-        batch = step.batch
-        if not batch.shared_prefix_blocks or step.axes:
-            return 0
+        would save too little. Work of features isn't recorded with it."""
         tokens = batch.shared_prefix_blocks * self.rows.layout.groups[0].block_tokens
         return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
 
@@ -311,32 +345,32 @@ class Runner:
         """Wait for the oldest submitted step. Raises `DovetailError` if `step` is another one."""
         self._check_oldest(step)
         started, ended = self._wait(self._pending.popleft())
-        self.sampling.collected(step)
         yielded = Yielded.of(step)
         if step.batch.drafts is not None:
             self._count_drafts(step, yielded)
-        failed = {
-            int(yielded.rows[index]): self.sampling.why_broken(
-                step, int(yielded.broken[index]), int(yielded.lines[index])
-            )
-            for index in np.flatnonzero(yielded.broken)
-        }
-        parts = [feature.collect(step, note, failed) for feature, note in step.notes.items()]
-        failed |= {
-            index: step.refused[row]
-            for index, row in enumerate(step.batch.rows.tolist())
-            if row in step.refused
-        }
+        failed: dict[int, str] = {}
+        for place in np.flatnonzero(yielded.broken).tolist():
+            flags, line = int(yielded.broken[place]), int(yielded.lines[place])
+            failed[int(yielded.rows[place])] = self.sampling.why_broken(step, flags, line)
+        parts: list[Any] = []
+        for feature, note in step.notes.items():
+            if (part := feature.collect(step, note, failed)) is not None:
+                parts.append(part)
+        if step.refused:
+            self.sampling.keep_refused(step)
+            for index, row in enumerate(step.batch.rows.tolist()):
+                if row in step.refused:
+                    failed[index] = step.refused[row]
         return Result(
-            step=step.number,
-            token_ids=yielded.of_rows(step.batch),
+            step=step.batch.step,
+            token_ids=yielded.token_ids_of_rows,
             started=started,
             ended=ended,
             logprobs=yielded.logprobs,
             failed=failed,
             counts=yielded.counts,
             graphs=step.replayed,
-            parts=tuple(part for part in parts if part is not None),
+            parts=tuple(parts),
         )
 
     def _check_oldest(self, step: Step) -> None:
@@ -365,4 +399,4 @@ class Runner:
         assert counts is not None
         self.rows.known[batch.rows] += counts
         checked = batch.drafts.counts > 0
-        self.rows.advance(batch.rows, np.where(checked, counts, batch.num_tokens))
+        self.rows.computed[batch.rows] += np.where(checked, counts, batch.num_tokens)

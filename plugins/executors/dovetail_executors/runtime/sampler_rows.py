@@ -1,4 +1,5 @@
-"""`update_rows`: passes added and removed rows to a sampler or logits processor. Parameters that it rejects end only their own request."""
+"""`update_one_by_one`: passes added and removed rows to a sampler or logits processor that has
+rejected all of them. Parameters that it rejects end only their own request."""
 
 from __future__ import annotations
 
@@ -14,25 +15,19 @@ logger = logging.getLogger("dovetail")
 Row = TypeVar("Row", bound=tuple[Any, ...])  # the first is the row's index
 
 
-def update_rows(
+def update_one_by_one(
     owner: str,
     update: Callable[[Sequence[int], Sequence[Row]], None],
     removed: Sequence[int],
     added: Sequence[Row],
     instead: Callable[[int], Row] | None = None,
 ) -> dict[int, str]:
-    """Call `update`, a method of `owner`; if it raises, call it for each row alone. Returns the rows that it rejected, and why. They are started with
-    `instead`, so that the step can be computed, or without it removed; ignore their tokens.
+    """Call `update`, a method of `owner` that has just raised for all these rows, for each alone.
 
-    Raises the owner's error if it rejects even that.
+    Returns the rows that it rejected, and why. They are started with `instead`, so that the step
+    can be computed, or without it removed; ignore their tokens. Raises the owner's error if it
+    rejects even that.
     """
-    try:
-        update(removed, added)
-    except Exception:
-        if not added:
-            raise
-    else:
-        return {}
     for row in removed:
         with suppress(Exception):  # the failed call may have removed it
             update([row], [])

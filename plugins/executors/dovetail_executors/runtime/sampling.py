@@ -17,9 +17,8 @@ from dovetail_executors.runtime.decode_rows import append, last_tokens
 from dovetail_executors.runtime.logits import WRONG, Asks, LogitsProcessors
 from dovetail_executors.runtime.mask_buffer import MaskBuffer, masks_of_lines
 from dovetail_executors.runtime.row_state import RowState
-from dovetail_executors.runtime.sampled import Sampled, SampledCopy
-from dovetail_executors.runtime.sampler_rows import update_rows
-from dovetail_executors.runtime.step import LogprobsCopy, Step
+from dovetail_executors.runtime.sampler_rows import update_one_by_one
+from dovetail_executors.runtime.step import LogprobsCopy, Sampled, SampledCopy, Step
 
 Int64 = NDArray[np.int64]
 
@@ -52,7 +51,8 @@ class Sampling:
         step.told, batch = True, step.batch
         if len(batch.removed) or batch.added:
             self._change(step, batch)
-        step.asks = self.processors.asked_by(step.lines.rows)
+        if self.processors.names:
+            step.asks = self.processors.asked_by(step.lines.rows)
         for row in self._refused.keys() & set(batch.rows.tolist()) if self._refused else ():
             name = self.rows.request_ids[row]
             raise DovetailError(
@@ -63,13 +63,21 @@ class Sampling:
         """Remove and add the rows that are sampled; others yield no token."""
         removed = [row for row in batch.removed.tolist() if row in self._knows]
         added = [(new.row, new.sampling) for new in batch.added if new.sampling is not None]
+        fresh = [row for row, _ in added]
         self._knows.difference_update(removed)
-        self._knows.update(row for row, _ in added)
-        for row in (*removed, *(row for row, _ in added)):
-            self._refused.pop(row, None)
-        name = f"sampler {type(self.sampler).__name__}"
-        refused = update_rows(name, self.sampler.update, removed, added, _with_defaults)
-        step.refused = self.processors.update(removed, added) | refused
+        self._knows.update(fresh)
+        if self._refused:
+            for row in (*removed, *fresh):
+                self._refused.pop(row, None)
+        try:
+            self.sampler.update(removed, added)
+        except Exception:
+            if not added:
+                raise
+            name, update = f"sampler {type(self.sampler).__name__}", self.sampler.update
+            step.refused = update_one_by_one(name, update, removed, added, _with_defaults)
+        if self.processors.names:
+            step.refused = self.processors.update(removed, added) | step.refused
 
     def mask(self, step: Step, masks: Masks) -> None:
         """Enqueue the copy of a late step's masks."""
@@ -89,8 +97,8 @@ class Sampling:
             step.asked_logprobs = int(self.rows.logprobs[step.lines.rows].max())
         step.sampled = SampledCopy(sampled, order, with_logprobs=step.asked_logprobs >= 0)
 
-    def collected(self, step: Step) -> None:
-        """Keep what the step says of rejected rows, until these have gone."""
+    def keep_refused(self, step: Step) -> None:
+        """Keep what a collected step says of rejected rows, until these have gone."""
         ids = self.rows.request_ids
         for row, reason in step.refused.items():
             if ids[row] == step.request_ids[row]:
@@ -115,10 +123,7 @@ class Sampling:
         failures: dict[int, str] = {}
         if asks is not None:
             process = self.processors.process(lines, asks, masked, self.masks.words, failures)
-        positions = last_tokens(self.rows, lines)[1]
-        tokens, logprobs = self._sample(
-            logits, lines, positions, hidden, masked, process, host_rows
-        )
+        tokens, logprobs = self._sample(logits, lines, None, hidden, masked, process, host_rows)
         if asks is not None:
             for index, reason in failures.items():
                 step.refused |= dict.fromkeys(host_rows[asks[:, index]].tolist(), reason)
@@ -155,7 +160,7 @@ class Sampling:
         self,
         logits: torch.Tensor,
         lines: Lines,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None,
         hidden: torch.Tensor,
         masked: torch.Tensor | None,
         process: Process | None,
@@ -170,6 +175,8 @@ class Sampling:
         sampled = self.sampler.sample(
             settled(logits), lines, host_rows, process=process, capture=capture
         )
+        if positions is None:
+            positions = last_tokens(self.rows, lines)[1]
         tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
         if process is not None:
             self.processors.add_wrong(tokens)

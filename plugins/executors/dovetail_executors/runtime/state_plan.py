@@ -7,26 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBatch
 from dovetail.api.executor import Batch
 from dovetail.errors import DovetailError
 from dovetail.nn.state.states import CheckedDrafts, States
-from dovetail_executors.runtime.layer_plans import LayerPlan
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import DecodeInputs, DeviceInputs, HostInputs, HostLines
 
 
 @dataclass(frozen=True)
-class StatePlan(LayerPlan):
-    """Plans steps for the states of the rows."""
+class StatePlan:
+    """Plans steps for the states of the rows: the inputs that all recurrent layers share."""
 
     states: States
     rows: RowState
 
-    def plan(
-        self, step: Step, host: HostInputs, inputs: DeviceInputs, attention: AttentionBatch
-    ) -> None:
+    def plan(self, step: Step, host: HostInputs, inputs: DeviceInputs) -> None:
+        """Plan a step that is launched."""
         batch, states = step.batch, self.states
         checkpoint_at = self._checkpoints(batch)
         planned = states.batch(
@@ -61,12 +58,15 @@ class StatePlan(LayerPlan):
         self.states.put(lines, [checkpoint.pages for checkpoint in batch.checkpoints])
         return checkpoint_at
 
-    def plan_recorded(self, inputs: DecodeInputs, attention: AttentionBatch) -> None:
+    def plan_recorded(self, inputs: DecodeInputs) -> None:
+        """Plan a decode step of padding, to be recorded."""
         self.states.steps.plan(inputs.states)
 
     def replayed(self, step: Step, lines: HostLines, inputs: DecodeInputs) -> None:
+        """Take note that the step of these lines is replayed with these inputs."""
         step.checked = CheckedDrafts.of(inputs.states, lines.ahead)
 
     def settle(self, step: Step) -> None:
+        """Enqueue what follows the sampling."""
         if step.checked is not None:
             self.states.accept(step.checked, self.rows.num_tokens)

@@ -18,10 +18,71 @@ from dovetail.nn.state.states import CheckedDrafts
 from dovetail.nn.transfer import HostCopy
 from dovetail_executors.runtime.logits import Asks
 from dovetail_executors.runtime.model_io import MODEL, SHARED, GraphKey, ModelOutputs
-from dovetail_executors.runtime.sampled import SampledCopy
 from dovetail_executors.runtime.step_inputs import HostLines
 
 Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Sampled tokens of `size` lines. The next replay overwrites the tensors."""
+
+    tokens: torch.Tensor  # [3, size] int64: see `decode_rows.append`
+    packed: torch.Tensor | None = None  # int32: `tokens`, followed by log-probabilities
+    columns: int = 0  # of log-probabilities: the sampled token and the most likely
+
+    @classmethod
+    def pack(cls, tokens: torch.Tensor, top: TopLogprobs) -> Sampled:
+        """Pack the results. Can be recorded in a graph."""
+        parts = tokens, top.ranks, top.token_ids, top.logprobs
+        packed = torch.cat([part.view(torch.int32).view(-1) for part in parts])
+        return cls(
+            packed[: 2 * tokens.numel()].view(torch.int64).view_as(tokens),
+            packed,
+            top.token_ids.shape[1],
+        )
+
+
+class SampledCopy:
+    """`Sampled` being copied to the host. Values may be read once the device has passed the point of
+    its creation."""
+
+    __slots__ = ("_columns", "_copy", "_order", "_size")
+
+    def __init__(
+        self,
+        sampled: Sampled,
+        order: NDArray[np.int64] | None = None,
+        *,
+        with_logprobs: bool = False,
+    ) -> None:
+        """`order` [n]: indices of the step's lines for the first n of `sampled`; None: same order."""
+        self._order, self._size = order, sampled.tokens.shape[1]
+        self._columns = sampled.columns if with_logprobs else 0
+        self._copy = HostCopy(
+            sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens
+        )
+
+    def tokens(self, n: int) -> NDArray[np.int64]:
+        """Return [3, n], as `Sampled.tokens`."""
+        words = self._copy.value.reshape(-1).view(np.int32)[: 6 * self._size]
+        return self._sorted(words.view(np.int64).reshape(3, -1)[:, :n].T).T
+
+    def logprobs(self, n: int, k: int) -> HostLogprobs:
+        """Return log-probabilities of each line's token and of the k most likely, or as many as
+        there are."""
+        words, size, columns = self._copy.value, self._size, self._columns
+        ends = np.cumsum([6 * size, 2 * size, 2 * size * columns]).tolist()
+        _, ranks, token_ids, values = np.split(words, ends)
+        return HostLogprobs(
+            self._sorted(token_ids.view(np.int64).reshape(size, columns)[:n, : 1 + k]),
+            self._sorted(values.view(np.float32).reshape(size, columns)[:n, : 1 + k]),
+            self._sorted(ranks.view(np.int64)[:n]),
+        )
+
+    def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the first n lines, [n, …], in the step's order."""
+        return values if self._order is None else values[np.argsort(self._order)]
 
 
 @dataclass(slots=True)
@@ -81,6 +142,9 @@ class Step:
     span: DeviceSpan | None = None  # on a GPU
     notes: dict[Any, Any] = field(default_factory=dict)  # of the features that it concerns
     axes: frozenset[str] = frozenset()  # of these features
+    # Every row computes a token for each line, and has one, and no feature reads final states: so a
+    # recording of a whole step can replay it
+    is_plain_decode: bool = False
     told: bool = False  # the sampler knows the rows that came and went
     # New rows that the sampler or a logits processor rejected, and others that one failed
     refused: dict[int, str] = field(default_factory=dict)
@@ -90,8 +154,7 @@ class Step:
     shared_blocks: int = 0  # leading ones that attention reads once for all rows
     key: GraphKey = MODEL  # of what has computed the model
     outputs: ModelOutputs | None = None  # until the tokens are sampled
-    # [n] where in `outputs` the lines' last tokens are
-    line_places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    line_places: NDArray[np.int64] | None = None  # [n] where in them the lines' last tokens are
     sampled: SampledCopy | None = None  # None if n is 0
     # Largest number of alternatives requested of a replayed sampling; -1: no log-probabilities
     asked_logprobs: int = -1
@@ -118,14 +181,6 @@ class Step:
         """Axes of the recording that replays its model."""
         return self.axes | SHARED if self.shared_blocks else self.axes
 
-    @property
-    def is_plain_decode(self) -> bool:
-        """True if every row computes a token for each line, and has one, and no feature reads
-        final states: so a recording of a whole step can replay it."""
-        batch = self.batch
-        one_each = bool((batch.num_tokens == batch.num_lines).all()) and not batch.checkpoints
-        return one_each and not any(feature.reads_states for feature in self.notes)
-
     def tokens(self) -> NDArray[np.int64]:
         """Return [3, n]: see `decode_rows.append`."""
         n = len(self.lines.rows)
@@ -143,10 +198,10 @@ class Yielded:
     """Tokens [n] of the lines of a step that its rows got: of drafts, those up to the first that
     was rejected."""
 
-    token_ids: Int64
     broken: Int64  # [n] what is wrong with each: see `decode_rows.append`
     rows: Int64  # [n] indices in the batch
     lines: Int64  # [n] indices among the step's lines
+    token_ids_of_rows: Int64  # as of `Result.token_ids`
     logprobs: HostLogprobs | None
     counts: NDArray[np.int32] | None  # [b] as of `Result`
 
@@ -157,7 +212,9 @@ class Yielded:
         token_ids, broken, gained = step.tokens()
         if batch.drafts is None:
             rows, lines = np.flatnonzero(batch.yields_token), np.arange(len(token_ids))
-            return cls(token_ids, broken, rows, lines, logprobs, None)
+            of_rows = np.full(len(batch.rows), -1, np.int64)
+            of_rows[rows] = token_ids
+            return cls(broken, rows, lines, of_rows, logprobs, None)
         rows = np.arange(len(batch.rows)).repeat(batch.num_lines)
         counts = np.zeros(len(batch.rows), np.int32)
         np.add.at(counts, rows, gained.astype(np.int32))
@@ -166,12 +223,4 @@ class Yielded:
             logprobs = HostLogprobs(
                 logprobs.token_ids[lines], logprobs.logprobs[lines], logprobs.ranks[lines]
             )
-        return cls(token_ids[lines], broken[lines], rows[lines], lines, logprobs, counts)
-
-    def of_rows(self, batch: Batch) -> Int64:
-        """Return the ids as of `Result.token_ids`."""
-        if self.counts is not None:
-            return self.token_ids
-        token_ids = np.full(len(batch.rows), -1, np.int64)
-        token_ids[self.rows] = self.token_ids
-        return token_ids
+        return cls(broken[lines], rows[lines], lines, token_ids[lines], logprobs, counts)

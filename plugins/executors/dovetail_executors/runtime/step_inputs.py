@@ -72,17 +72,29 @@ class HostInputs:
     rows: Int64  # [b]
     query_starts: Int32  # [b + 1] start of each row's tokens, and the end
     kv_lens: Int32  # [b] tokens in a row's cache, including this step's
+    line_ends: Int64  # [n] where the last token of each line is among these tokens
     max_blocks: int  # of a row
     tables: Int32 | None  # [tables, b, max_blocks] their pages, if the tables are small
 
     @classmethod
     def of(cls, batch: Batch, state: RowState) -> HostInputs:
         rows = batch.rows.astype(np.int64)
-        return cls.of_tokens(rows, state.computed[rows], batch.num_tokens.astype(np.int64), state)
+        counts = batch.num_tokens.astype(np.int64)
+        return cls.of_tokens(rows, state.computed[rows], counts, state, batch.num_lines)
 
     @classmethod
-    def of_tokens(cls, rows: Int64, first: Int64, counts: Int64, state: RowState) -> HostInputs:
-        """Return the inputs of `counts` tokens of each of `rows` [b], from positions `first` on."""
+    def of_tokens(
+        cls,
+        rows: Int64,
+        first: Int64,
+        counts: Int64,
+        state: RowState,
+        num_lines: Int32 | None = None,
+    ) -> HostInputs:
+        """Return the inputs of `counts` tokens of each of `rows` [b], from positions `first` on.
+
+        `num_lines` [b]: those of the rows; None: each has one.
+        """
         row_of, positions = rows.repeat(counts), ranges(first, counts)
         starts = np.zeros(len(rows) + 1, np.int32)
         starts[1:] = counts.cumsum()
@@ -98,6 +110,9 @@ class HostInputs:
             if state.slots_on_device
             else state.slots(row_of, positions)
         )
+        line_ends = starts[1:].astype(np.int64) - 1
+        if num_lines is not None:
+            line_ends = ranges(line_ends + 1 - num_lines, num_lines)
         return cls(
             row_of * state.row_width + positions,
             positions,
@@ -105,22 +120,15 @@ class HostInputs:
             rows,
             starts,
             kv_lens,
+            line_ends,
             max_blocks,
             tables,
         )
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_indices)
-
-    @property
     def ends(self) -> Int32:
         """[b] exclusive ends of the rows' tokens."""
         return self.query_starts[1:]
-
-    def line_ends(self, num_lines: Int32) -> Int64:
-        """Return where the last token of each line is among the step's tokens, [n]. `num_lines` [b]: of each row."""
-        return ranges((self.ends - num_lines).astype(np.int64), num_lines)
 
     def attention_batch(
         self,
@@ -136,7 +144,7 @@ class HostInputs:
             tables = state.tables[..., : self.max_blocks].index_select(1, inputs.rows)
         return AttentionBatch(
             num_rows=len(self.rows),
-            num_tokens=self.num_tokens,
+            num_tokens=len(self.token_indices),
             query_starts=inputs.query_starts,
             kv_lens=inputs.kv_lens,
             block_tables=state.by_group(tables),
@@ -161,8 +169,8 @@ class HostInputs:
         inputs = DeviceInputs(*all_to_device(arrays, state.device))
         if not state.slots_on_device:
             return inputs
-        slots = inputs.slots.new_empty(state.num_tables, self.num_tokens)
-        state.put_slots(inputs.token_indices, self.num_tokens, slots)
+        slots = inputs.slots.new_empty(state.num_tables, len(self.token_indices))
+        state.put_slots(inputs.token_indices, len(self.token_indices), slots)
         return replace(inputs, slots=slots)
 
 
@@ -242,7 +250,7 @@ class MixedInputs:
         token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = (
             self._mirror.arrays
         )
-        tokens, count = host.num_tokens, len(host.rows)
+        tokens, count = len(host.token_indices), len(host.rows)
         for padded, own, padding in (
             (token_indices, host.token_indices, 0),
             (positions, host.positions, 0),

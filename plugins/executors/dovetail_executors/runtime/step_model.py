@@ -24,6 +24,8 @@ class StepModel:
 
     def run(self, inputs: ModelInputs, key: GraphKey) -> ModelOutputs:
         """Run the model on a step's tokens. `key`: of the step, which says what work runs."""
+        if not self.works:
+            return self._outputs(inputs)
         works = self._of(key)
         with _around(works, inputs):
             outputs = self._outputs(inputs)
@@ -43,6 +45,8 @@ class StepModel:
     ) -> torch.Tensor:
         """Return logits for hidden states [n, hidden] of rows [n] int64. `works`: those that change
         the output layer."""
+        if not works:
+            return cast(torch.Tensor, self.model.logits(hidden))
         inputs = ModelInputs(rows, rows, self._rows.row_width, line_rows=rows)
         with _around(works, inputs):
             return cast(torch.Tensor, self.model.logits(hidden))

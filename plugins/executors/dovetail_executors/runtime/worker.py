@@ -22,7 +22,7 @@ from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.kernels.available import runs_kernels
 from dovetail.nn.state.states import States, cached_state
-from dovetail_executors.runtime.attention_choice import choose_attention
+from dovetail_executors.runtime.attention_choice import ChosenAttention, choose_attention
 from dovetail_executors.runtime.device_choice import describe_device
 from dovetail_executors.runtime.feature_plans import feature_plans
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, Proposer
@@ -71,11 +71,14 @@ class Worker:
         self.draft_costs: tuple[tuple[int, float], ...] = ()
 
     def load(self, device: torch.device, num_pages: int | None = None) -> Capacity:
-        """Choose dtype and attention, load the model, compile its kernels, and return what fits on `device` (see `choose_device`): `num_pages` as
-        requested or, if None, as many as fit into memory. Cooperating ranks allocate the smallest number of them. `max_in_flight` suits the device.
+        """Choose dtype and attention, load the model, compile its kernels, and return what fits on
+        `device` (see `choose_device`).
 
-        Raises `ModelLoadError` if the model's files can't be used, `UnsupportedError` if no architecture or attention backend can serve it here, and
-        `ConfigError` if there is no sampler, or if the pool can't hold one sequence of `max_model_len` tokens.
+        `num_pages`: as requested or, if None, as many as fit into memory. Cooperating ranks allocate
+        the smallest number of them. `max_in_flight` suits the device. Raises `ModelLoadError` if the
+        model's files can't be used, `UnsupportedError` if no architecture or attention backend can
+        serve it here, and `ConfigError` if there is no sampler, or if the pool can't hold one
+        sequence of `max_model_len` tokens.
         """
         context, config = self.context, self.context.config
         plan = ModelPlan.of(config, context.models, self.group, device, context.quantizations)
@@ -93,28 +96,59 @@ class Worker:
         layout = pool.planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
             self._pool_pages(layout, plan.max_model_len, num_pages, device)
+        loaded = self._load_model(plan, plans, chosen, pool, device)
+        features = [each.build(loaded) for each in plans]
+        self._generates = plan.pooling.capacity.generates
+        self.runner = Runner(
+            loaded.model,
+            loaded.backend,
+            pool,
+            loaded.sampling,
+            context.clock,
+            features,
+            generates=self._generates,
+        )
+        if device.type == "cpu":
+            _show_progress(loaded.model)
+        if device.type == "cuda":
+            gc.collect()
+            # Permanent objects: scanning them repeatedly would stall steps for some 20 ms.
+            gc.freeze()
+        if loaded.splitter is not None:
+            self._graphs = self._make_graphs(loaded, loaded.splitter)
+        pages = self._pool_pages(layout, plan.max_model_len, num_pages, device)
+        return self._capacity(loaded, chosen.name, pool, pages)
+
+    def _load_model(
+        self,
+        plan: ModelPlan,
+        plans: Sequence[FeaturePlan],
+        chosen: ChosenAttention,
+        pool: KVPool,
+        device: torch.device,
+    ) -> Loaded:
+        """Load the model, with attention that is bound to the pool, and make what samples it."""
+        config, progress = self.context.config, self.context.progress
+        bound = make_layer = pool.wrap(chosen.backend.make_layer)
         if plan.cache_dtype is not None:
             self._scales = CacheScales(device, calibrate=config.kv_cache_scales == "calibrate")
-        bound, splitter = pool.wrap(chosen.backend.make_layer), LayerSplitter()
-        scaled = bound if self._scales is None else self._scales.wrap(bound)
+            make_layer = self._scales.wrap(make_layer)
+        splitter = LayerSplitter() if self._records(chosen.backend, pool, device) else None
+        if splitter is not None:
+            make_layer = splitter.wrap(make_layer)
         graphs = "graphs" if config.cuda_graphs else "no graphs"
         environment = (
-            f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
+            f"{describe_device(device)}, {chosen.name}, K and V in {pool.planned.layout.dtype}, "
+            f"{graphs}"
         )
+        make_state = no_states if pool.states is None else pool.states.make_layer
         model = load_model(
-            plan,
-            config,
-            splitter.wrap(scaled),
-            self.group,
-            device,
-            context.progress,
-            environment,
-            no_states if pool.states is None else pool.states.make_layer,
+            plan, config, make_layer, self.group, device, progress, environment, make_state
         )
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
         sampling = self._make_sampling(plan, plans, pool, device)
-        loaded = Loaded(
+        return Loaded(
             plan,
             config,
             model,
@@ -125,28 +159,20 @@ class Worker:
             splitter,
             self.group,
             device,
-            context.progress,
+            progress,
             environment,
         )
-        features = [each.build(loaded) for each in plans]
-        generates = self._generates = plan.pooling.capacity.generates
-        runner = self.runner = Runner(
-            model, chosen.backend, pool, sampling, context.clock, features, generates=generates
-        )
-        if device.type == "cpu":
-            _show_progress(model)
-        if device.type == "cuda":
-            gc.collect()
-            gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
-        self._graphs = self._make_graphs(model, chosen.backend, splitter, device)
-        pages = self._pool_pages(layout, plan.max_model_len, num_pages, device)
+
+    def _capacity(self, loaded: Loaded, attention: str, pool: KVPool, pages: int) -> Capacity:
+        """Return what the rank can do with `pages` pages, with what its features add to that."""
+        plan, device, layout = loaded.plan, loaded.device, pool.planned.layout
         details = {
             "device": describe_device(device),
             "dtype": plan.dtype_name,
             "quantization": plan.quantization_name,
-            "attention": chosen.name,
+            "attention": attention,
             "model": str(plan.config.architectures[0]),
-            "parameters": f"{num_parameters(model) / 1e6:.1f}M",
+            "parameters": f"{num_parameters(loaded.model) / 1e6:.1f}M",
             "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
             "kv_pool": readable_bytes(pages * layout.page_bytes),
         }
@@ -156,19 +182,19 @@ class Worker:
             details["kv_groups"] = pool.planned.describe()
         if layout.recurrent:
             details["states"] = _states_in_words(layout, pages)
-        prompt_rate = SLOW_CPU_FLOPS / (2 * parameters_of_a_token(model))
+        prompt_rate = SLOW_CPU_FLOPS / (2 * parameters_of_a_token(loaded.model))
         capacity = Capacity(
             num_pages=pages,
             max_in_flight=2 if device.type == "cuda" else 1,
             layout=layout,
             vocab_size=plan.vocab_size,
             max_model_len=plan.max_model_len,
-            shared_prefix=chosen.backend.capabilities.shared_prefix,
-            max_lines=runner.rows.max_lines if config.max_drafts else 0,
+            shared_prefix=loaded.backend.capabilities.shared_prefix,
+            max_lines=loaded.rows.max_lines if loaded.config.max_drafts else 0,
             prompt_rate=prompt_rate if device.type == "cpu" else None,
             details=details,
         )
-        for feature in features:
+        for feature in self._running().features:
             details.update(feature.details)
             fields = feature.capacity
             parts = (*capacity.parts, *fields.get("parts", ()))
@@ -345,35 +371,23 @@ class Worker:
             runner.rows.max_lines, config.max_num_batched_tokens, runner.rows.max_len
         )
 
-    def _make_graphs(
-        self,
-        model: torch.nn.Module,
-        backend: AttentionBackend,
-        splitter: LayerSplitter,
-        device: torch.device,
-    ) -> Graphs | None:
-        """Return the graphs to record, with compiled kernels; None if unsupported or disabled."""
+    def _records(self, backend: AttentionBackend, pool: KVPool, device: torch.device) -> bool:
+        """Return True if steps are recorded as CUDA graphs."""
         config = self.context.config
-        if (
-            device.type != "cuda"
-            or not config.cuda_graphs
-            or backend.capabilities.cuda_graph == "none"
-        ):
-            return None
-        if (
-            config.max_drafts
-            and self._running().rows.states is not None
-            and not runs_kernels(device)
-        ):
-            return (
-                None  # torch's operations on states with drafts ask the device how many there are
-            )
+        if device.type != "cuda" or not config.cuda_graphs:
+            return False
+        # torch's operations on states with drafts ask the device how many there are.
+        asks = config.max_drafts and pool.states is not None and not runs_kernels(device)
+        return not asks and backend.capabilities.cuda_graph != "none"
+
+    def _make_graphs(self, loaded: Loaded, splitter: LayerSplitter) -> Graphs:
+        """Return the graphs to record, with compiled kernels."""
         runner = self._running()
         graphs = Graphs.of(
             runner.parts,
             splitter,
-            config.max_num_batched_tokens,
-            parameters_of_a_token(model),
+            loaded.config.max_num_batched_tokens,
+            parameters_of_a_token(loaded.model),
             [feature.recordings for feature in runner.features],
         )
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
