@@ -31,6 +31,11 @@ class EndReason(StrEnum):
         """The coarse reason that outputs and observers have, in OpenAI's words and our own."""
         return _FINISH_REASONS.get(self, "rejected")
 
+    @property
+    def is_error(self) -> bool:
+        """True if a component failed, so that what was computed for the request may be wrong."""
+        return self.finish_reason == "error"
+
 
 _FINISH_REASONS: Mapping[EndReason, FinishReason] = {
     EndReason.STOP: "stop",

@@ -112,7 +112,7 @@ def test_a_request_that_ended_by_itself_just_before_the_failure_keeps_its_end() 
     step_until_dead(world)
     assert world.finished["first"] == Finish(EndReason.LENGTH)
     assert world.tokens["first"] == world.expected("first")[0]
-    assert world.finished["second"].is_error
+    assert world.finished["second"].reason.is_error
 
 
 def test_a_policy_that_raises_on_abort_ends_the_engine_and_the_next_step_raises() -> None:
@@ -189,7 +189,7 @@ def test_a_strict_engine_raises_instead(policy: type[Scheduler]) -> None:
     world.add(Spec("a", PROMPT))
     step_until_dead(world)
     assert isinstance(world.core.dead, SchedulerStalled)
-    assert world.finished["a"].is_error
+    assert world.finished["a"].reason.is_error
 
 
 def test_what_is_in_flight_is_delivered_before_a_stall_is_seen() -> None:

@@ -215,7 +215,7 @@ def test_a_matcher_that_fails_ends_its_request_alone(
     world.add(Spec("free", PROMPT, max_tokens=8))
     while world.core.has_unfinished():
         world.step()
-    assert world.finished["bad"].is_error
+    assert world.finished["bad"].reason.is_error
     assert why in str(world.finished["bad"].stop_reason)
     assert world.tokens["bad"][:2] == expected_by_rule(PROMPT, 2, 0, VOCAB, 5)[0]
     for name in ("good", "free"):
@@ -227,7 +227,7 @@ def test_a_token_against_the_rule_is_an_error_that_names_it() -> None:
     constraint = Constraint(compiled(Rule(5, 0, VOCAB)), RuleBackend(VOCAB))
     finish = constraint.see(3)
     assert finish is not None
-    assert finish.is_error
+    assert finish.reason.is_error
     assert "token 3" in str(finish.stop_reason)
 
 

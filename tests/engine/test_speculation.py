@@ -306,7 +306,7 @@ def test_results_that_cannot_be_are_refused(counts: list[int] | None) -> None:
     while world.core.has_unfinished():
         world.step()
     assert isinstance(world.core.dead, DovetailError)
-    assert {finish.is_error for finish in world.finished.values()} == {True}
+    assert {finish.reason.is_error for finish in world.finished.values()} == {True}
 
 
 # Whether drafts pay
@@ -750,7 +750,7 @@ def test_a_matcher_that_fails_among_drafts_ends_its_request_alone_at_the_same_to
         world.add(Spec("free", PROMPT, max_tokens=30))
         while world.core.has_unfinished():
             world.step()
-        assert world.finished["bad"].is_error
+        assert world.finished["bad"].reason.is_error
         assert why in str(world.finished["bad"].stop_reason)
         for name in ("good", "free"):
             assert world.tokens[name] == world.expected(name)[0]

@@ -581,7 +581,7 @@ def fails_with(policy: type[Scheduler], *words: str) -> None:
     assert all(word in str(world.core.dead) for word in (policy.__name__, *words)), str(
         world.core.dead
     )
-    unanswered = {id: finish for id, finish in world.finished.items() if finish.is_error}
+    unanswered = {id: finish for id, finish in world.finished.items() if finish.reason.is_error}
     assert "later" in unanswered
     assert {*world.finished} == {*world.requests}
     assert all(finish.stop_reason == str(world.core.dead) for finish in unanswered.values())

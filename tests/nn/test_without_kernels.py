@@ -22,7 +22,7 @@ from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.residual import Residual
 from dovetail.nn.weights import dummy_weights
-from dovetail_executors.runtime import decode_rows
+from dovetail_executors.runtime import sampling
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_samplers.table import DeviceRows
 from tests.kernels import INTERPRETED
@@ -140,8 +140,8 @@ def test_rows_are_drawn_and_grow_without_kernels(request: pytest.FixtureRequest)
         ids = drawn.draw(
             logits, lines, RowHistory(state.token_ids, state.num_tokens, state.prompt_lens)
         )
-        ends, positions = decode_rows.last_tokens(state, lines)
-        outputs = decode_rows.append(state, lines, positions, ids, torch.zeros(3, 4))
+        ends, positions = sampling.last_tokens(state, lines)
+        outputs = sampling.append(state, lines, positions, ids, torch.zeros(3, 4))
         likeliest = top_logprobs(logits, ids, 4)
         return [
             ids,

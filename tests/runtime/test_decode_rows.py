@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from dovetail.api.sampler import Lines
-from dovetail_executors.runtime import decode_rows
 from dovetail_executors.runtime import decode_rows_kernels as kernels
+from dovetail_executors.runtime import sampling
 from dovetail_executors.runtime.row_state import RowState
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, runs_kernels, take_kernels
 from tests.runtime.fakes import Bench, generate, layout
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_kernels(monkeypatch, decode_rows)
+    take_kernels(monkeypatch, sampling)
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ def test_the_kernels_are_their_twins(step: Step) -> None:
     lines, sampled, hidden = step.numbers(DEVICE)
     token_ids, positions = kernels.last_tokens(ours, lines)
     for our, twin in zip(
-        (token_ids, positions), decode_rows.last_tokens(twins, on(CPU, lines)), strict=True
+        (token_ids, positions), sampling.last_tokens(twins, on(CPU, lines)), strict=True
     ):
         assert_same(our, twin)
     outputs = kernels.append(ours, lines, positions, sampled, hidden)
     assert_same(
         outputs,
-        decode_rows.append(twins, on(CPU, lines), positions.cpu(), sampled.cpu(), hidden.cpu()),
+        sampling.append(twins, on(CPU, lines), positions.cpu(), sampled.cpu(), hidden.cpu()),
     )
     assert_same(ours.num_tokens, twins.num_tokens)
     assert_same(ours.token_ids[: step.nobody], twins.token_ids[: step.nobody])
@@ -183,8 +183,8 @@ def test_drafts_that_come_with_the_lines_are_written_to_their_rows(step: Step) -
     lines = step.numbers(DEVICE)[0]
     drafts = step.take_drafts(told)
     for our, other in zip(
-        decode_rows.last_tokens(told, lines, drafts),
-        decode_rows.last_tokens(untold, lines),
+        sampling.last_tokens(told, lines, drafts),
+        sampling.last_tokens(untold, lines),
         strict=True,
     ):
         assert_same(our, other.cpu())
@@ -204,14 +204,14 @@ def test_rows_grow_by_what_was_sampled_up_to_a_draft_that_differs_and_nobody_sta
         [0]
     ]
     lengths = [*map(len, step.tokens), 1]
-    token_ids, positions = decode_rows.last_tokens(state, lines)
+    token_ids, positions = sampling.last_tokens(state, lines)
     assert positions.tolist() == [
         lengths[row] - 1 + ahead for row, ahead in zip(step.rows, step.ahead, strict=True)
     ]
     assert token_ids.tolist() == [
         before[row][position] for row, position in zip(step.rows, positions.tolist(), strict=True)
     ]
-    outputs = decode_rows.append(state, lines, positions, sampled, hidden)
+    outputs = sampling.append(state, lines, positions, sampled, hidden)
     grown, counts = [*map(list, step.tokens), [0]], [0] * len(step.rows)
     for first, row in enumerate(step.rows):
         if step.ahead[first] == 0:

@@ -15,8 +15,8 @@ from dovetail.api.kv_cache import HOLE
 from dovetail.api.sampler import Lines, RowSampling
 from dovetail.errors import DovetailError
 from dovetail_executors.runtime import row_state
-from dovetail_executors.runtime.decode_rows import append, last_tokens
 from dovetail_executors.runtime.row_state import RowState, counts_within
+from dovetail_executors.runtime.sampling import append, last_tokens
 from tests.runtime.fakes import layout
 from tests.support import examples
 

@@ -395,7 +395,7 @@ class RemoteEngine:
         if news.finished:
             for sample in news.finished:
                 self._samples.pop(sample.number, None)
-            for group in builder.ended_by(news):
+            for group in builder.take_ended(news):
                 self._forget(self._open[group.request_id])
         for entry, output in outputs:
             if (

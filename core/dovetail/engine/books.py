@@ -195,9 +195,14 @@ class Books:
         self.waiting.add(request)
 
     def remove(self, request: LiveRequest, *, sound: bool = True) -> None:
-        """Remove a finished request from the queues. Its blocks are released, unless they are `sound` and samples of the same prompt will fork
-        them."""
+        """Remove a finished request from the queues.
+
+        If its blocks are `sound`, they are committed, since its output may be part of the next
+        turn's prompt; they are released, unless samples of the same prompt will fork them.
+        """
         siblings = request.siblings
+        if sound and request.capacity:
+            self.commit(request)
         if request.status in (Status.RUNNING, Status.DRAINING):
             self._tell_left(request)
         if request.status is Status.GATED:

@@ -292,7 +292,8 @@ class EngineCore:
             flights.append(flight)
             for feature in flight.features:
                 feature.submitted(flight.index)
-            self._sample_late()
+            if flights[0].unsampled:
+                self._sample_late(flights[0])
             self.plan_timing.submitted(self.books.running, time.perf_counter() - begun)
         return step
 
@@ -309,14 +310,15 @@ class EngineCore:
         if type(self.scheduler).on_step is not Scheduler.on_step:
             self._ask("on_step", flight.done(delivery.requests))
         for request, finish in delivery.finished.items():
-            if finish.is_error and request.capacity:
+            if finish.reason.is_error and request.capacity:
                 self.kv.uncommit(request, 0)
             self._finish(request, finish, settling=True)
         flight.core_s += time.perf_counter() - begun
         self.stats.core_s += flight.core_s
         if self.observers.listens:
             self._tell_of(flight, len(delivery.requests))
-        self._sample_late()
+        if self._flights and self._flights[0].unsampled:
+            self._sample_late(self._flights[0])
 
     def _deliver(self, flight: InFlightStep, delivery: Delivery) -> None:
         """Give the unfinished requests their tokens, and find those that end with this step."""
@@ -351,15 +353,13 @@ class EngineCore:
 
     # Late sampling
 
-    def _sample_late(self) -> None:
-        """Sample the oldest step, if it is late: its matchers have seen all tokens before it."""
-        if self._flights and self._flights[0].unsampled:
-            flight = self._flights[0]
-            masks, failed = fill_masks(flight, self._vocab_size, self.executor.mask_words)
-            flight.unsampled = False
-            self.executor.sample(flight.handle, masks)
-            for request, finish in failed.items():
-                self._finish(request, finish, deliver=True)
+    def _sample_late(self, flight: InFlightStep) -> None:
+        """Sample the oldest step, which is late: its matchers have seen all tokens before it."""
+        masks, failed = fill_masks(flight, self._vocab_size, self.executor.mask_words)
+        flight.unsampled = False
+        self.executor.sample(flight.handle, masks)
+        for request, finish in failed.items():
+            self._finish(request, finish, deliver=True)
 
     # Nothing to do
 
@@ -454,10 +454,8 @@ class EngineCore:
         `settling`: it ends by the results of a step that observers haven't been told of.
         """
         arrived, known = request.status is not Status.NEW, request in self.books.known
-        if request.capacity and not finish.is_error:
-            self.books.commit(request)  # its output may be part of the next turn's prompt
         self._preparing.pop(request, None)
-        self.books.remove(request, sound=not finish.is_error)
+        self.books.remove(request, sound=not finish.reason.is_error)
         del self._requests[request.id]
         self._constrained -= request.constraint is not None
         if deliver:

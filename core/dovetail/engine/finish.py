@@ -20,11 +20,6 @@ class Finish:
     # for `STOP`: the last token is part of the text, as it isn't if it is a stop token
     keeps_token: bool = False
 
-    @property
-    def is_error(self) -> bool:
-        """True if a component failed, so that what was computed for it may be wrong."""
-        return self.reason.finish_reason == "error"
-
 
 class TokenWatcher(Protocol):
     """Sees each token of one request as it arrives, but for one that ended it already: stop strings, a grammar that is complete."""

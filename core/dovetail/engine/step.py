@@ -107,14 +107,14 @@ class PlannedStep:
     def waiting(self) -> tuple[LiveRequest, ...]:
         self._check_open()
         queue = self._books.waiting
-        waiting = queue.cached or queue.as_tuple()
+        waiting = queue.as_tuple() if queue.cached is None else queue.cached
         return self._shown_and_hidden(waiting)[1] if self._hides else waiting
 
     @property
     def running(self) -> tuple[LiveRequest, ...]:
         self._check_open()
         queue = self._books.running
-        return queue.cached or queue.as_tuple()
+        return queue.as_tuple() if queue.cached is None else queue.cached
 
     @property
     def decoding(self) -> tuple[LiveRequest, ...]:
@@ -585,7 +585,8 @@ class PlannedStep:
             # Others planned in this very step may share its blocks: a backend writes the whole batch's K and V before it attends.
             self.prefilled[request] = before
             self._books.commit(request)
-        self._log(request, "granted", tokens)
+        if self.decisions is not None:
+            self._log(request, "granted", tokens)
 
     # Taking back
 

@@ -362,7 +362,8 @@ class LLMEngine(SaysWhatIsMissing):
                 if (
                     self.core.dead is None
                 ):  # or its other samples are still to be delivered, as failed
-                    self._forget(group)
+                    self._builder.forget(group)
+                    self._admission.ended(group.samples)
 
     def step(self) -> list[EngineOutput]:
         """Run a step, and return the new outputs, if any. Waits for the device, or for the next arrival.
@@ -525,9 +526,10 @@ class LLMEngine(SaysWhatIsMissing):
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return []
         outputs = self._builder.build(delivery, self.core.clock.now())
-        for group in self._builder.ended_by(delivery):
-            self._groups.pop(group.request_id, None)
-            self._forget(group)
+        if delivery.finished:
+            for group in self._builder.take_ended(delivery):
+                self._groups.pop(group.request_id, None)
+                self._admission.ended(group.samples)
         return outputs
 
     def returns_deltas(self, request_id: str) -> bool:
@@ -550,10 +552,6 @@ class LLMEngine(SaysWhatIsMissing):
         self.core.check_alive()
         if self._closed:
             raise EngineDeadError("the engine was closed")
-
-    def _forget(self, group: RequestGroup[LiveRequest]) -> None:
-        self._builder.forget(group)
-        self._admission.ended(group.samples)
 
 
 def request_ids(value: Any) -> list[str]:

@@ -95,6 +95,7 @@ class RequestGroup(Generic[S]):
         "prompt_token_ids",
         "request_id",
         "samples",
+        "unfinished",
     )
 
     def __init__(
@@ -114,6 +115,7 @@ class RequestGroup(Generic[S]):
         self.pools = pools  # its output is a `PoolingRequestOutput`
         self.kind = OutputKind(params.output_kind)
         self.samples = samples
+        self.unfinished = len(samples)  # how many of them have yet to finish
         self.metrics = RequestMetrics(samples[0].arrival_time)
         self.prompt_logprobs: list[TokenLogprobMap | None] | None = (
             None if params.prompt_logprobs is None else [None]
@@ -123,9 +125,11 @@ class RequestGroup(Generic[S]):
     def update_metrics(self) -> None:
         """Bring `metrics` up to date, but for the time of the end."""
         metrics, samples = self.metrics, self.samples
-        metrics.first_scheduled_time = _earliest(s.first_scheduled_time for s in samples)
-        metrics.first_token_time = _earliest(s.first_token_time for s in samples)
-        metrics.preemptions = sum(s.preemptions for s in samples)
+        scheduled = [s.first_scheduled_time for s in samples if s.first_scheduled_time is not None]
+        began = [s.first_token_time for s in samples if s.first_token_time is not None]
+        metrics.first_scheduled_time = min(scheduled, default=None)
+        metrics.first_token_time = min(began, default=None)
+        metrics.preemptions = sum([s.preemptions for s in samples])
         if pauses := samples[0].pauses:
             metrics.pauses = tuple(zip_longest(pauses[::2], pauses[1::2]))
 
@@ -182,8 +186,8 @@ class SampleOutput:
             self.unread = []
 
     def read_later(self, tokens: Sequence[int]) -> None:
-        """Detokenize these tokens of an answer that is delivered whole, several at once."""
-        if self.text is not None and not self.watches:
+        """Detokenize these tokens when the text is taken, or when there are many."""
+        if self.text is not None:
             self.unread.extend(tokens)
             if len(self.unread) >= READ_TOGETHER:
                 self.read()
@@ -192,6 +196,7 @@ class SampleOutput:
         self, kind: OutputKind, as_ids: Callable[[Iterable[int]], Sequence[int]]
     ) -> CompletionOutput:
         """What is new (delta), or all there is."""
+        self.read()
         finish, tokens, text, log = self.finish, self.request.output_token_ids, "", self.logprobs
         logprobs: Sequence[TokenLogprobMap] | None = None
         if kind is OutputKind.DELTA:
@@ -233,12 +238,13 @@ class OutputBuilder:
     def expect(self, group: RequestGroup[Any], texts: Sequence[IncrementalText | None]) -> None:
         """Take note of a request that was given to the core; `texts` has one for each sample."""
         for index, (request, text) in enumerate(zip(group.samples, texts, strict=True)):
-            self._samples[request] = SampleOutput(group, index, text, self._log_of(group))
+            log = None if group.params.logprobs is None else self._log_of(group)
+            self._samples[request] = SampleOutput(group, index, text, log)
 
     def forget(self, group: RequestGroup[Any]) -> None:
-        """Nothing more will be delivered of it."""
+        """Nothing more will be delivered of it. No-op for a request that isn't expected."""
         for request in group.samples:
-            del self._samples[request]
+            self._samples.pop(request, None)
 
     def text_of(self, request: SampleState) -> IncrementalText | None:
         """Return the text of a sample whose deltas may be taken by its `delta_of`, instead of by deliveries: of a request for text and nothing else.
@@ -250,10 +256,16 @@ class OutputBuilder:
             else None
         )
 
-    def ended_by(self, delivery: News) -> set[RequestGroup[Any]]:
-        """The requests all of whose samples have finished, by this delivery."""
-        groups = {self._samples[request].group for request in delivery.finished}
-        return {group for group in groups if self._has_finished(group)}
+    def take_ended(self, delivery: News) -> list[RequestGroup[Any]]:
+        """Return the requests all of whose samples have finished, by this delivery, and forget
+        them."""
+        ended: list[RequestGroup[Any]] = []
+        for request in delivery.finished:
+            sample = self._samples.get(request)
+            if sample is not None and not sample.group.unfinished:
+                ended.append(sample.group)
+                self.forget(sample.group)
+        return ended
 
     def build(self, delivery: News, now: float) -> list[EngineOutput]:
         """Return outputs in the order in which requests first appear in the delivery."""
@@ -269,7 +281,7 @@ class OutputBuilder:
                 changed.setdefault(sample.group, []).append(sample)
             elif sample.group.kind is OutputKind.DELTA:
                 outputs.append(self._plain_delta(sample, tokens))
-            else:
+            elif not sample.watches:
                 sample.read_later(tokens)
         for request, finish in finished.items():
             sample = samples[request]
@@ -293,22 +305,17 @@ class OutputBuilder:
         for request, data in delivery.pooled:
             self._samples[request].pooled = data
 
-    def _has_finished(self, group: RequestGroup[Any]) -> bool:
-        return all(self._samples[request].finish is not None for request in group.samples)
-
     def _output(
         self, group: RequestGroup[Any], fresh: Sequence[SampleOutput]
     ) -> RequestOutput | None:
         """A request's output after this delivery, in which the samples `fresh` changed; None, if its kind says to wait."""
-        kind, finished = group.kind, self._has_finished(group)
+        kind, finished = group.kind, not group.unfinished
         if kind is OutputKind.FINAL and not finished:
             return None
         group.update_metrics()
-        samples = (
-            fresh
-            if kind is OutputKind.DELTA
-            else [self._samples[request] for request in group.samples]
-        )
+        samples = fresh
+        if kind is not OutputKind.DELTA:
+            samples = [self._samples[request] for request in group.samples]
         return RequestOutput(
             group.request_id,
             group.prompt,
@@ -373,10 +380,10 @@ class OutputBuilder:
             tokens = tokens[-1:]  # it has seen the others
         if stopped_by_it and not sample.group.params.include_stop_str_in_output:
             tokens = tokens[:-1]
-        sample.unread.extend(tokens)
-        sample.read()
+        sample.read_later(tokens)
 
     def _finish(self, sample: SampleOutput, finish: Finish, now: float) -> None:
+        sample.group.unfinished -= sample.finish is None
         sample.finish = finish
         if sample.logprobs is not None:
             sample.logprobs.end()
@@ -403,16 +410,14 @@ class OutputBuilder:
             group.prompt_log.end()
         known.extend(group.prompt_log.drain())
 
-    def _log_of(self, group: RequestGroup[Any]) -> LogprobLog | None:
+    def _log_of(self, group: RequestGroup[Any]) -> LogprobLog:
+        """Return the log of a sample of a request that asks for log-probabilities."""
         params, tokenizer = group.params, self.tokenizer
-        if params.logprobs is None:
-            return None
+        asked = params.logprobs or 0
         if tokenizer is None or not params.detokenize:
-            return LogprobLog(params.logprobs, None)
-        return LogprobLog(
-            params.logprobs,
-            TokenTexts(tokenizer, params.skip_special_tokens, group.prompt_token_ids),
-        )
+            return LogprobLog(asked, None)
+        texts = TokenTexts(tokenizer, params.skip_special_tokens, group.prompt_token_ids)
+        return LogprobLog(asked, texts)
 
     def _prompt_log_of(self, group: RequestGroup[Any]) -> LogprobLog:
         asked, tokenizer = group.params.prompt_logprobs or 0, self.tokenizer
@@ -431,7 +436,3 @@ def by_sample(
         return zip(samples, zip(token_ids, strict=True), strict=True)
     pairs = groupby(zip(samples, token_ids, strict=True), key=itemgetter(0))
     return [(sample, tuple([token for _, token in pair])) for sample, pair in pairs]
-
-
-def _earliest(times: Iterable[float | None]) -> float | None:
-    return min((time for time in times if time is not None), default=None)

@@ -26,7 +26,6 @@ from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.api.sampler import Lines
 from dovetail.api.targets import import_target
 from dovetail.errors import DovetailError, PluginError, UnsupportedError, describe
-from dovetail_executors.runtime.decode_rows import last_tokens, put_drafts
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.draft_model import (
     asks_model,
@@ -40,7 +39,7 @@ from dovetail_executors.runtime.graphs import NO_LINES, Builder, Graphs, StepPar
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.loading import ModelPlan, load_into
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, TappedStates
-from dovetail_executors.runtime.sampling import Sampling, settled
+from dovetail_executors.runtime.sampling import Sampling, last_tokens, put_drafts, settled
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import DecodeInputs, HostInputs, HostLines
 

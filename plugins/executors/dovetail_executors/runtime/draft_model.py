@@ -25,7 +25,6 @@ from dovetail.api.sampler import Capture, Lines, Sampler
 from dovetail.api.token_sizes import half_of, row_sizes
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.nn.transfer import to_device
-from dovetail_executors.runtime.decode_rows import last_tokens, put_drafts
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FeaturePlan, FinalStates, Loaded, Proposer
 from dovetail_executors.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
@@ -33,7 +32,7 @@ from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.loading import ModelPlan, load_model
 from dovetail_executors.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
 from dovetail_executors.runtime.row_state import RowState
-from dovetail_executors.runtime.sampling import Sampling, settled
+from dovetail_executors.runtime.sampling import Sampling, last_tokens, put_drafts, settled
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import DecodeInputs, HostInputs, HostLines
 

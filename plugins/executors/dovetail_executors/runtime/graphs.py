@@ -36,7 +36,6 @@ from dovetail.api.token_sizes import (
 from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead
-from dovetail_executors.runtime.decode_rows import last_tokens
 from dovetail_executors.runtime.logits import Asks
 from dovetail_executors.runtime.model_io import (
     DECODE,
@@ -52,7 +51,7 @@ from dovetail_executors.runtime.model_io import (
 )
 from dovetail_executors.runtime.recording import LayerSplitter, Recording, record
 from dovetail_executors.runtime.row_state import RowState
-from dovetail_executors.runtime.sampling import Sampling, settled
+from dovetail_executors.runtime.sampling import Sampling, last_tokens, settled
 from dovetail_executors.runtime.state_plan import StatePlan
 from dovetail_executors.runtime.step import Sampled
 from dovetail_executors.runtime.step_inputs import (

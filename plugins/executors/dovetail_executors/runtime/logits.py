@@ -118,7 +118,7 @@ class LogitsProcessors:
         )
 
     def add_wrong(self, tokens: torch.Tensor) -> None:
-        """Add `WRONG` to row 1 of tokens [3, n] (see `decode_rows.append`) for lines whose largest logit wasn't finite."""
+        """Add `WRONG` to row 1 of tokens [3, n] (see `sampling.append`) for lines whose largest logit wasn't finite."""
         tokens[1] += self._wrong[: tokens.shape[1]]
 
     def reason(self, asks: Asks, line: int) -> str:

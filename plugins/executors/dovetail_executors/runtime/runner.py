@@ -44,26 +44,24 @@ class WantedStates:
     """The final states that a step's lines and its features read."""
 
     lines: Int64  # [n] the lines' last tokens
-    tokens: Int64 = field(init=False)  # of all, lines first
+    tokens: Int64  # of all, lines first
     every: bool = False
     extra: dict[str, NDArray[Any]] = field(default_factory=dict)
     of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
 
-    @classmethod
-    def of_step(cls, step: Step, host: HostInputs, most: int) -> WantedStates:
-        """Ask the step's features. More than `most` states aren't computed apart."""
-        made, tokens, count = cls(host.line_ends), [host.line_ends], len(host.line_ends)
+    def ask(self, step: Step, host: HostInputs, most: int) -> None:
+        """Add those of the step's features. More than `most` states aren't computed apart."""
+        tokens, count = [self.tokens], len(self.tokens)
         for feature, note in step.notes.items():
             wanted = feature.wants(step, note, host)
             if wanted is not None:
                 tokens.append(wanted.tokens)
-                made.of[feature] = slice(count, count + len(wanted.tokens))
+                self.of[feature] = slice(count, count + len(wanted.tokens))
                 count += len(wanted.tokens)
-                made.every |= wanted.every
-                made.extra.update(wanted.extra or {})
-        made.tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        made.every |= bool(made.of) and count > most
-        return made
+                self.every |= wanted.every
+                self.extra.update(wanted.extra or {})
+        self.tokens = np.concatenate(tokens)
+        self.every |= bool(self.of) and count > most
 
     def places(self, part: slice) -> Int64:
         """Return where in the computed states those of a part of `tokens` are."""
@@ -233,7 +231,9 @@ class Runner:
     def _run_model(self, step: Step) -> None:
         """Run the model for any step, with a recording of it or launched kernel by kernel."""
         host = HostInputs.of(step.batch, self.rows)
-        wanted = WantedStates.of_step(step, host, self.rows.max_lines)
+        wanted = WantedStates(host.line_ends, host.line_ends)
+        if step.notes:
+            wanted.ask(step, host, self.rows.max_lines)
         shared, graph, num_tokens = step.shared_blocks, None, len(host.token_indices)
         if self.graphs is not None and not wanted.extra:
             graph = self.graphs.for_model(num_tokens, step.graph_axes, all_states=wanted.every)

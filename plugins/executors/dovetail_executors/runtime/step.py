@@ -27,7 +27,7 @@ Int64 = NDArray[np.int64]
 class Sampled:
     """Sampled tokens of `size` lines. The next replay overwrites the tensors."""
 
-    tokens: torch.Tensor  # [3, size] int64: see `decode_rows.append`
+    tokens: torch.Tensor  # [3, size] int64: see `sampling.append`
     packed: torch.Tensor | None = None  # int32: `tokens`, followed by log-probabilities
     columns: int = 0  # of log-probabilities: the sampled token and the most likely
 
@@ -182,7 +182,7 @@ class Step:
         return self.axes | SHARED if self.shared_blocks else self.axes
 
     def tokens(self) -> NDArray[np.int64]:
-        """Return [3, n]: see `decode_rows.append`."""
+        """Return [3, n]: see `sampling.append`."""
         n = len(self.lines.rows)
         return np.zeros((3, 0), np.int64) if self.sampled is None else self.sampled.tokens(n)
 
@@ -198,7 +198,7 @@ class Yielded:
     """Tokens [n] of the lines of a step that its rows got: of drafts, those up to the first that
     was rejected."""
 
-    broken: Int64  # [n] what is wrong with each: see `decode_rows.append`
+    broken: Int64  # [n] what is wrong with each: see `sampling.append`
     rows: Int64  # [n] indices in the batch
     lines: Int64  # [n] indices among the step's lines
     token_ids_of_rows: Int64  # as of `Result.token_ids`
