@@ -109,46 +109,7 @@ class Stored:
             raw = read_json_object(directory / "config.json", missing_ok=True)
             length = _tokenizer_length(directory) if has_marks(directory, raw) else None
             return cls(activation=activation, max_length=length, size=size)
-        found: dict[str, list[Path]] = {}
-        for module in read_json_list(path):
-            kind, folder = (
-                (module.get("type"), module.get("path"))
-                if isinstance(module, dict)
-                else (None, None)
-            )
-            if (
-                not isinstance(kind, str)
-                or not isinstance(folder, str)
-                or ".." in Path(folder).parts
-                or Path(folder).is_absolute()
-            ):
-                raise ModelLoadError(
-                    f"{path}: expected modules, each with its 'type' and 'path', got {shown(module)}"
-                )
-            MODULES.check(module, path)
-            package, _, name = kind.rpartition(".")
-            if package.partition(".")[0] != "sentence_transformers" or name not in (
-                *_ORDER,
-                "Dropout",
-            ):
-                raise UnsupportedError(
-                    f"{path}: module {kind} isn't served; served are {', '.join(_ORDER)}"
-                )
-            if name != "Dropout":  # there is none but in training
-                found.setdefault(name, []).append(directory / folder)
-        order = [_ORDER.index(name) for name, folders in found.items() for _ in folders]
-        if (
-            order != sorted(order)
-            or any(len(folders) > 1 for name, folders in found.items() if name != "Dense")
-            or "Transformer" not in found
-        ):
-            raise UnsupportedError(
-                f"{path}: served are modules in the order {', '.join(_ORDER)}, of Dense any number, found {', '.join(found)}"
-            )
-        if found["Transformer"] != [directory]:
-            raise UnsupportedError(
-                f"{path}: the transformer is served from the folder of {MODULES.file} itself, not from {found['Transformer'][0].name}"
-            )
+        found = _modules(path)
         for folder in found.get("Normalize", ()):
             read_checked(folder / "config.json", NORMALIZE)
         return cls(
@@ -279,6 +240,51 @@ class PoolingPlan:
         return tensor.rpartition(".")[0] in modules or (
             not self.capacity.generates and tensor.startswith("lm_head.")
         )
+
+
+def _modules(path: Path) -> dict[str, list[Path]]:
+    """Return the folders of the modules that `modules.json` lists, by their kind, in its order.
+    Raises `ModelLoadError` if it is wrong, `UnsupportedError` for modules that aren't served."""
+    directory = path.parent
+    found: dict[str, list[Path]] = {}
+    for module in read_json_list(path):
+        kind, folder = _kind_and_folder(module, path)
+        package, _, name = kind.rpartition(".")
+        is_known = name in (*_ORDER, "Dropout")
+        if package.partition(".")[0] != "sentence_transformers" or not is_known:
+            raise UnsupportedError(
+                f"{path}: module {kind} isn't served; served are {', '.join(_ORDER)}"
+            )
+        if name != "Dropout":  # there is none but in training
+            found.setdefault(name, []).append(directory / folder)
+    order = [_ORDER.index(name) for name, folders in found.items() for _ in folders]
+    repeated = [name for name, folders in found.items() if len(folders) > 1 and name != "Dense"]
+    if order != sorted(order) or repeated or "Transformer" not in found:
+        raise UnsupportedError(
+            f"{path}: served are modules in the order {', '.join(_ORDER)}, of Dense any number, "
+            f"found {', '.join(found)}"
+        )
+    if found["Transformer"] != [directory]:
+        raise UnsupportedError(
+            f"{path}: the transformer is served from the folder of {MODULES.file} itself, not from "
+            f"{found['Transformer'][0].name}"
+        )
+    return found
+
+
+def _kind_and_folder(module: Any, path: Path) -> tuple[str, str]:
+    """Return the type of a module, and its folder below the model's. Raises `ModelLoadError`."""
+    if isinstance(module, dict):
+        kind = module.get("type")
+        folder = module.get("path")
+        if isinstance(kind, str) and isinstance(folder, str):
+            is_below = ".." not in Path(folder).parts and not Path(folder).is_absolute()
+            if is_below:
+                MODULES.check(module, path)
+                return kind, folder
+    raise ModelLoadError(
+        f"{path}: expected modules, each with its 'type' and 'path', got {shown(module)}"
+    )
 
 
 def is_embedding_model(directory: str | Path) -> bool:
