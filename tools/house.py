@@ -19,6 +19,7 @@ import grimp
 DRAWING = Path(__file__).parents[1] / "docs" / "assets" / "house.svg"
 
 ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
+    "serving": ("dovetail.serving",),
     "cli": ("dovetail.cli", "dovetail.__main__"),
     "front": ("dovetail.front", "dovetail.compat"),
     "config": ("dovetail.config",),
@@ -42,6 +43,7 @@ PLUGINS = (
     "lab",
 )
 SAYS: Mapping[str, str] = {
+    "serving": "for programs on top",
     "cli": "the command dovetail",
     "front": "requests in, text out",
     "config": "engine.yaml",

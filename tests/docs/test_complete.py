@@ -14,7 +14,7 @@ import yaml
 from tools import docs_griffe, docs_hooks
 
 import dovetail
-from dovetail import api, testing
+from dovetail import api, serving, testing
 from dovetail.api.component import KINDS, Kind
 from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION
@@ -199,6 +199,14 @@ def test_every_public_name_is_in_the_reference() -> None:
         home for home in homes if home not in targets and home.rpartition(".")[0] not in targets
     }
     assert not missing
+
+
+def test_every_name_that_servers_build_on_is_on_their_page() -> None:
+    page = (ROOT / "docs/serving/own-server.md").read_text()
+    table = "".join(line for line in page.splitlines() if line.startswith("| `"))
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(serving.__all__)
+    for name in serving.__all__:
+        assert getattr(serving, name) is not None
 
 
 NN_INTERNAL = (

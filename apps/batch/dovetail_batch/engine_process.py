@@ -21,15 +21,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
-from dovetail.front.prompts import cuts
 from dovetail.request.sampling_params import SamplingParams
+from dovetail.serving import cuts
 from dovetail_batch.answers import Answer, answer_of, failure_of
 from dovetail_batch.rows import JobRow
 
 if TYPE_CHECKING:
-    from dovetail.front.chat import ChatFrontEnd
-    from dovetail.front.llm_engine import LLMEngine
-    from dovetail.front.prompts import Prompt
+    from dovetail import LLMEngine
+    from dovetail.serving import ChatFrontEnd, Prompt
 
 _Prepared = tuple[JobRow, "Prompt | RequestError"]
 
@@ -64,7 +63,7 @@ def main() -> int:
 
 def start_engine(source: str | Mapping[str, Any]) -> LLMEngine:
     """Return an engine with its tokenizer loaded, which would otherwise delay the first steps. Raises as `LLMEngine.from_config` does."""
-    from dovetail.front.llm_engine import LLMEngine
+    from dovetail import LLMEngine
 
     engine = LLMEngine.from_config(source)
     with suppress(DovetailError):  # rows of token ids need none, and the others report it
@@ -204,7 +203,7 @@ class EngineWorker:
 
     @cached_property
     def _chat(self) -> ChatFrontEnd:
-        from dovetail.front.chat import ChatFrontEnd
+        from dovetail.serving import ChatFrontEnd
 
         return ChatFrontEnd(
             self._engine.tokenizer, self._engine.config.limits, self._engine.capacity.max_model_len

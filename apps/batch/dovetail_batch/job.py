@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dovetail.base.where import Where
-from dovetail.base.yaml_source import read_settings
-from dovetail.config.engine import EngineConfig
+from dovetail import EngineConfig
 from dovetail.errors import ConfigError, RequestError
+from dovetail.serving import Where, read_settings
 from dovetail_batch.rows import KEYS, JobTask, RowReader
 
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}

@@ -9,11 +9,10 @@ from typing import Any, Literal
 import xxhash
 
 from dovetail.api.json_files import MAX_DEPTH, is_deep
-from dovetail.base.where import unknown_key
-from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, fields_of, make_params
 from dovetail.errors import RequestError, shown
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
+from dovetail.serving import FIELD_KEYS, PARAMS_KEYS, fields_of, make_params, unknown_key
 
 Form = Literal["prompt", "messages", "token_ids"]
 FORMS: tuple[Form, ...] = ("prompt", "messages", "token_ids")

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.whole_files import BESIDE, write_whole
-from dovetail.cli.streams import OutputError
 from dovetail.errors import ConfigError, EngineDeadError, shown
+from dovetail.serving import OutputError
 from dovetail_batch.answers import KEYS, Answer, Writer
 
 GO_ON = "the same command goes on with the job"

@@ -14,11 +14,16 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from dovetail.base.bounded_json import WrongJsonError, read_json
-from dovetail.base.checks import did_you_mean
-from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, parse_json
 from dovetail.errors import ConfigError, RequestError, shown
 from dovetail.request.sampling_params import BEAM_NAMES, BEAM_SEARCH
+from dovetail.serving import (
+    FIELD_KEYS,
+    PARAMS_KEYS,
+    WrongJsonError,
+    did_you_mean,
+    parse_json,
+    read_json,
+)
 from dovetail_batch.rows import KEYS
 
 MAX_LINE_BYTES = 64 * 2**20  # longer lines are rejected

@@ -12,8 +12,8 @@ from typing import Any
 import typer
 
 from dovetail.api.process_watch import ProcessWatch
-from dovetail.cli.streams import OutputError, discard
 from dovetail.errors import DovetailError
+from dovetail.serving import OutputError, discard
 from dovetail_cluster.control import ControlSocket
 from dovetail_cluster.controller import Controller
 from dovetail_cluster.interfaces import Launcher

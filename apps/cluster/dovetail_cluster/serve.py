@@ -13,9 +13,9 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from dovetail.base.checks import did_you_mean
-from dovetail.config.engine import EngineConfig
+from dovetail import EngineConfig
 from dovetail.errors import ConfigError, EngineDeadError, MissingExtraError, shown
+from dovetail.serving import did_you_mean
 from dovetail_cluster.settings import plain_config
 from dovetail_server.settings import ServerSettings
 
@@ -124,7 +124,7 @@ class ServeReplica:
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Start the engine and return its app. Ray Serve calls it once, in the event loop of all requests. Raises as the engine does."""
-        from dovetail.front.assembly import assemble
+        from dovetail.serving import assemble
         from dovetail_server.app import create_app
         from dovetail_server.front_end import log_to_stderr
         from dovetail_server.one_process import HostThread

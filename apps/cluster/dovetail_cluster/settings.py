@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from dovetail.base.where import Where, explain
-from dovetail.base.yaml_source import read_settings
-from dovetail.config.engine import EngineConfig
+from dovetail import EngineConfig
 from dovetail.errors import ConfigError
+from dovetail.serving import Where, explain, read_settings
 from dovetail_server.settings import ServerSettings
 
 OWN_OPTIONS = (

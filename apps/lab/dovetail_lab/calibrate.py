@@ -32,7 +32,7 @@ from dovetail_lab.step_time import LaunchRule, StepShape
 from dovetail_lab.step_timing import DeviceTimes, Timed, counts_as_launched, spread, timed
 
 if TYPE_CHECKING:
-    from dovetail.registry.registry import Registry
+    from dovetail.serving import Registry
 
 TIME_LIMIT_S = 60.0
 REHEARSAL_S, QUICK_REHEARSAL_S = 6.0, 1.5

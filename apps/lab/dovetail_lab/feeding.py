@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail import LLMEngine
-from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError
-from dovetail.front.grammars import AnswerRule
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.serving import AnswerRule, Constraint
 from dovetail_lab.grammars import RULE
 from dovetail_lab.sessions import Followers, Released
 from dovetail_lab.simulated import SimulatedExecutor
@@ -22,7 +21,7 @@ from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
 
 if TYPE_CHECKING:
-    from dovetail.engine.flight import Delivery
+    from dovetail.serving import Delivery
 
 AHEAD_S = 1.0  # requests are created this long before they are due, one per step, so that no step waits for many
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dovetail import EngineConfig
 from dovetail.api.component import Kind
 from dovetail.errors import ConfigError
-from dovetail.registry.registry import Registry
+from dovetail.serving import Registry
 from dovetail_lab.records import RunResult
 from dovetail_lab.replicas import replay_replicas
 from dovetail_lab.routers import Routing, parse_router

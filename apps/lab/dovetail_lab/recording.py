@@ -15,9 +15,7 @@ from dovetail_lab.traces.request import Trace, TraceRequest
 from dovetail_lab.traces.transform import arriving_at
 
 if TYPE_CHECKING:
-    from dovetail.engine.core import EngineCore
-    from dovetail.engine.finish import Finish
-    from dovetail.engine.flight import Delivery
+    from dovetail.serving import Delivery, EngineCore, Finish
 
 
 class Recorder:

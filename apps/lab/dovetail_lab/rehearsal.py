@@ -27,7 +27,7 @@ from dovetail_lab.traces.request import Trace
 from dovetail_lab.workloads import load_workload
 
 if TYPE_CHECKING:
-    from dovetail.engine.flight import Delivery
+    from dovetail.serving import Delivery
 
 SETTLING = 1 / 6  # share of a rehearsal that is discarded
 ROWS = 12  # decoding on average; 8 to 16 by chance

@@ -29,10 +29,9 @@ from typing import Any
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
-from dovetail.front.assembly import assemble
-from dovetail.registry.registry import Registry
 from dovetail.request.request import Request
 from dovetail.request.sampling_params import SamplingParams
+from dovetail.serving import Registry, assemble
 from dovetail_lab.feeding import Feeder, SimulatedRules
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline

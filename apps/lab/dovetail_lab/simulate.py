@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError
-from dovetail.front.assembly import assemble
-from dovetail.registry.registry import Registry
+from dovetail.serving import Registry, assemble
 from dovetail_lab.feeding import Feeder, SimulatedRules
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
@@ -20,8 +19,7 @@ from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.traces.request import Trace
 
 if TYPE_CHECKING:
-    from dovetail.engine.core import EngineCore
-    from dovetail.engine.flight import Delivery
+    from dovetail.serving import Delivery, EngineCore
 
 SIMULATED = ("simulated", "dovetail:simulated")  # the executor's names
 STORM_STEPS = 1_000  # same window as the engine's own warning

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dovetail.errors import RequestError
-from dovetail.front.intake import IntakeFacts
-from dovetail.front.request_checks import at_most
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
+from dovetail.serving import IntakeFacts, at_most
 
 LOGPROB_BYTES = 128  # of a token with its log-probability, about
 TOKEN_BYTES = 8  # of a token's text, or its id, about

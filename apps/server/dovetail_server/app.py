@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dovetail.errors import ConfigError, RequestError
-from dovetail.registry.registry import Registry
-from dovetail.registry.selection import PluginSelection
+from dovetail.serving import PluginSelection, Registry
 from dovetail_server.admission import Admission
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.batches.worker import BatchWorker

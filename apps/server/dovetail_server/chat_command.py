@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dovetail.cli.settings import Settings, load_config
-from dovetail.cli.streams import read_text
 from dovetail.errors import ConfigError, RequestError
+from dovetail.serving import Settings, load_config, read_text
 from dovetail_server.chat_partners import LocalModel, Partner, ServerError, ServerModel
 
 PROMPT = "> "

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dovetail.errors import ConfigError, DovetailError, shown
 
 if TYPE_CHECKING:
-    from dovetail.config.engine import EngineConfig
+    from dovetail import EngineConfig
 
 TIMEOUT_S = 600.0  # without data from the server
 MAX_LINE = 2**24  # bytes of one line of a response
@@ -54,9 +54,9 @@ class LocalModel:
         self, config: EngineConfig, params: Mapping[str, Any], chat_template: str | None
     ) -> None:
         """`params`: sampling parameters. Raises `ConfigError` if there is no chat template."""
-        from dovetail.front.chat import ChatFrontEnd, ChatOptions
-        from dovetail.front.llm import LLM
+        from dovetail import LLM
         from dovetail.request.sampling_params import SamplingParams
+        from dovetail.serving import ChatFrontEnd, ChatOptions
 
         self.name = config.model.path
         self._params = SamplingParams.from_optional(**params)

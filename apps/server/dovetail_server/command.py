@@ -13,11 +13,10 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from dovetail import EngineConfig
 from dovetail.api.spans import check_installed
-from dovetail.cli.settings import RequiredSource, Settings
-from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError, MissingExtraError, shown
-from dovetail.registry.registry import Registry
+from dovetail.serving import Registry, RequiredSource, Settings
 from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
 from dovetail_server.parsers.registry import check_names, named_parsers
 from dovetail_server.settings import ServerSettings

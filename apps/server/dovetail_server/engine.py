@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dovetail.errors import DovetailError
-from dovetail.front.chat import ChatFrontEnd
-from dovetail.front.intake import IntakeFacts
-from dovetail.front.pooling import PoolingIntake
-from dovetail.front.prompts import Prompt, PromptSource
-from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import SamplingParams
+from dovetail.serving import (
+    ChatFrontEnd,
+    IntakeFacts,
+    PoolingIntake,
+    Prompt,
+    PromptSource,
+    Tokenizer,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ import typer
 import yaml
 from typer.core import TyperCommand
 
-from dovetail.config.engine import EngineConfig
+from dovetail import EngineConfig
 from dovetail.errors import ConfigError
-from dovetail.front.engine_args import flag_of, flag_value
-from dovetail.front.vllm_args import ARGUMENTS, is_given, translated
+from dovetail.serving import ARGUMENTS, flag_of, flag_value, is_given, translated
 from dovetail_server.settings import ServerSettings
 from dovetail_server.vllm_flags import RENAMED, is_known, reason_to_ignore, takes_value
 

@@ -27,10 +27,9 @@ def main() -> int:
     for message in early:
         orders.put(message)
     heed(channel, orders.put, partial(end_orphaned, start["directory"]))
-    from dovetail.config.engine import EngineConfig
+    from dovetail import EngineConfig
     from dovetail.errors import DovetailError, EngineDeadError
-    from dovetail.front.assembly import assemble
-    from dovetail.front.engine_info import groups_in_words, ranks_in_words
+    from dovetail.serving import assemble, groups_in_words, ranks_in_words
     from dovetail_server.host import EngineHost, StepWatch
     from dovetail_server.links import ZmqPost
 

@@ -29,14 +29,20 @@ import orjson
 from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
-from dovetail.base.bounded_json import JsonBounds
 from dovetail.errors import DovetailError
-from dovetail.front.prompts import PROMPT_COST, Prompt, PromptSource, content_of
-from dovetail.front.request_checks import at_most, check_counts
-from dovetail.front.tokenizer import TokenizedText
 from dovetail.request.outputs import RequestMetrics, RequestOutput
 from dovetail.request.pooling import PoolingParams, PoolingRequestOutput
 from dovetail.request.sampling_params import SamplingParams
+from dovetail.serving import (
+    PROMPT_COST,
+    JsonBounds,
+    Prompt,
+    PromptSource,
+    TokenizedText,
+    at_most,
+    check_counts,
+    content_of,
+)
 from dovetail_server.admission import Admission, Ticket, receive_body
 from dovetail_server.answer_size import with_bounded_answer
 from dovetail_server.batches.store import BatchStore

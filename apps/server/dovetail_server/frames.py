@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import ComponentRef, HostLogprobs, RowPooling
 from dovetail.api.sampler import RowSampling
-from dovetail.config.limits import Limits
 from dovetail.end_reason import EndReason
-from dovetail.front.admission import CheckedRequest
-from dovetail.front.grammars import AnswerRule
 from dovetail.request.frozen import frozen
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.serving import AnswerRule, CheckedRequest, Limits
 from dovetail_server.engine import Decisions, EngineInfo, Load
 
 _STREAMED = SamplingParams(output_kind=OutputKind.DELTA)

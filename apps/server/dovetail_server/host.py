@@ -19,11 +19,6 @@ from dovetail.api.clock import VirtualClock, WallClock
 from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
 from dovetail.api.process_watch import PULSE, ProcessWatch
 from dovetail.end_reason import EndReason
-from dovetail.engine.constraint import Constraint
-from dovetail.engine.core import EngineCore
-from dovetail.engine.finish import Finish
-from dovetail.engine.flight import Delivery
-from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import (
     DovetailError,
     EngineDeadError,
@@ -31,12 +26,19 @@ from dovetail.errors import (
     UnsupportedError,
     describe,
 )
-from dovetail.front.adapters import RequestedAdapter
-from dovetail.front.admission import Admission
-from dovetail.front.assembly import Assembly
-from dovetail.front.grammars import AnswerRule
-from dovetail.front.intake import ENABLE
 from dovetail.request.lora import LoRARequest
+from dovetail.serving import (
+    ENABLE,
+    Admission,
+    AnswerRule,
+    Assembly,
+    Constraint,
+    Delivery,
+    EngineCore,
+    Finish,
+    LiveRequest,
+    RequestedAdapter,
+)
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load
 from dovetail_server.frames import (
     Abort,

@@ -11,10 +11,9 @@ from contextlib import suppress
 
 import zmq
 
-from dovetail.config.engine import EngineConfig
+from dovetail import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
-from dovetail.front.assembly import Assembly, assemble
-from dovetail.front.engine_info import groups_in_words, ranks_in_words
+from dovetail.serving import Assembly, assemble, groups_in_words, ranks_in_words
 from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost, StepWatch
 from dovetail_server.links import ZmqLine, ZmqPost

@@ -17,13 +17,18 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.errors import ConfigError, DovetailError, PluginError, describe
-from dovetail.front.chat import ChatOptions
-from dovetail.front.engine_thread import Unread
-from dovetail.front.prompts import Prompt, content_of, cuts
-from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.registry.registry import Registry
 from dovetail.request.outputs import RequestOutput
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.serving import (
+    ChatOptions,
+    Prompt,
+    Registry,
+    TokenizedText,
+    Tokenizer,
+    Unread,
+    content_of,
+    cuts,
+)
 from dovetail_server.errors import HttpError, http_error
 from dovetail_server.exchange import Server
 

@@ -21,20 +21,29 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.end_reason import EndReason
-from dovetail.engine.finish import Finish, TokenWatcher
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError, describe
-from dovetail.front import request_checks
-from dovetail.front.chat import ChatFrontEnd
-from dovetail.front.component_tokenizer import ComponentTokenizer
-from dovetail.front.detokenizer import IncrementalText, byte_pieces
-from dovetail.front.intake import Entered, Intake
-from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
-from dovetail.front.pooling import PoolingIntake
-from dovetail.front.prompts import Prompt, PromptSource
-from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.serving import (
+    ChatFrontEnd,
+    ComponentTokenizer,
+    EngineOutput,
+    Entered,
+    Finish,
+    IncrementalText,
+    Intake,
+    OutputBuilder,
+    PoolingIntake,
+    Prompt,
+    PromptSource,
+    RequestGroup,
+    Tokenizer,
+    TokenWatcher,
+    by_sample,
+    byte_pieces,
+    check_name,
+)
 from dovetail_server.engine import Decisions, Listener, Load
 from dovetail_server.frames import (
     Abort,
@@ -208,7 +217,7 @@ class RemoteEngine:
         await self._ask(Reset)
 
     async def load_adapter(self, name: str, path: str | None, within: str | None = None) -> None:
-        request_checks.check_name("lora_name", name, self.info.intake.limits)
+        check_name("lora_name", name, self.info.intake.limits)
         await self._ask(lambda number: LoadAdapter(number, name, path, within))
 
     async def _ask(self, message: Callable[[int], Reset | LoadAdapter]) -> None:

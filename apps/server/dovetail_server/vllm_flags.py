@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.base.checks import among
-from dovetail.base.yaml_source import parse_yaml
 from dovetail.errors import ConfigError
-from dovetail.front.vllm_groups import TEXT_ONLY, Group
+from dovetail.serving import TEXT_ONLY, Group, among, parse_yaml
 
 _PROXY = "let a proxy check and renew certificates"
 _REPLICAS = "`dovetail cluster up` starts replicas, and replaces those that fail"

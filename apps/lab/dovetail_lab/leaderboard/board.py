@@ -14,7 +14,7 @@ import xxhash
 
 from dovetail import EngineConfig, __version__
 from dovetail.errors import ConfigError
-from dovetail.registry.registry import Registry
+from dovetail.serving import Registry
 from dovetail_lab.metrics import measure
 from dovetail_lab.planned_runs import cached_workload
 from dovetail_lab.records import RequestRecord, RunResult

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dovetail.base.checks import unicode_error
+from dovetail.serving import unicode_error
 from dovetail_lab.traces.objects import (
     CountTokens,
     read_bench_serve,

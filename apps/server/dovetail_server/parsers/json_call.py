@@ -8,7 +8,7 @@ import re
 from enum import Enum, auto
 
 from dovetail.api.parser import MAX_HELD, Event, ToolCallArguments, ToolCallStart
-from dovetail.base.checks import unicode_error
+from dovetail.serving import unicode_error
 from dovetail_server.parsers.pieces import after_space
 
 MAX_NAME = 256  # characters of a key or a name, including quotes and escapes

@@ -12,10 +12,8 @@ from typing import Any, Literal
 import yaml
 
 from dovetail.api.parser import CallForm, ParserContext
-from dovetail.base.where import Where
 from dovetail.errors import ConfigError, DovetailError, RequestError, describe, shown
-from dovetail.registry.registry import AUTO, Registry
-from dovetail.registry.resolved import ResolvedComponent
+from dovetail.serving import AUTO, Registry, ResolvedComponent, Where
 from dovetail_server.engine import ServedEngine
 from dovetail_server.parsers import vllm_names
 from dovetail_server.parsers.reader import AnswerParser, GuardedParser, ParserChoice

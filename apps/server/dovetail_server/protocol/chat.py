@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from dovetail.front.chat import ChatOptions
+from dovetail.serving import ChatOptions
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import Advisory

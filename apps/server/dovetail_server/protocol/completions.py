@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.front.prompts import Prompt
 from dovetail.request.sampling_params import SamplingParams
+from dovetail.serving import Prompt
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import OPENAI_ONLY, OpenAIFields, sampling_params

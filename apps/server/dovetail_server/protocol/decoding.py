@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from dovetail.base.bounded_json import JsonBounds, excess_of
-from dovetail.base.checks import did_you_mean
 from dovetail.errors import shown
 from dovetail.request.structured import exact_float
+from dovetail.serving import JsonBounds, did_you_mean, excess_of
 from dovetail_server.errors import HttpError
 
 T = TypeVar("T")

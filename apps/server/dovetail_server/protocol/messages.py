@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from dovetail.errors import RequestError
-from dovetail.front.chat import ChatOptions
+from dovetail.serving import ChatOptions
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import LEFT_OUT, Advisory

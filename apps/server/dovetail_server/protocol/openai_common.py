@@ -8,12 +8,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from dovetail.front.chat import ChatOptions
-from dovetail.front.token_texts import speller
-from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import CompletionOutput, Logprob, TokenLogprobMap
 from dovetail.request.sampling_params import BEAM_SEARCH, OutputKind, SamplingParams
+from dovetail.serving import ChatOptions, Tokenizer, speller
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.json_parts import Items

@@ -7,11 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from dovetail.config.limits import Limits
-from dovetail.front.pooling import paired
-from dovetail.front.prompts import Prompt
-from dovetail.front.request_checks import at_most
 from dovetail.request.pooling import PoolingParams, Task
+from dovetail.serving import Limits, Prompt, at_most, paired
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dovetail.errors import RequestError, shown
-from dovetail.front.chat import ChatOptions
+from dovetail.serving import ChatOptions
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import LEFT_OUT, Advisory

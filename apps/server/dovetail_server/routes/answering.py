@@ -11,14 +11,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from dovetail.front.chat import ChatOptions
-from dovetail.front.prompts import cuts
-from dovetail.front.request_checks import check_template_chars
-from dovetail.front.token_texts import speller
-from dovetail.front.tokenizer import TokenizedText
 from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 from dovetail.request.structured import Structured
+from dovetail.serving import ChatOptions, TokenizedText, check_template_chars, cuts, speller
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, OutputListener
 from dovetail_server.parsers.reader import AnswerParser, AnswerReader

@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 
 from starlette.routing import Route
 
-from dovetail.front.prompts import cuts
-from dovetail.front.token_texts import texts_of_prompt, unwritten
-from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.outputs import CompletionOutput, RequestOutput, TokenLogprobMap
+from dovetail.serving import Tokenizer, cuts, texts_of_prompt, unwritten
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.json_parts import Fields, Items
 from dovetail_server.protocol.completions import CompletionRequest

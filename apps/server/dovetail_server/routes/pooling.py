@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.routing import Route
 
-from dovetail.front.prompts import Prompt
-from dovetail.front.request_checks import at_most
 from dovetail.request.pooling import PoolingParams
+from dovetail.serving import Prompt, at_most
 from dovetail_server.exchange import Endpoint, Exchange, PooledListener, new_id
 from dovetail_server.json_parts import Fields, Items, Numbers
 from dovetail_server.protocol import pooling as protocol

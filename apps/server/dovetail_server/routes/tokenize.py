@@ -7,8 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from dovetail.front.chat import ChatOptions
-from dovetail.front.request_checks import check_prompt_chars
+from dovetail.serving import ChatOptions, check_prompt_chars
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
