@@ -324,9 +324,8 @@ def _windows(origin: str, config: Mapping[str, Any], layers: int) -> tuple[int |
     )  # Qwen's: the layers before it have none, and none has any unless `use_sliding_window` says so
     if not config.get("use_sliding_window", first is None):
         window = None
-    if window is not None and (
-        not isinstance(window, int) or isinstance(window, bool) or window < 1
-    ):
+    is_size = type(window) is int and window >= 1
+    if window is not None and not is_size:
         raise ConfigError(
             f"{origin}: expected sliding_window as a positive integer, got {window!r}"
         )

@@ -413,7 +413,8 @@ class SimulatedExecutor(Executor):
         ended = self._seen(last_ended, now)
         self.clock.wait_until(ended + pending.results_s)
         self._left = self.clock.now()
-        if pending.masked or pending.late_s or self._core_late_s or self._device_late_s or waits:
+        is_late = pending.late_s or self._core_late_s or self._device_late_s
+        if pending.masked or is_late or waits:
             free_core = now - self._core_late_s
             free = sum(
                 self._computing(pending, pending.late_s, self._last_ended - self._device_late_s)

@@ -92,11 +92,8 @@ def _pairs(new: NDArray[np.int64], had: Integers, window: int | None) -> int:
 def ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
     """Return measured (lines, seconds). Raises `ValueError` unless there are two or none, lines are ascending and positive, and so are seconds."""
     lines = [count for count, _ in points]
-    if (
-        len(points) == 1
-        or lines != sorted(set(lines))
-        or any(count < 1 or seconds <= 0 for count, seconds in points)
-    ):
+    ascends = len(points) != 1 and lines == sorted(set(lines))
+    if not ascends or any(count < 1 or seconds <= 0 for count, seconds in points):
         raise ValueError(
             f"expected two or more (lines, seconds) above 0, with ascending lines, got {[*map(list, points)]}"
         )

@@ -63,7 +63,8 @@ async def receive_body(
     """Yield a body in chunks. `hold`: called with its size so far. Raises `HttpError` 408 if it takes longer than `timeout_s` plus the time for its
     size, `too_large` above `most` bytes, `ClientGone`, and what `hold` raises."""
     for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > most):
+        is_length = name == b"content-length" and value.isdigit()
+        if is_length and (len(value) > 18 or int(value) > most):
             raise too_large
     began = asyncio.get_running_loop().time()
     size, more = 0, True

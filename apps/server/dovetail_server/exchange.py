@@ -111,9 +111,9 @@ class Server:
     def model_named(self, name: str | None, *, adapters: bool = False) -> str:
         """Return the model name for the answer. Raises `HttpError` 404 for an unknown name. `adapters`: it may be that of an adapter, which the
         caller then uses."""
-        if name is None or name in self.models or (adapters and name in self.engine.adapters):
-            return name or self.models[0]
         known = (*self.models, *self.engine.adapters) if adapters else self.models
+        if name is None or name in known:
+            return name or self.models[0]
         message = (
             f"the model {name[:200]!r} isn't served here; available: {', '.join(known)[:2_000]}"
         )

@@ -360,12 +360,8 @@ class DirectProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if (
-            self._timer is None
-            and self._in_message
-            and self._is_idle()
-            and not self.transport.is_closing()
-        ):
+        reads_body = self._in_message and self._is_idle()
+        if self._timer is None and reads_body and not self.transport.is_closing():
             self._start_timer()
 
     def _is_idle(self) -> bool:

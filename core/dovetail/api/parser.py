@@ -75,12 +75,9 @@ class ParserCapabilities:
     def __post_init__(self) -> None:
         """Raise `TypeError` for a text where a tuple of texts belongs, such as `(("<call>"),)`: each of its letters would be a text."""
         groups = self.templates if self.reasoning is None else (self.reasoning, *self.templates)
-        if not all(
-            isinstance(texts, list | tuple)
-            and texts
-            and all(isinstance(text, str) and text for text in texts)
-            for texts in groups
-        ):
+        are_groups = all(isinstance(texts, list | tuple) and texts for texts in groups)
+        texts = [text for group in groups for text in group] if are_groups else [None]
+        if not all(isinstance(text, str) and text for text in texts):
             raise TypeError(
                 f"templates must be tuples of texts, and reasoning two texts, got {self.templates!r:.200} and {self.reasoning!r:.200}"
             )

@@ -186,12 +186,11 @@ class Speculation(BaseModel):
 
 
 def _as_score_tokens(value: Any) -> Any:
-    if value is None or (
-        isinstance(value, list | tuple)
-        and len(value) == 2
-        and all(type(one) in (str, int) for one in value)
-    ):
-        return value if value is None else tuple(value)
+    if value is None:
+        return None
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if is_pair and all(type(one) in (str, int) for one in value):
+        return tuple(value)
     raise ValueError(
         f'expected two tokens as texts in quotes, or their ids, like ["yes", "no"], got {shown(value)}'
     )

@@ -84,9 +84,8 @@ class PoolingParams:
             )
         for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value: Any = getattr(self, name)
-            if value is not None and (
-                (number := plain_integer(value)) is None or number < low or number == 0
-            ):
+            number = 1 if value is None else plain_integer(value)
+            if number is None or number < low or number == 0:
                 raise RequestError(
                     f"{name} must be an integer of 1 or more, or {'-1 or ' if low < 0 else ''}None, got {shown(value)}"
                 )

@@ -415,7 +415,8 @@ def _number(
     if value is None and optional:
         return None
     number = as_number(value)
-    if number is None or not low <= number <= high or (open_low and number == low):
+    is_within = number is not None and low <= number <= high
+    if not is_within or (open_low and number == low):
         upper = "" if high == math.inf else f" and <= {high:g}"
         sign = ">" if open_low else ">="
         raise RequestError(

@@ -218,11 +218,8 @@ def exact_float(text: str) -> float:
     if len(text) <= _SURE_DIGITS and (0 < abs(value) < math.inf or _ZERO.fullmatch(text)):
         return value
     digits = _NO_DIGITS.sub("", text).strip("0")
-    if (
-        math.isinf(value)
-        or (digits and not value)
-        or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value))
-    ):
+    out_of_range = math.isinf(value) or (digits and not value)
+    if out_of_range or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value)):
         raise ValueError(
             f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308"
         )

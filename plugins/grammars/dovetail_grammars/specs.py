@@ -213,11 +213,8 @@ def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
 
 def _read_structures(spec: GrammarSpec, tag: Mapping[str, Json]) -> list[Structure]:
     triggers, structures = tag["triggers"], tag["structures"]
-    if (
-        not isinstance(triggers, list)
-        or not triggers
-        or not all(isinstance(trigger, str) and trigger for trigger in triggers)
-    ):
+    listed = triggers if isinstance(triggers, list) else []
+    if not listed or not all(isinstance(trigger, str) and trigger for trigger in listed):
         refuse(spec, "triggers: expected a list of one string or more, none of them empty")
     if not isinstance(structures, list) or not structures:
         refuse(spec, "structures: expected a non-empty list")

@@ -88,7 +88,8 @@ def _in_session(
                 f"expected request_ids of rows above, got {shown(one)}", row.line, "wait_for"
             )
     waits = [named[str(one)] for one in after]
-    if "timestamp" not in values and not after and session is not None and session in latest:
+    has_time = "timestamp" in values or bool(after)
+    if not has_time and session is not None and session in latest:
         waits = [latest[session]]
     gaps = {
         name: row.seconds(name, "ms")
@@ -267,7 +268,8 @@ def _answers(row: JsonObject, count: CountTokens) -> Iterator[Located]:
     lengths = [count(text) for _, text in said]
     stream = stream_of("sharegpt", row.line)
     for index, before in enumerate(accumulate(lengths, initial=0)):
-        if index < len(said) and said[index][0] and before and lengths[index]:
+        is_answer = index < len(said) and said[index][0]
+        if is_answer and before and lengths[index]:
             turn = sum(by_model for by_model, _ in said[:index])
             span = Span(stream, 0, before + lengths[index])
             yield Located(

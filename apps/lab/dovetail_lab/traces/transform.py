@@ -43,7 +43,8 @@ def slice_trace(trace: Trace, text: str) -> Trace:
     low, colon, high = (part.strip() for part in text.partition(":"))
     by_time = low.endswith("s") or high.endswith("s")
     try:
-        if not colon or (by_time and not all(not end or end.endswith("s") for end in (low, high))):
+        all_times = all(not end or end.endswith("s") for end in (low, high))
+        if not colon or (by_time and not all_times):
             raise ValueError
         if by_time:
             start, end = float(low[:-1]) if low else 0.0, float(high[:-1]) if high else math.inf

@@ -128,9 +128,9 @@ class Stream(Value):
                 "the number of arrivals is missing: requests=1000"
                 + ("" if isinstance(self.arrivals, AtOnce) else ", or duration=600")
             )
-        if (self.lengths is None) != (self.prompt is not None and self.output is not None) or (
-            self.lengths and (self.prompt or self.output)
-        ):
+        has_both = self.prompt is not None and self.output is not None
+        has_none = self.prompt is None and self.output is None
+        if not (has_both if self.lengths is None else has_none):
             raise ValueError("lengths are missing: prompt=… and output=…, or lengths=<a trace>")
         return self
 

@@ -188,6 +188,11 @@ class _Work:
         self._pause_s = self._resumes_at = self._kept_at = self._used_disk_at = 0.0
 
     @property
+    def _has_work(self) -> bool:
+        """True while requests are to be sent, or answers to be written."""
+        return bool(self._left or self._ready or any(self._unwritten.values()))
+
+    @property
     def waits(self) -> bool:
         """True while backing off."""
         return time.monotonic() < self._resumes_at
@@ -244,7 +249,7 @@ class _Work:
         under_way: set[asyncio.Task[None]] = set()
         seat: asyncio.Task[Any] | None = None
         try:
-            while self._left or self._ready or under_way or any(self._unwritten.values()):
+            while self._has_work or under_way:
                 is_over = self.is_cancelled or time.time() >= batch.expires_at
                 is_due = (
                     time.monotonic() >= self._used_disk_at + GATHER_S

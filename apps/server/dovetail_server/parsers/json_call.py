@@ -149,11 +149,8 @@ class JsonCall:
             begin, pos = pos, self._advance(text, pos)
             if not self.started:
                 pos = self._hold(text, begin, pos)
-                if (
-                    not self.bad
-                    and self._name is not None
-                    and not (self._bare and self._arguments is None)
-                ):
+                waits = self._bare and self._arguments is None
+                if self._name is not None and not (self.bad or waits):
                     self._start(events)
             if self.started and self._arguments:
                 events.append(ToolCallArguments(self.index, "".join(self._arguments)))

@@ -226,8 +226,10 @@ class FunctionTagCalls(TaggedCalls):
         """State: the tag with the function's name."""
         tag = tag_at(text, pos, (self.function_begin,))
         begin = pos + len(self.function_begin)
-        end = text.find(self.function_end, begin, begin + MAX_NAME + len(self.function_end))
-        if tag == "" or (tag and end < 0 and len(text) - begin < MAX_NAME + len(self.function_end)):
+        longest = MAX_NAME + len(self.function_end)
+        end = text.find(self.function_end, begin, begin + longest)
+        may_end = end < 0 and len(text) - begin < longest
+        if tag == "" or (tag and may_end):
             return self.hold(text, pos)
         if tag is None or end < 0 or not _NAME.fullmatch(text, begin, end):
             self.refuse("")

@@ -247,7 +247,8 @@ def _call_demand(
         )
     single = choice.single
     strict = [names.strict.format(index) for index, tool in enumerate(tools) if tool.strict]
-    if not tools or not (choice.required or single or strict):
+    has_demand = choice.required or single or strict
+    if not tools or not has_demand:
         return None
     schemas = [
         (tool.name, _arguments(tool.schema)) for tool in tools if choice.name in (None, tool.name)

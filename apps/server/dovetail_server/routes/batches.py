@@ -205,12 +205,8 @@ def _store(exchange: Exchange) -> BatchStore:
 def _limit(query: QueryParams, default: int, most: int) -> int:
     """Return the requested page size."""
     text = query.get("limit", str(default))
-    if (
-        not text.isascii()
-        or not text.isdecimal()
-        or not 1 <= len(text) <= 6
-        or not 1 <= int(text) <= most
-    ):
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 6
+    if not is_number or not 1 <= int(text) <= most:
         raise HttpError(
             400, f"limit must be an integer from 1 to {most}, got {shown(text)}", param="limit"
         )

@@ -250,7 +250,10 @@ def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
             groups = {point.group for point in distribution.entry_points}
         except Exception:  # `find_plugins` has reported it, if it has plugins
             continue
-        if name == only or (only is None and (name == NAMESPACE or any(map(_concerns_us, groups)))):
+        is_wanted = name == only
+        if only is None:
+            is_wanted = name == NAMESPACE or any(map(_concerns_us, groups))
+        if is_wanted:
             found.setdefault(name, {}).setdefault(_home(distribution), distribution)
     return {
         name: _without_leftovers_of_builds(list(copies.values())) for name, copies in found.items()

@@ -124,11 +124,8 @@ def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
 
 def _of_failed_import(found: FoundPlugin, error: BaseException, text: str) -> Problem:
     point = found.entry_point
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and error.name
-        and (point.module == error.name or point.module.startswith(f"{error.name}."))
-    ):
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{point.module}.".startswith(f"{missing}."):
         return (
             "points-nowhere",
             f"its entry point names the module {point.module}, which isn't installed",
