@@ -245,11 +245,11 @@ def vllm_arguments() -> str:
     for row in TABLE.values():
         if row.name in grouped:
             continue
-        here = f"`{row.key}`" if row.key else "left out"
-        examples = _code(*map(repr, row.taken)) if row.refused else "any"
-        values = row.says if row.key else f"{examples}: {row.says}"
+        here = f"`{row.key}`" if row.key else "ignored"
+        examples = _code(*map(repr, row.accepted)) if row.rejected else "any"
+        values = row.meaning if row.key else f"{examples}: {row.meaning}"
         rows.append(
-            f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as for the key' if row.key else 'nothing')} |"
+            f"| `{row.name}` | {here} | {values} | {row.advice or ('as for the key' if row.key else 'nothing')} |"
         )
     return "\n".join(rows)
 

@@ -199,9 +199,7 @@ def test_a_name_of_any_length_is_answered_in_a_line() -> None:
 def test_a_name_of_another_engine_is_answered_with_ours(name: str) -> None:
     assert NAMES_ELSEWHERE[name] in SamplingParams.__dataclass_fields__
     assert name not in SamplingParams.__dataclass_fields__
-    with pytest.raises(
-        RequestError, match=f"^{name}: the name for this is {NAMES_ELSEWHERE[name]}$"
-    ):
+    with pytest.raises(RequestError, match=f"^{name}: use the name {NAMES_ELSEWHERE[name]}$"):
         SamplingParams(**{name: 1})
 
 

@@ -132,7 +132,7 @@ def test_columns_are_named_and_others_ignored(tmp_path: Path) -> None:
         ),
         (
             b'{"id": 1, "prompt": "x", "sampling": {"max_new_tokens": 2}}',
-            "sampling: max_new_tokens: the name for this is max_tokens",
+            "sampling: max_new_tokens: use the name max_tokens",
         ),
     ],
 )

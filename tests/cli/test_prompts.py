@@ -81,7 +81,7 @@ def test_json_keys_of_a_logit_bias_are_token_ids() -> None:
         ),
         (
             '{"prompt": "x", "use_beam_search": true}',
-            "f.jsonl:2: use_beam_search: beams have a call of their own: LLM.beam_search(",
+            "f.jsonl:2: use_beam_search: use LLM.beam_search(",
         ),
         (
             '{"prompt": "x", "logit_bias": {"--5": 1}}',

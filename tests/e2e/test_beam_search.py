@@ -354,12 +354,15 @@ def test_texts_are_those_of_all_tokens_but_special_ones_and_eos(tmp_path: Path) 
         ({"length_penalty": math.nan}, "length_penalty must be a finite number >= -10 and <= 10"),
         ({"length_penalty": 11}, "length_penalty must be a finite number >= -10 and <= 10"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
-        ({"max_new_tokens": 4}, "max_new_tokens: the name for this is max_tokens"),
+        ({"max_new_tokens": 4}, "max_new_tokens: use the name max_tokens"),
         (
             {"length_penality": 1.0},
             "length_penality: unknown beam search parameter, did you mean length_penalty?",
         ),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs: beams follow no rule"),
+        (
+            {"structured_outputs": {"choice": ["a"]}},
+            "structured_outputs: beam search supports no structured output",
+        ),
         ({"top_p": 0.5}, "top_p: unknown beam search parameter; valid are beam_width, max_tokens"),
     ],
     ids=str,
@@ -413,7 +416,7 @@ def test_wrong_parameters_are_refused_by_name(fields: dict[str, Any], said: str)
             "A",
             PARAMS,
             {"prompt_adapter_request": 1},
-            "beam_search(): prompt_adapter_request=1: prompt adapters (soft prompts) aren't served",
+            "beam_search(): prompt_adapter_request=1: prompt adapters (soft prompts) aren't supported",
         ),
         (
             ["A", "B"],
@@ -421,7 +424,7 @@ def test_wrong_parameters_are_refused_by_name(fields: dict[str, Any], said: str)
             {"lora_request": [None]},
             "lora_request must be one or one for each prompt: got 1 for 2 prompts",
         ),
-        ("A", PARAMS, {"beam_width": 2}, "beam_search(): beam_width: there is no such argument"),
+        ("A", PARAMS, {"beam_width": 2}, "beam_search(): beam_width: unknown argument"),
     ],
     ids=str,
 )
@@ -436,11 +439,11 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_computed(
 
 def test_a_request_for_beams_is_answered_with_their_call(llm: LLM) -> None:
     call = re.escape(
-        "use_beam_search: beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
+        "use_beam_search: use LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
     )
     with pytest.raises(RequestError, match=f"^{call}$"):
         SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
     with pytest.raises(RequestError, match=call.replace("search:", "search=True:")):
         llm.generate("A", use_beam_search=True)
-    with pytest.raises(RequestError, match=r"^length_penalty: beams have a call of their own"):
+    with pytest.raises(RequestError, match=r"^length_penalty: use LLM.beam_search"):
         SamplingParams(length_penalty=2.0)  # type: ignore[call-arg]

@@ -49,7 +49,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_args, "_told", set())
+    monkeypatch.setattr(vllm_args, "_logged", set())
 
 
 # Arguments
@@ -194,7 +194,7 @@ def test_every_renamed_argument_is_in_the_tests() -> None:
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
 def test_an_argument_becomes_what_its_row_says(row: Argument) -> None:
-    for value, here in KEYS.get(row.name, [(value, {}) for value in row.taken]):
+    for value, here in KEYS.get(row.name, [(value, {}) for value in row.accepted]):
         assert translated({row.name: value}) == here
         config = EngineConfig.load("demo", **translated({row.name: value}))
         if not here:
@@ -202,15 +202,15 @@ def test_an_argument_becomes_what_its_row_says(row: Argument) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in TABLE.values() if row.refused], ids=lambda row: row.name
+    "row", [row for row in TABLE.values() if row.rejected], ids=lambda row: row.name
 )
 def test_an_argument_that_cannot_be_honoured_is_refused_with_what_would_be_right(
     row: Argument,
 ) -> None:
-    for value in row.refused:
+    for value in row.rejected:
         with pytest.raises(ConfigError, match=f"^{row.name}") as caught:
             LLM("demo", **{row.name: value})
-        assert row.otherwise in str(caught.value)
+        assert row.advice in str(caught.value)
         with pytest.raises(ConfigError, match=f"^{row.name}"):
             EngineArgs("demo", **{row.name: value})
 
@@ -223,7 +223,7 @@ def test_a_grammar_backend_that_is_not_installed_is_refused_with_what_to_install
 def test_refusals_name_sections_of_the_roadmap_and_keys_that_there_are() -> None:
     sections = re.findall(r"^## (.+)$", (DOCS / "roadmap.md").read_text(), re.MULTILINE)
     for row in TABLE.values():
-        assert set(re.findall(r'see "([^"]+)"', row.otherwise)) <= set(sections), row.name
+        assert set(re.findall(r'see "([^"]+)"', row.advice)) <= set(sections), row.name
         assert row.key is None or row.key.partition(".")[0] in EngineConfig.model_fields
 
 
@@ -243,7 +243,7 @@ def test_each_translation_is_reported_in_one_line_and_once(
         (
             logging.WARNING,
             "dovetail",
-            "swap_space=4: left out, a request that is preempted is computed again, nothing is swapped",
+            "swap_space=4: ignored, preempted requests are recomputed, not swapped",
         ),
     ]
 
@@ -275,7 +275,7 @@ def test_a_token_for_the_hub_is_never_shown(caplog: pytest.LogCaptureFixture) ->
     ids=str,
 )
 def test_two_arguments_for_one_key_are_refused(both: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="which is given as well: leave one of them out"):
+    with pytest.raises(ConfigError, match="which is also given: leave one of them out"):
         translated(both)
 
 
@@ -307,8 +307,8 @@ def test_every_argument_is_on_the_page() -> None:
         if row.name in grouped:
             continue
         [line] = [line for line in page.splitlines() if line.startswith(f"| `{row.name}` |")]
-        assert row.says in line
-        assert row.otherwise in line
+        assert row.meaning in line
+        assert row.advice in line
         assert line.count("|") == 5
 
 
@@ -355,9 +355,7 @@ def test_an_argument_that_no_method_has_is_refused(llm: LLM) -> None:
         RequestError, match=r"^generate\(\): temperature: it is a field of SamplingParams"
     ):
         llm.generate("a", temperature=0.5)
-    with pytest.raises(
-        RequestError, match=r"^add_request\(\): nonsense: there is no such argument"
-    ):
+    with pytest.raises(RequestError, match=r"^add_request\(\): nonsense: unknown argument"):
         llm.engine.add_request("a", "a", nonsense=1)
 
 

@@ -307,7 +307,10 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "from vllm import SamplingParams\nSamplingParams(trace_decode_token_ids=[1, 2])",
         "prompt_logprobs",
     ),
-    "late_chunking": ("from vllm.pooling_params import LateChunkingParams", "mean of each chunk"),
+    "late_chunking": (
+        "from vllm.pooling_params import LateChunkingParams",
+        "average those of each chunk",
+    ),
     "multi_vector_retrieval": ("from vllm.config import PoolerConfig", "pooling_task"),
     "qwen3_reranker": (
         "from vllm import LLM\nLLM(model='demo', hf_overrides={'classifier_from_token': ['no', 'yes'], 'is_original_qwen3_reranker': True})",
@@ -315,7 +318,7 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
     ),
     "extract_hidden_states": (
         "from vllm.config.kv_transfer import KVTransferConfig",
-        "keeps its K and V to itself",
+        "transferred between engines",
     ),
     "routed_experts": (
         "from vllm import LLM\nLLM(model='demo', enable_return_routed_experts=True)",
@@ -369,7 +372,7 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
     ),
     "data_parallel": (
         "from vllm import LLM\nfrom vllm.utils.network_utils import get_open_port",
-        "no ports to open",
+        "the engine opens no ports",
     ),
     "context_extension": (
         "from vllm import LLM\nLLM(model='demo', hf_overrides={'rope_parameters': {'factor': 4.0}})",
@@ -383,7 +386,7 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "from vllm.model_executor.model_loader import ShardedStateLoader",
         "weight formats are plugins",
     ),
-    "vision_language": ("from vllm.assets.image import ImageAsset", "text alone"),
+    "vision_language": ("from vllm.assets.image import ImageAsset", "only text models"),
 }
 
 
@@ -458,7 +461,7 @@ def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
     with pytest.raises(ImportError, match="did you mean SamplingParams"):
         exec("from dovetail.compat.vllm import SamplingParam")
     with pytest.raises(
-        ModuleNotFoundError, match=r"compat\.vllm\.nonsense: Dovetail has nothing of that name"
+        ModuleNotFoundError, match=r"compat\.vllm\.nonsense: Dovetail has no such name"
     ):
         import_module("dovetail.compat.vllm.nonsense")
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'dovetail\.nonsense'"):
@@ -470,9 +473,9 @@ def test_a_missing_name_is_explained_by_import_and_by_lookup(module: str) -> Non
     name = f"dovetail.compat.vllm{module}"
     assert not hasattr(import_module(name), "PromptType")
     if module != ".engine":  # which has no names at all
-        with pytest.raises(AttributeError, match="a prompt is a text"):
+        with pytest.raises(AttributeError, match="a prompt is a string"):
             import_module(name).PromptType  # noqa: B018
-    with pytest.raises(ImportError, match="a prompt is a text"):
+    with pytest.raises(ImportError, match="a prompt is a string"):
         exec(f"from {name} import PromptType")
 
 
@@ -492,7 +495,7 @@ def test_an_engine_is_where_its_programs_look_for_it(module: str, name: str, our
 
 def test_uses_of_an_engine_have_their_names() -> None:
     assert UsageContext.LLM_CLASS == "LLM_CLASS"
-    with pytest.raises(ImportError, match="no usage is reported"):
+    with pytest.raises(ImportError, match="usage isn.t reported"):
         exec("from dovetail.compat.vllm.usage.usage_lib import UsageMessage")
 
 
@@ -544,7 +547,7 @@ def test_each_argument_is_a_flag() -> None:
     ("given", "said"),
     [
         (["--max-model-len", "1.0001k"], "isn't a whole number"),
-        (["--max-model-len", ""], "it needs a value"),
+        (["--max-model-len", ""], "needs a value"),
         (["--scheduler", "{a: "], "--scheduler"),
         (["--nonsense", "1"], "unrecognized arguments: --nonsense"),
         (["--seed"], "expected one argument"),

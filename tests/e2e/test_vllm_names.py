@@ -57,7 +57,7 @@ versions = pytest.mark.parametrize("names", VERSIONS.values(), ids=VERSIONS)
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_args, "_told", set())
+    monkeypatch.setattr(vllm_args, "_logged", set())
 
 
 def arguments_of(names: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def test_a_flag_of_the_server_is_accepted_with_vllms_default_and_else_refused(gr
             "--compilation-config '{cudagraph_mode: …}'",
         ),
         (["-cc.mode=3"], "--compilation-config '{mode: …}'"),
-        (["--response-role"], "it needs a value"),
-        (["--headless=1"], "it takes no value"),
+        (["--response-role"], "needs a value"),
+        (["--headless=1"], "takes no value"),
         (["--response-role", "[user"], "role assistant"),
     ],
 )
@@ -301,4 +301,4 @@ def test_every_argument_is_a_field() -> None:
 def test_trust_in_remote_code_is_left_out_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
     assert translated({"trust_remote_code": True}) == {}
     [line] = [record.message for record in caplog.records]
-    assert "a checkpoint's code never runs" in line
+    assert "code in checkpoints never runs" in line

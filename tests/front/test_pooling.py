@@ -436,7 +436,7 @@ def test_calls_that_a_model_can_t_serve_name_those_that_it_can() -> None:
             lambda one: one.embed("a", dimensions=3),
             r"it is a field of PoolingParams: pooling_params=PoolingParams\(dimensions=…\)",
         ),
-        (lambda one: one.embed("a", n=3), "embed\\(\\): n: there is no such argument"),
+        (lambda one: one.embed("a", n=3), "embed\\(\\): n: unknown argument"),
         (lambda one: one.embed(""), "the prompt is empty"),
         (lambda one: one.embed([2000]), "out of the vocabulary"),
         (lambda one: one.score("a", "b", template="{query}"), "template"),

@@ -24,7 +24,7 @@ from dovetail_server.supervisor import Supervisor
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_args, "_told", set())
+    monkeypatch.setattr(vllm_args, "_logged", set())
 
 
 @pytest.fixture
@@ -117,19 +117,19 @@ def test_a_flag_does_what_the_argument_does(
 def test_each_row_of_the_table_is_a_flag(
     row: vllm_args.Argument, started: list[Any], command: Callable[..., None]
 ) -> None:
-    for value in (*row.taken, *row.refused):
+    for value in (*row.accepted, *row.rejected):
         flag = f"--{row.name}".replace("_", "-")
         if row.is_switch != (type(value) is bool) or value in ("", None, {}):
             continue
         given = (
             flag if value is True else f"--no-{flag[2:]}" if value is False else f"{flag}={value}"
         )
-        if value in row.refused:
+        if value in row.rejected:
             with pytest.raises(ConfigError) as refused:
                 command(given)
             text = str(refused.value)
             assert row.name in text or flag in text
-            assert row.otherwise in text
+            assert row.advice in text
         else:
             started.clear()
             command(given)
@@ -156,7 +156,7 @@ def test_a_translation_is_told_in_one_line(
     assert [record.message for record in caplog.records] == [
         "--ssl-certfile: here --tls-cert",
         "--ssl-keyfile: here --tls-key",
-        "--enable-auto-tool-choice: left out, the chat template selects the parser of tool calls",
+        "--enable-auto-tool-choice: ignored, the chat template selects the parser of tool calls",
         "enforce_eager=True: here cuda_graphs=False",
     ]
     assert (started[0][2].tls_cert, started[0][2].tls_key) == ("c", "k")
@@ -216,7 +216,7 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
             ["--max-num-seqs", "4k"],
             "--max-num-seqs: max_num_seqs: expected a valid integer, got '4k'",
         ),
-        (["--max-model-len="], "--max-model-len: it needs a value"),
+        (["--max-model-len="], "--max-model-len: needs a value"),
         (["--max-model-len", "[1"], "--max-model-len:1: not valid YAML"),
         (["--max-model-len"], "requires an argument"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: gpu_memory_utilization: "),
@@ -235,41 +235,41 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
         (["--dtype", "int3"], "--dtype: dtype: "),
         (["--enforce-eager=true"], "does not take a value"),
         (["--enforce-eager", "true"], "unexpected extra argument"),
-        (["--enable-auto-tool-choice=yes"], "--enable-auto-tool-choice: it takes no value"),
-        (["--max-model-len", "64", "--max_model_len=65"], "--max-model-len: it is given twice"),
-        (["--enforce-eager", "--no-enforce-eager"], "--enforce-eager: it is given twice"),
-        (["--tensor-parallel-size", "2", "-tp", "2"], "--tensor-parallel-size: it is given twice"),
+        (["--enable-auto-tool-choice=yes"], "--enable-auto-tool-choice: takes no value"),
+        (["--max-model-len", "64", "--max_model_len=65"], "--max-model-len: given twice"),
+        (["--enforce-eager", "--no-enforce-eager"], "--enforce-eager: given twice"),
+        (["--tensor-parallel-size", "2", "-tp", "2"], "--tensor-parallel-size: given twice"),
         (
             ["--enforce-eager", "--cuda-graphs"],
-            "enforce_eager sets cuda_graphs, which is given as well",
+            "enforce_eager sets cuda_graphs, which is also given",
         ),
         (
             ["--num-gpu-blocks-override=8", "--num-kvcache-blocks=8"],
-            "sets executor.num_blocks, which is given as well",
+            "sets executor.num_blocks, which is also given",
         ),
         (
             ["--executor", "local", "-tp", "2"],
-            "tensor_parallel_size sets executor.name, which is given as well",
+            "tensor_parallel_size sets executor.name, which is also given",
         ),
         (
             ["--max-model-len", "64", "--set", "max_model_len=64"],
-            "--max-model-len sets max_model_len, which --set gives as well",
+            "--max-model-len sets max_model_len, which --set also sets",
         ),
         (
             ["--set", "executor={size: 2}", "-tp", "2"],
-            "--tensor-parallel-size sets executor.size, which --set gives as well",
+            "--tensor-parallel-size sets executor.size, which --set also sets",
         ),
         (
             ["--set", "executor=local", "-tp", "2"],
-            "--tensor-parallel-size sets executor.name, which --set gives as well",
+            "--tensor-parallel-size sets executor.name, which --set also sets",
         ),
         (
             ["--set", "scheduler.name=fcfs", "--scheduler", "sjf"],
-            "--scheduler sets scheduler, which --set gives as well",
+            "--scheduler sets scheduler, which --set also sets",
         ),
         (["--max-model-length", "64"], "--max-model-len"),
-        (["--model", "demo"], "--model: the model is the argument itself"),
-        (["--allowed-origins", '["*"]'], "--allowed-origins: --cors-origin, once for each origin"),
+        (["--model", "demo"], "--model: pass the model as an argument"),
+        (["--allowed-origins", '["*"]'], "--allowed-origins: use --cors-origin, once per origin"),
     ],
     ids=str,
 )

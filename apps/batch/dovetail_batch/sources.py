@@ -317,7 +317,7 @@ def _sampling(body: Mapping[str, Any], content: str) -> dict[str, Any]:
         if key == "vllm_xargs":
             if body.get("extra_args") is not None:
                 raise RequestError(
-                    "vllm_xargs: another name of extra_args, which is given as well: leave one of them out"
+                    "vllm_xargs: another name of extra_args, which is also given: leave one of them out"
                 )
             key = "extra_args"
         if key not in (*PARAMS_KEYS, "top_logprobs"):

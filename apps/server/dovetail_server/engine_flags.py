@@ -1,6 +1,6 @@
-"""Flags of `dovetail serve` that set keys of `engine.yaml`: each argument of `LLM()` is one, vLLM's included, with dashes.
+"""Flags of `dovetail serve` that set keys of `engine.yaml`: every argument of `LLM()`, vLLM's included.
 
-They are translated by the table of `dovetail.front.vllm_args`. vLLM's flags for its server are rewritten to ours, or refused, as `vllm_flags` says.
+`dovetail.front.vllm_args` translates them. vLLM's server flags are renamed or refused by `vllm_flags`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ServeCommand(TyperCommand):
         seen: set[str] = set()
         for parameter in self.make_parser(ctx).parse_args(list(args))[2]:
             if parameter.name in ENGINE_FLAGS and parameter.name in seen:
-                raise ConfigError(f"{flag_of(parameter.name)}: it is given twice")
+                raise ConfigError(f"{flag_of(parameter.name)}: given twice")
             seen.add(str(parameter.name))
         return super().parse_args(ctx, args)
 
 
 def rewritten(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments with vLLM's flags as ours. Raises `ConfigError` for those that are refused."""
+    """Yield the arguments with vLLM's flags renamed. Raises `ConfigError` for unsupported ones."""
     rest = deque(args)
     while rest:
         arg = rest.popleft()
@@ -56,19 +56,19 @@ def rewritten(args: Sequence[str]) -> Iterator[str]:
             yield name + equals + value
             continue
         if equals and not takes_value(name):
-            raise ConfigError(f"{name}: it takes no value")
+            raise ConfigError(f"{name}: takes no value")
         if takes_value(name) and not equals:
             if not rest:
-                raise ConfigError(f"{name}: it needs a value")
+                raise ConfigError(f"{name}: needs a value")
             value = rest.popleft()
         if why := reason_to_ignore(name, value):
-            logger.warning("%s: left out, %s", name, why)
+            logger.warning("%s: ignored, %s", name, why)
 
 
 def _parted(arg: str) -> tuple[str, str, str]:
-    """Return name, "=" and value of an argument: of a flag of ours or vLLM's with dashes in its name.
+    """Return name, "=" and value of an argument. Names of known flags are returned with dashes.
 
-    Raises `ConfigError` for a key of a mapping as a flag of its own.
+    Raises `ConfigError` for a flag that sets one key of a mapping (`--flag.key`).
     """
     name, equals, value = arg.partition("=")
     if re.fullmatch(r"-O[a-z0-9]+", name):  # vLLM's short form of levels
@@ -123,7 +123,7 @@ def with_flags(settings: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
         for key in keys:
             if is_given(key, sets):
                 raise ConfigError(
-                    f"{flag_of(name)} sets {key}, which --set gives as well: leave one of them out"
+                    f"{flag_of(name)} sets {key}, which --set also sets: leave one of them out"
                 )
         EngineConfig.load_with(
             {}, keys, origin=flag_of(name)

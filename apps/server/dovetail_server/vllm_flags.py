@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that have another spelling here, or none. `engine_flags` rewrites the command line by them."""
+"""Flags of `vllm serve` that are renamed or unsupported here; `engine_flags` applies these tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.serving import TEXT_ONLY, Group, among, parse_yaml
 
-_PROXY = "let a proxy check and renew certificates"
-_REPLICAS = "`dovetail cluster up` starts replicas, and replaces those that fail"
-_TEXTS = "texts of requests and answers are never logged"
-_PLUGIN = "write a plugin, and name it: see docs/plugins"
+_PROXY = "use a proxy to verify and renew certificates"
+_REPLICAS = "use `dovetail cluster up`, which starts replicas and replaces failed ones"
+_TEXTS = "texts of requests and responses are never logged"
+_PLUGIN = "write a plugin: see docs/plugins"
 
 RENAMED = {  # flags of vLLM's server -> ours
     "--ssl-certfile": "--tls-cert",
@@ -50,13 +50,13 @@ RENAMED = {  # flags of vLLM's server -> ours
 }
 GROUPS = (  # flags that are accepted with vLLM's default only; those whose default is a bool take no value
     Group(
-        "the model is the argument itself: dovetail serve MODEL",
+        "pass the model as an argument: dovetail serve MODEL",
         {"--model": None},
     ),
-    Group("name the file instead of the model: dovetail serve engine.yaml", {"--config": None}),
-    Group("--cors-origin, once for each origin", {"--allowed-origins": []}),
+    Group("pass the file instead of the model: dovetail serve engine.yaml", {"--config": None}),
+    Group("use --cors-origin, once per origin", {"--allowed-origins": []}),
     Group(
-        "--cors-origin names the origins; they may use all methods and headers, but no credentials",
+        "use --cors-origin; all methods and headers are allowed, credentials are not",
         {"--allowed-methods": ["*"], "--allowed-headers": ["*"], "--allow-credentials": False},
     ),
     Group(
@@ -76,69 +76,69 @@ GROUPS = (  # flags that are accepted with vLLM's default only; those whose defa
         advisory=True,
     ),
     Group(
-        "requests may bring a chat template",
+        "requests may contain a chat template",
         {"--trust-request-chat-template": False},
         advisory=True,
     ),
     Group(
-        "answers always have the header x-request-id",
+        "responses always have the header x-request-id",
         {"--enable-request-id-headers": False},
         advisory=True,
     ),
     Group(
-        "tool_choice none always leaves tools out",
+        "tool_choice none always omits tools",
         {"--exclude-tools-when-tool-choice-none": False},
         advisory=True,
     ),
     Group("errors are logged with their stack", {"--log-error-stack": False}, advisory=True),
     Group("no pages of documentation are served", {"--disable-fastapi-docs": False}, advisory=True),
     Group(
-        "each front end computes late interaction as asked",
+        "late interaction is computed by each front end",
         {"--enable-flash-late-interaction": True},
         advisory=True,
     ),
     Group(_TEXTS, {"--max-log-len": None, "--enable-log-deltas": True}, advisory=True),
     Group(_TEXTS, {"--enable-log-outputs": False}),
     Group(
-        "it is found out from the template: leave it out",
+        "it is detected from the template: leave it out",
         {"--chat-template-content-format": "auto"},
     ),
     Group(
-        "requests say it: chat_template_kwargs, reasoning_effort or thinking",
+        "set it per request: chat_template_kwargs, reasoning_effort or thinking",
         {
             "--default-chat-template-kwargs": None,
             "--reasoning-effort-map": None,
             "--anthropic-disabled-thinking-effort": "auto",
         },
     ),
-    Group("answers have the role assistant", {"--response-role": "assistant"}),
+    Group("responses have the role assistant", {"--response-role": "assistant"}),
     Group(
-        "Cohere's chat API isn't served",
+        "Cohere's chat API isn't supported",
         {"--cohere-format": "cmd4", "--cohere-is-reasoning-model": True},
     ),
     Group(
-        "requests ask for it: stream_options.include_usage", {"--enable-force-include-usage": False}
+        "set it per request: stream_options.include_usage", {"--enable-force-include-usage": False}
     ),
     Group(
-        "/metrics and spans (--otlp-traces-endpoint) tell it",
+        "use /metrics and spans (--otlp-traces-endpoint)",
         {"--enable-per-request-metrics": False},
     ),
-    Group("requests ask for it: return_token_ids", {"--return-tokens-as-token-ids": False}),
+    Group("set it per request: return_token_ids", {"--return-tokens-as-token-ids": False}),
     Group(
-        "a stream is silent while nothing is generated: leave it out",
+        "streams send no keep-alive events: leave it out",
         {"--sse-keep-alive-interval": 0},
     ),
     Group(
-        "answers have no fingerprint", {"--fingerprint-mode": "full", "--fingerprint-value": None}
+        "responses have no fingerprint", {"--fingerprint-mode": "full", "--fingerprint-value": None}
     ),
     Group(
-        "--no-log-requests leaves out the lines of all endpoints",
+        "--no-log-requests disables the access log of all endpoints",
         {"--disable-access-log-for-endpoints": None},
     ),
     Group("set the environment variable DOVETAIL_LOG", {"--uvicorn-log-level": "info"}),
     Group(_PLUGIN, {"--middleware": [], "--tool-parser-plugin": ""}),
-    Group("a client runs the tools that it sends", {"--tool-server": None}),
-    Group("strict tools are: each tool says it", {"--tool-strict-level": None}),
+    Group("tools are run by the client", {"--tool-server": None}),
+    Group("set strict in each tool", {"--tool-strict-level": None}),
     Group(TEXT_ONLY, {"--trust-request-mm-kwargs": False}),
     Group("no pages of documentation are served", {"--enable-offline-docs": False}),
     Group(
@@ -151,7 +151,7 @@ GROUPS = (  # flags that are accepted with vLLM's default only; those whose defa
         },
     ),
     Group(
-        "--max-received-bytes and --max-body-bytes bound what is read",
+        "use --max-received-bytes and --max-body-bytes",
         {"--h11-max-incomplete-event-size": 4194304, "--h11-max-header-count": 256},
     ),
     Group(
@@ -165,13 +165,13 @@ GROUPS = (  # flags that are accepted with vLLM's default only; those whose defa
             "--dp-supervisor-probe-failure-threshold": 3,
         },
     ),
-    Group("HTTP is what is served", {"--grpc": False, "--grpc-port": None}),
+    Group("only HTTP is supported", {"--grpc": False, "--grpc-port": None}),
 )
 _GROUP_OF = {flag: group for group in GROUPS for flag in group.defaults}
 
 
 def switch_of(flag: str) -> str:
-    """Return the flag of which `--no-…` is the opposite, if it is; any other flag as it is."""
+    """Return `--flag` for `--no-flag` of a switch, and any other flag unchanged."""
     opposite = "--" + flag.removeprefix("--no-")
     is_switch = opposite in _GROUP_OF and isinstance(_GROUP_OF[opposite].defaults[opposite], bool)
     return opposite if flag.startswith("--no-") and is_switch else flag
@@ -188,9 +188,9 @@ def takes_value(flag: str) -> bool:
 
 
 def reason_to_ignore(flag: str, text: str) -> str:
-    """Return why a flag of the groups has no effect; "" for vLLM's default. `text`: its value.
+    """Return why `flag` with the value `text` has no effect; "" for vLLM's default.
 
-    Raises `ConfigError` for a value that would have one.
+    Raises `ConfigError` for an unsupported value.
     """
     name = switch_of(flag)
     group = _GROUP_OF[name]

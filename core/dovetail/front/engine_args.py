@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class UnknownArgumentError(ConfigError, AttributeError):
-    """An attribute of `EngineArgs` that no engine's argument has."""
+    """An unknown argument or attribute of `EngineArgs`."""
 
 
 def _as_dataclass(cls: type[T]) -> type[T]:
@@ -55,7 +55,7 @@ def _as_dataclass(cls: type[T]) -> type[T]:
 
 @_as_dataclass
 class EngineArgs:
-    """The arguments of an engine, as vLLM or as `engine.yaml` names them, for `LLMEngine.from_engine_args`.
+    """Arguments of an engine by vLLM's or `engine.yaml`'s names, for `LLMEngine.from_engine_args`.
 
     A dataclass: fields are read and set, and `dataclasses.asdict` and `replace` work. A field has
     vLLM's default, and None or `UNSET` where the engine decides. An unknown name raises
@@ -72,7 +72,7 @@ class EngineArgs:
     else:
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):  # which programs look for, such as `copy`
+            if name.startswith("__"):  # special methods that `copy` and others probe for
                 raise AttributeError(name)
             raise UnknownArgumentError(_unknown(name))
 
@@ -82,13 +82,16 @@ class EngineArgs:
         object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for what can't be honoured, naming what would be right."""
+        """Validate. Raises `ConfigError` for unsupported values, with a supported alternative."""
         self.create_engine_config()
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:
-        """Add a flag for each argument, with dashes, to an argument parser, and return it. Values are YAML. Flags that aren't given are no attributes
-        of the namespace, so that `LLM(**vars(args))` takes the defaults. `async_args_only`: add none, as no argument is only for asyncio."""
+        """Add a flag for each argument to `parser`, and return it. Values are YAML.
+
+        Flags that aren't given are missing from the namespace, so that `LLM(**vars(args))` uses
+        the defaults. With `async_args_only` no flag is added: no argument is specific to asyncio.
+        """
         if async_args_only:
             return parser
         parser.add_argument("--model", default=SUPPRESS, help="a directory, a hub id, or demo")
@@ -101,7 +104,10 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> EngineArgs:
-        """Make it of a namespace that `add_cli_args` has filled; other attributes are ignored. Raises `ConfigError`."""
+        """Create it from a namespace filled by `add_cli_args`; other attributes are ignored.
+
+        Raises `ConfigError`.
+        """
         return cls(
             **{
                 name: value
@@ -113,14 +119,14 @@ class EngineArgs:
     def create_engine_config(
         self, usage_context: Any = None, headless: bool = False
     ) -> EngineConfig:
-        """Return the same in Dovetail's words; vLLM's parameters have no effect. Raises `ConfigError`."""
+        """Return the `EngineConfig`. vLLM's parameters have no effect. Raises `ConfigError`."""
         given = self._given()
         model = given.pop("model", self.model)
         named = {"model": str(model) if isinstance(model, Path) else model}
         return EngineConfig.load(named, **translated(given))
 
     def _given(self) -> dict[str, Any]:
-        """Return the fields that haven't their default."""
+        """Return the fields whose values differ from their defaults."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {
             one.name: values[one.name]
@@ -129,11 +135,11 @@ class EngineArgs:
         }
 
     def __repr__(self) -> str:
-        told = [
+        shown_fields = [
             f"{name}={'…' if name in SECRETS else repr(value)}"
             for name, value in self._given().items()
         ]
-        return f"EngineArgs({', '.join(told)})"
+        return f"EngineArgs({', '.join(shown_fields)})"
 
 
 def _default_of(one: Field[Any]) -> Any:
@@ -142,11 +148,11 @@ def _default_of(one: Field[Any]) -> Any:
 
 def _unknown(name: str) -> str:
     hint = did_you_mean(name, (*EngineArgs.__dataclass_fields__, *vars(EngineArgs)))
-    return f"EngineArgs: {name[:80]}: there is no such argument{hint}"
+    return f"EngineArgs: {name[:80]}: unknown argument{hint}"
 
 
 def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:
-    """Raises `ConfigError` for anything else, a vLLM object of that name too."""
+    """Return the `EngineConfig` of either type. Raises `ConfigError` for anything else, such as vLLM's."""
     if isinstance(arguments, EngineArgs):
         return arguments.create_engine_config()
     if isinstance(arguments, EngineConfig):
@@ -162,9 +168,9 @@ def flag_of(name: str) -> str:
 
 
 def flag_value(name: str, text: str) -> Any:
-    """Return a flag's value, which is YAML; vLLM's short forms of counts (32k, 1.5M) are read, too. Raises `ConfigError`."""
+    """Parse a flag's value as YAML, or as one of vLLM's short counts (32k, 1.5M). Raises `ConfigError`."""
     if not text.strip():
-        raise ConfigError(f"{flag_of(name)}: it needs a value")
+        raise ConfigError(f"{flag_of(name)}: needs a value")
     if name in _COUNTS and (short := _SHORT.fullmatch(text)):
         number, unit = short.groups()
         count = Decimal(number) * (1000 if unit.islower() else 1024) ** (
@@ -177,7 +183,7 @@ def flag_value(name: str, text: str) -> Any:
 
 
 def _read_flag(name: str) -> Callable[[str], Any]:
-    """Return `flag_value` of an argument with the errors that argparse shows."""
+    """Return `flag_value` of an argument, with argparse's errors."""
 
     def read(text: str) -> Any:
         try:

@@ -1,7 +1,8 @@
-"""Arguments as vLLM and nano-vllm name them, in Dovetail's words: one table, which `LLM(...)`, `EngineArgs` and the documentation use.
+"""Translation of vLLM's and nano-vllm's engine arguments to keys of `engine.yaml`.
 
-An argument that means what is so anyway is left out, one that has another name here is renamed; both with one line of notice. Any other value is
-refused, naming what does the same here, or the section of the roadmap that plans it.
+One table serves `LLM(...)`, `EngineArgs`, the flags of `dovetail serve` and the documentation. An
+argument that requests the default behaviour is ignored, and one with another name is renamed; both
+are logged once. Any other value is rejected with the equivalent, or the section of the roadmap.
 """
 
 from __future__ import annotations
@@ -38,35 +39,36 @@ UNSET = _Unset.UNSET
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """How an argument of another engine is translated."""
+    """Translation of one argument of another engine."""
 
     name: str
-    key: str | None  # of `engine.yaml`; None: it is left out
-    becomes: Callable[
-        [Any], Mapping[str, Any] | None
-    ]  # the keys to set instead of it; None: this value is refused
-    says: str  # how values are translated, or why it can be left out
-    otherwise: str  # what is said of any other value; empty: the key's own check says it
-    taken: tuple[Any, ...]  # examples
-    refused: tuple[Any, ...]
-    default: Any = None  # vLLM's, which is accepted without a word; None: the engine decides
+    key: str | None  # of `engine.yaml`; None: the argument is ignored
+    translate: Callable[[Any], Mapping[str, Any] | None]  # value -> keys to set; None: rejected
+    meaning: str  # how values are translated, or why the argument is ignored
+    advice: str  # the error for other values; empty: the key's own check reports them
+    accepted: tuple[Any, ...]  # examples
+    rejected: tuple[Any, ...]  # examples
+    default: Any = None  # vLLM's, accepted without a log line; None: the engine decides
 
     @property
     def is_switch(self) -> bool:
-        """True if it is on or off: as a flag of a command line it takes no value."""
-        return any(type(value) is bool for value in (self.default, *self.taken, *self.refused))
+        """True for a boolean argument: its command-line flag takes no value."""
+        examples = (self.default, *self.accepted, *self.rejected)
+        return any(type(value) is bool for value in examples)
 
-    def instead_of(self, value: Any) -> Mapping[str, Any] | None:
-        """Return the keys to set; None if the value is refused. A value of None asks for nothing."""
-        instead = self.becomes(value)
-        return {} if instead is None and value is None else instead
+    def keys_for(self, value: Any) -> Mapping[str, Any] | None:
+        """Return the keys to set, or None if the value is rejected. None sets no key."""
+        keys = self.translate(value)
+        return {} if keys is None and value is None else keys
 
 
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides of `EngineConfig`: keys that aren't in the table stay as they are. Raises `ConfigError` for a value that is refused, for two
-    arguments that set the same key, and for a name that seems to be a misspelt one of the table.
+    """Return overrides of `EngineConfig`. Names that aren't in the table are returned unchanged.
 
-    `UNSET` is left out, and vLLM's default gives way to another argument for the same key."""
+    `UNSET` is ignored, and another argument for the same key takes precedence over vLLM's default.
+    Raises `ConfigError` for a rejected value, for two arguments that set the same key, and for a
+    name that looks like a misspelt one of the table.
+    """
     arguments = {name: value for name, value in arguments.items() if value is not UNSET}
     for name in arguments:
         check_spelling(name)
@@ -75,36 +77,32 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name not in TABLE:
             continue
         row = TABLE[name]
-        instead = row.instead_of(value)
-        if instead is None:
-            raise ConfigError(f"{_shown(name, value)}: {row.otherwise}")
+        keys = row.keys_for(value)
+        if keys is None:
+            raise ConfigError(f"{_shown(name, value)}: {row.advice}")
         is_default = among(value, (row.default,))
-        given = [key for key in instead if is_given(key, overrides)]
+        given = [key for key in keys if is_given(key, overrides)]
         if given and is_default:
             continue
         if given:
-            raise ConfigError(
-                f"{name} sets {given[0]}, which is given as well: leave one of them out"
-            )
-        overrides |= instead
-        if instead != {name: value} and not is_default:
-            _tell(row, value, instead)
-    off = [section for section, value in overrides.items() if value is None]
-    kept = {
-        key: value
-        for key, value in overrides.items()
-        if not any(key.startswith(f"{section}.") for section in off)
-    }
-    return dict(
-        sorted(kept.items(), key=lambda item: item[0].count("."))
-    )  # a section before its keys
+            raise ConfigError(f"{name} sets {given[0]}, which is also given: leave one of them out")
+        overrides |= keys
+        if keys != {name: value} and not is_default:
+            _log_once(row, value, keys)
+    disabled = tuple(f"{section}." for section, value in overrides.items() if value is None)
+    active = {key: value for key, value in overrides.items() if not key.startswith(disabled)}
+    by_depth = sorted(active.items(), key=lambda item: item[0].count("."))
+    return dict(by_depth)  # a section before its keys
 
 
 def check_spelling(name: str) -> None:
-    """Raises `ConfigError` if `name` is nearer to one of the table than to any key of `engine.yaml`, whose check knows only those keys."""
+    """Raise `ConfigError` if `name` is nearer to a name of the table than to a key of `engine.yaml`.
+
+    Misspelt keys of `engine.yaml` are reported by its own check.
+    """
     if name in TABLE or name.partition(".")[0] in EngineConfig.model_fields:
         return
-    stem = _VERB.sub("", name)  # what it is about: names that only share a verb are no hint
+    stem = _VERB.sub("", name)  # a shared verb alone is no similarity
     alike = [
         known
         for known in (*EngineConfig.model_fields, *TABLE)
@@ -118,7 +116,7 @@ _VERB = re.compile(r"^(enable|disable|use|max|num|no)_")
 
 
 def is_given(key: str, overrides: Mapping[str, Any]) -> bool:
-    """True if an override sets this dotted key already. A component's key sets its name, too."""
+    """Return True if an override sets this dotted key. A component's key also sets its name."""
     outer, _, option = key.partition(".")
     if key in overrides or (not option and f"{key}.name" in overrides):
         return True
@@ -129,33 +127,33 @@ def is_given(key: str, overrides: Mapping[str, Any]) -> bool:
 
 
 SECRETS = {"hf_token"}  # arguments whose values are never shown
-_told: set[str] = set()  # names of arguments: one line each is enough
+_logged: set[str] = set()  # arguments whose translation was logged
 
 
-def _tell(row: Argument, value: Any, instead: Mapping[str, Any]) -> None:
-    if row.name in _told:
+def _log_once(row: Argument, value: Any, keys: Mapping[str, Any]) -> None:
+    if row.name in _logged:
         return
-    _told.add(row.name)
-    if instead:
-        here = "here " + ", ".join(f"{key}={shown(new)}" for key, new in instead.items())
+    _logged.add(row.name)
+    if keys:
+        here = "here " + ", ".join(f"{key}={shown(new)}" for key, new in keys.items())
+    elif row.key is None:
+        here = f"ignored, {row.meaning}"
     else:
-        here = (
-            f"left out, {row.says}" if row.key is None else f"left out, {row.key} has its default"
-        )
+        here = f"ignored, {row.key} keeps its default"
     logger.warning("%s: %s", _shown(row.name, value), here)
 
 
 def _shown(name: str, value: Any) -> str:
-    return name if name in SECRETS else f"{name}={shown(value)}"  # which is nobody else's business
+    return name if name in SECRETS else f"{name}={shown(value)}"
 
 
 # Rows
 
 
-def _anyway(name: str, *values: Any, why: str, otherwise: str, refused: Any) -> Argument:
-    """These values mean what is so anyway."""
-    becomes = partial(_nothing_if_among, values)
-    return Argument(name, None, becomes, why, otherwise, values, (refused,), values[0])
+def _fixed(name: str, *values: Any, why: str, advice: str, rejected: Any) -> Argument:
+    """Row for an argument without a key: `values` request the default behaviour."""
+    translate = partial(_nothing_if_among, values)
+    return Argument(name, None, translate, why, advice, values, (rejected,), values[0])
 
 
 def _nothing_if_among(values: tuple[Any, ...], value: Any) -> Mapping[str, Any] | None:
@@ -165,15 +163,15 @@ def _nothing_if_among(values: tuple[Any, ...], value: Any) -> Mapping[str, Any] 
 def _rows_of(group: Group) -> Iterator[Argument]:
     for name, default in group.defaults.items():
         if group.advisory:
-            yield _never_matters(name, default, group.reason, default)
+            yield _ignored(name, default, group.reason, default)
         else:
             other = (not default) if isinstance(default, bool) else "another"
             defaults = (default, OLDER.get(name, default))
-            yield _anyway(name, *defaults, why=group.reason, otherwise=group.reason, refused=other)
+            yield _fixed(name, *defaults, why=group.reason, advice=group.reason, rejected=other)
 
 
-def _never_matters(name: str, example: Any, why: str, default: Any = None) -> Argument:
-    """No value changes anything."""
+def _ignored(name: str, example: Any, why: str, default: Any = None) -> Argument:
+    """Row for an argument of which every value is ignored."""
     return Argument(name, None, lambda value: {}, why, "", (example,), (), default)
 
 
@@ -181,13 +179,13 @@ def _renamed(
     name: str,
     key: str,
     values: Mapping[Any, Any],
-    otherwise: str,
-    refused: Any,
+    advice: str,
+    rejected: Any,
     default: Any = None,
 ) -> Argument:
-    """These values have others here; a value of None leaves the key to its default."""
-    instead = {value: {} if new is None else {key: new} for value, new in values.items()}
-    says = (
+    """Row for a key with another name: vLLM's value -> ours. None keeps the key's default."""
+    keys = {value: {} if new is None else {key: new} for value, new in values.items()}
+    meaning = (
         ", ".join(
             f"`{value!r}` is `{new!r}`"
             for value, new in values.items()
@@ -198,46 +196,46 @@ def _renamed(
     return Argument(
         name,
         key,
-        lambda value: _look_up(instead, value),
-        says,
-        otherwise,
+        lambda value: _lookup(keys, value),
+        meaning,
+        advice,
         tuple(values),
-        (refused,),
+        (rejected,),
         default,
     )
 
 
-def _switch_of_section(name: str, key: str) -> Argument:
-    """True gives a section its defaults, False takes it away, with what other arguments set of it."""
-    instead: Mapping[Any, Mapping[str, Any]] = {None: {}, True: {key: {}}, False: {key: None}}
-    says = "`True` is an empty section, `False` is `null`, whatever other arguments say of it"
+def _section_switch(name: str, key: str) -> Argument:
+    """Row for a switch: True enables a section with its defaults, False disables it."""
+    keys: Mapping[Any, Mapping[str, Any]] = {None: {}, True: {key: {}}, False: {key: None}}
+    meaning = "`True` is an empty section; `False` is `null`, and overrides other arguments of the section"
     return Argument(
         name,
         key,
-        lambda value: _look_up(instead, value),
-        says,
+        lambda value: _lookup(keys, value),
+        meaning,
         f"{name} is true or false",
-        tuple(instead),
+        tuple(keys),
         ("yes",),
     )
 
 
 def _number(name: str, key: str, example: int, automatic: Any = None) -> Argument:
-    """A number, as here; `automatic` leaves it to the engine."""
+    """Row for a number. None and `automatic` let the engine choose."""
 
-    def becomes(value: Any) -> Mapping[str, Any] | None:
+    def translate(value: Any) -> Mapping[str, Any] | None:
         if value is None or among(value, (automatic,)):
             return {}
         return {key: value} if as_number(value) is not None else None
 
-    says = (
-        "`None` " + ("" if automatic is None else f"or `{automatic}` ") + "leaves it to the engine"
+    meaning = (
+        "`None` " + ("" if automatic is None else f"or `{automatic}` ") + "lets the engine choose"
     )
     return Argument(
         name,
         key,
-        becomes,
-        says,
+        translate,
+        meaning,
         f"{key} must be a number",
         (example, None) if automatic is None else (example, None, automatic),
         ("many",),
@@ -245,21 +243,19 @@ def _number(name: str, key: str, example: int, automatic: Any = None) -> Argumen
 
 
 def _ranks(name: str) -> Argument:
-    """The number of ranks over which a model is split: two or more name the executor, too."""
+    """Row for the tensor parallel size: two or more ranks also select the executor."""
 
-    def becomes(value: Any) -> Mapping[str, Any] | None:
+    def translate(value: Any) -> Mapping[str, Any] | None:
         if type(value) is not int or value < 1:
             return None
         return {} if value == 1 else {"executor.name": "dovetail:tensor", "executor.size": value}
 
-    says = (
-        "`1` is the executor `local`, as by default; more is the executor `tensor` with this `size`"
-    )
+    meaning = "`1` is the default executor, `local`; more is the executor `tensor` with this `size`"
     return Argument(
         name,
         "executor.size",
-        becomes,
-        says,
+        translate,
+        meaning,
         "executor.size must be a whole number, 1 or more",
         (1, 2),
         (0, "many"),
@@ -270,61 +266,64 @@ def _ranks(name: str) -> Argument:
 def _same_key(
     name: str,
     values: Mapping[Any, Any],
-    taken: Any,
-    says: str,
-    refused: tuple[Any, ...] = (),
-    otherwise: str = "",
+    accepted: Any,
+    meaning: str,
+    rejected: tuple[Any, ...] = (),
+    advice: str = "",
     default: Any = None,
 ) -> Argument:
-    """A key of `engine.yaml` too: some values have other names here, None for the default, some are refused; the rest is the key's own business."""
+    """Row for a key with the same name: vLLM's value -> ours, where they differ.
 
-    def becomes(value: Any) -> Mapping[str, Any] | None:
-        value = _plain(value)
-        if among(value, refused):
+    The key's own check validates values that are neither in `values` nor in `rejected`.
+    """
+
+    def translate(value: Any) -> Mapping[str, Any] | None:
+        value = _dtype_name(value)
+        if among(value, rejected):
             return None
-        instead = _look_up(
+        keys = _lookup(
             {old: {} if new is None else {name: new} for old, new in values.items()}, value
         )
-        return {name: value} if instead is None else instead
+        return {name: value} if keys is None else keys
 
-    return Argument(name, name, becomes, says, otherwise, (*values, taken), refused, default)
+    return Argument(name, name, translate, meaning, advice, (*values, accepted), rejected, default)
 
 
-def _plain(value: Any) -> Any:
-    """A dtype of torch as its name."""
+def _dtype_name(value: Any) -> Any:
+    """Return the name of a torch dtype, and any other value unchanged."""
     return str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
 
 
-def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str, Any] | None:
+def _lookup(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str, Any] | None:
     return next((new for old, new in values.items() if among(value, (old,))), None)
 
 
 def _speculation(name: str) -> Argument:
-    """vLLM's settings of speculative decoding."""
-    says = (
+    """Row for vLLM's settings of speculative decoding."""
+    meaning = (
         "methods `ngram`, `suffix`, `mtp`, `eagle3` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields "
         "are options"
     )
-    taken = (
+    accepted = (
         {"method": "ngram", "num_speculative_tokens": 4},
         {"method": "suffix"},
         {"model": "demo-draft", "num_speculative_tokens": 4},
         None,
     )
-    refused = (
+    rejected = (
         "small",
         *({"method": method, "model": "m"} for method in ("eagle", "medusa")),
         {"model": "some/EAGLE-head"},
     )
     return Argument(
-        name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused
+        name, "speculation", partial(speculation_of, name), meaning, _DRAFTERS, accepted, rejected
     )
 
 
 def _processors(name: str) -> Argument:
-    """Accept names of plugins; reject vLLM's classes and their paths."""
+    """Row for logits processors: names of plugins are accepted, vLLM's classes rejected."""
 
-    def becomes(value: Any) -> Mapping[str, Any] | None:
+    def translate(value: Any) -> Mapping[str, Any] | None:
         given = list(value) if isinstance(value, list | tuple) else [value]
         if any(
             callable(one) or (isinstance(one, str) and _PATH_OF_CLASS.fullmatch(one))
@@ -333,103 +332,99 @@ def _processors(name: str) -> Argument:
             return None
         return {} if value is None else {name: value}
 
-    refused = (["my.processors:MyProcessor"], ["my.processors.MyProcessor"])
+    rejected = (["my.processors:MyProcessor"], ["my.processors.MyProcessor"])
     return Argument(
-        name, name, becomes, "names of plugins are the same", _PROCESSORS, (None, []), refused
+        name, name, translate, "names of plugins are the same", _PROCESSORS, (None, []), rejected
     )
 
 
 def _pooler(name: str) -> Argument:
-    """vLLM's settings of pooling, as a mapping or an object of its class."""
+    """Row for vLLM's settings of pooling, as a mapping or an object of its class."""
 
-    def becomes(value: Any) -> Mapping[str, Any] | None:
-        given = (
-            value
-            if isinstance(value, Mapping)
-            else getattr(value, "__dict__", None)
-            if value is not None
-            else {}
-        )
+    def translate(value: Any) -> Mapping[str, Any] | None:
+        given = {} if value is None else value
+        if not isinstance(given, Mapping):
+            given = getattr(given, "__dict__", None)
         if given is None:
             return None
-        instead: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
         for field, wanted in given.items():
             if wanted is None or (wanted is False and field == "enable_chunked_processing"):
                 continue
             if field in ("pooling_type", "seq_pooling_type") and wanted in ("LAST", "MEAN", "CLS"):
-                instead["pooling.method"] = wanted.lower()
+                keys["pooling.method"] = wanted.lower()
             elif field in ("normalize", "use_activation") and type(wanted) is bool:
-                instead["pooling.normalize"] = wanted
+                keys["pooling.normalize"] = wanted
             else:
                 return None
-        return instead
+        return keys
 
-    says = "`pooling_type` is `pooling.method`, `normalize` is `pooling.normalize`"
-    taken = (None, {"pooling_type": "MEAN", "normalize": False})
+    meaning = "`pooling_type` is `pooling.method`, `normalize` is `pooling.normalize`"
+    accepted = (None, {"pooling_type": "MEAN", "normalize": False})
     return Argument(
         name,
         "pooling",
-        becomes,
-        says,
+        translate,
+        meaning,
         _POOLERS,
-        taken,
+        accepted,
         ({"pooling_type": "STEP"}, {"step_tag_id": 3}, "CLS"),
     )
 
 
 _DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
-_POOLERS = "say it of this engine's pooling: pooling={'method': …, 'normalize': …}"
+_POOLERS = "set the engine's pooling: pooling={'method': …, 'normalize': …}"
 _PROCESSORS = (
-    "vLLM's classes don't run here: a logits processor is a plugin (docs/plugins/logits_processor.md), which is named here, "
-    "logits_processors=['dry'], and by requests: SamplingParams(logits_processors={'dry': {…}})"
+    "vLLM's classes aren't supported: a logits processor is a plugin (docs/plugins/logits_processor.md). Name it here, "
+    "logits_processors=['dry'], and in requests: SamplingParams(logits_processors={'dry': {…}})"
 )
 _PATH_OF_CLASS = re.compile(
     r"[\w.]+:[A-Z]\w*|\w+(\.\w+)+"
 )  # "package.module:Class" or "package.module.Class"
-_DECIDES = "the checkpoint decides what it can do, and each call says what to compute"
+_DECIDES = "the checkpoint determines the supported tasks, and the method called selects one"
 _EXPERTS = planned("Mixture of experts")
-_SERVER = "that is the server's business: an option of `dovetail serve`"
+_SERVER = "set it as an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
-_DOWNLOAD = "name a local directory as the model: `hf download` fetches any revision to one"
-_SCHEDULERS = "a scheduler decides that: choose or write one (scheduler)"
-_MODEL_IMPL = "name the component: model={'path': …, 'component': 'transformers'}"
+_DOWNLOAD = "pass a local directory as the model: `hf download` fetches any revision"
+_SCHEDULERS = "the scheduler decides this: choose or write one (scheduler)"
+_MODEL_IMPL = "choose the component: model={'path': …, 'component': 'transformers'}"
 _EDIT_CONFIG = "edit the config.json of a local copy"
 SOFT_PROMPTS = (
-    "prompt adapters (soft prompts) aren't served, and vLLM has dropped them, too: hardly any model comes with one; write the instruction into the "
-    "prompt, whose K and V the prefix cache keeps"
+    "prompt adapters (soft prompts) aren't supported, and vLLM has removed them, too: put the instruction into the prompt; the prefix cache "
+    "keeps its K and V"
 )
-_OUTPUTS = "outputs have tokens and log-probabilities"
+_OUTPUTS = "outputs contain tokens and log-probabilities"
 _PROMPTS = "prompts are texts or token ids"
-_TRANSFER = "an engine keeps its K and V to itself"
+_TRANSFER = "K and V can't be transferred between engines"
 _OFF = (False, None)
 
 _ROWS = (
     # Devices
     _ranks("tensor_parallel_size"),
-    _anyway("pipeline_parallel_size", 1, why=_ONE_DEVICE, otherwise=MACHINES, refused=2),
-    _anyway(
+    _fixed("pipeline_parallel_size", 1, why=_ONE_DEVICE, advice=MACHINES, rejected=2),
+    _fixed(
         "data_parallel_size",
         1,
         why=_ONE_DEVICE,
-        otherwise=f"start an engine for each device (executor.device). {MACHINES}",
-        refused=2,
+        advice=f"start an engine for each device (executor.device). {MACHINES}",
+        rejected=2,
     ),
-    _anyway(
+    _fixed(
         "distributed_executor_backend",
         None,
         "uni",
         "mp",
-        why="ranks are processes of this host",
-        otherwise=MACHINES,
-        refused="ray",
+        why="ranks run as processes",
+        advice=MACHINES,
+        rejected="ray",
     ),
-    _anyway("enable_expert_parallel", *_OFF, why=_ONE_DEVICE, otherwise=_EXPERTS, refused=True),
-    _anyway(
+    _fixed("enable_expert_parallel", *_OFF, why=_ONE_DEVICE, advice=_EXPERTS, rejected=True),
+    _fixed(
         "disable_custom_all_reduce",
         *_OFF,
-        why="executor.all_reduce decides",
-        otherwise="set executor.all_reduce=nccl for several ranks; one has nothing to reduce",
-        refused=True,
+        why="executor.all_reduce selects the method",
+        advice="set executor.all_reduce=nccl for several ranks",
+        rejected=True,
     ),
     _renamed(
         "device",
@@ -438,33 +433,31 @@ _ROWS = (
         "executor.device names a device",
         "tpu",
     ),
-    _anyway("worker_use_ray", *_OFF, why=_ONE_DEVICE, otherwise=MACHINES, refused=True),
+    _fixed("worker_use_ray", *_OFF, why=_ONE_DEVICE, advice=MACHINES, rejected=True),
     # Memory
-    _never_matters(
-        "swap_space", 4, "a request that is preempted is computed again, nothing is swapped"
-    ),
-    _anyway(
+    _ignored("swap_space", 4, "preempted requests are recomputed, not swapped"),
+    _fixed(
         "cpu_offload_gb",
         0,
         why="all weights are on the device",
-        otherwise="weights can't be offloaded: choose a smaller model or dtype",
-        refused=4,
+        advice="weights can't be offloaded: choose a smaller model or dtype",
+        rejected=4,
     ),
-    _anyway(
+    _fixed(
         "enable_sleep_mode",
         *_OFF,
-        why="nothing sleeps",
-        otherwise="`LLM.close()` gives the device's memory back; make a new LLM then",
-        refused=True,
+        why="engines don't sleep",
+        advice="`LLM.close()` releases the device's memory; then create a new LLM",
+        rejected=True,
     ),
-    _same_key("gpu_memory_utilization", {None: None}, 0.8, "`None` leaves it to the engine"),
+    _same_key("gpu_memory_utilization", {None: None}, 0.8, "`None` lets the engine choose"),
     _number("kv_cache_memory_bytes", "kv_cache_memory", 2**30),
     _number("num_gpu_blocks_override", "executor.num_blocks", 512),
     _number("num_kvcache_blocks", "executor.num_blocks", 512, -1),
     _number("kvcache_block_size", "block_size", 256),
-    _same_key("max_num_seqs", {None: None}, 8, "`None` leaves it to the engine"),
-    _same_key("max_num_batched_tokens", {None: None}, 2048, "`None` leaves it to the engine"),
-    _same_key("max_model_len", {-1: None}, 512, "`-1` is the model's own length, as `None`"),
+    _same_key("max_num_seqs", {None: None}, 8, "`None` lets the engine choose"),
+    _same_key("max_num_batched_tokens", {None: None}, 2048, "`None` lets the engine choose"),
+    _same_key("max_model_len", {-1: None}, 512, "`-1` and `None` are the model's length"),
     _same_key("block_size", {None: None}, 16, "`None` is `auto`"),
     _same_key(
         "kv_cache_dtype",
@@ -472,7 +465,7 @@ _ROWS = (
         "fp8",
         "`fp8` is e4m3",
         ("fp8_e5m2",),
-        "K and V are kept in e4m3: fp8",
+        "K and V are stored in e4m3: fp8",
         "auto",
     ),
     _renamed(
@@ -531,71 +524,71 @@ _ROWS = (
         "random",
         "fcfs",
     ),
-    _anyway(
+    _fixed(
         "scheduler_cls",
         None,
-        why="`scheduler` chooses one",
-        otherwise="write a scheduler plugin, and name it: scheduler",
-        refused="my.Scheduler",
+        why="`scheduler` selects one",
+        advice="write a scheduler plugin, and set scheduler to its name",
+        rejected="my.Scheduler",
     ),
-    _anyway(
+    _fixed(
         "enable_chunked_prefill",
         None,
         True,
         why="prompts are always computed in chunks",
-        otherwise="scheduler=prefill_first keeps them apart",
-        refused=False,
+        advice="scheduler=prefill_first separates prefills from decodes",
+        rejected=False,
     ),
-    _anyway(
-        "max_num_partial_prefills", 1, why="the scheduler decides", otherwise=_SCHEDULERS, refused=2
+    _fixed(
+        "max_num_partial_prefills", 1, why="the scheduler decides", advice=_SCHEDULERS, rejected=2
     ),
-    _anyway(
+    _fixed(
         "max_long_partial_prefills",
         1,
         why="the scheduler decides",
-        otherwise=_SCHEDULERS,
-        refused=2,
+        advice=_SCHEDULERS,
+        rejected=2,
     ),
-    _anyway(
+    _fixed(
         "long_prefill_token_threshold",
         0,
         why="the scheduler decides",
-        otherwise=_SCHEDULERS,
-        refused=1024,
+        advice=_SCHEDULERS,
+        rejected=1024,
     ),
-    _anyway(
+    _fixed(
         "preemption_mode",
         None,
         "recompute",
-        why="preemption is by computing again",
-        otherwise="only recompute is there",
-        refused="swap",
+        why="preempted requests are recomputed",
+        advice="only recompute is supported",
+        rejected="swap",
     ),
-    _anyway(
+    _fixed(
         "num_scheduler_steps",
         1,
-        why="each step is planned",
-        otherwise="overlap hides the time of planning; leave it out",
-        refused=8,
+        why="every step is planned",
+        advice="planning overlaps with the device (overlap): leave it out",
+        rejected=8,
     ),
-    _never_matters("use_v2_block_manager", True, "there is one: `kv_cache` chooses it"),
-    _never_matters("max_seq_len_to_capture", 8192, "CUDA graphs serve every length"),
-    _anyway(
+    _ignored("use_v2_block_manager", True, "`kv_cache` selects the manager"),
+    _ignored("max_seq_len_to_capture", 8192, "CUDA graphs serve every length"),
+    _fixed(
         "additional_config",
         None,
         {},
-        why="there is nothing to add to",
-        otherwise="options belong to components: see configuration",
-        refused={"x": 1},
+        why="components have their own options",
+        advice="set the options of components: see docs/configuration.md",
+        rejected={"x": 1},
     ),
-    _anyway(
+    _fixed(
         "compilation_config",
         None,
         {},
         0,
-        why="CUDA graphs are recorded at the start",
-        otherwise="cuda_graphs is the only switch",
-        refused=3,
+        why="CUDA graphs are recorded at start-up",
+        advice="cuda_graphs is the only switch",
+        rejected=3,
     ),
     _renamed(
         "attention_backend",
@@ -609,7 +602,7 @@ _ROWS = (
         "dtype",
         {"half": "float16", "float": "float32"},
         "auto",
-        "`half` is `float16`, `float` is `float32`; torch's dtypes are understood",
+        "`half` is `float16`, `float` is `float32`; torch dtypes are accepted",
         default="auto",
     ),
     _same_key("seed", {None: None}, 7, "`None` is 0", default=0),
@@ -622,142 +615,142 @@ _ROWS = (
         "`None` and `hf` are `auto`",
         default="auto",
     ),
-    _same_key("quantization", {None: None}, "fp8", "`None` is as the checkpoint says"),
-    _never_matters(
+    _same_key("quantization", {None: None}, "fp8", "`None` is the checkpoint's format"),
+    _ignored(
         "trust_remote_code",
         True,
-        "a checkpoint's code never runs: a model type that is defined only there is refused",
+        "code in checkpoints never runs: a model type that needs it is refused",
         False,
     ),
-    _anyway(
+    _fixed(
         "model_loader_extra_config",
         None,
         {},
         why="there is one loader",
-        otherwise="there is one loader, without options",
-        refused={"x": 1},
+        advice="there is one loader, without options",
+        rejected={"x": 1},
     ),
-    _anyway(
+    _fixed(
         "worker_extension_cls",
         None,
         "",
-        why="a plugin extends the engine",
-        otherwise="write a plugin: a model, sampler or executor",
-        refused="my.Worker",
+        why="plugins extend the engine",
+        advice="write a plugin: a model, sampler or executor",
+        rejected="my.Worker",
     ),
-    _anyway(
+    _fixed(
         "profiler_config",
         None,
         {},
-        why="observers tell",
-        otherwise="observers=['perfetto'] writes a trace",
-        refused={"profiler": "torch"},
+        why="observers record profiles",
+        advice="observers=['perfetto'] writes a trace",
+        rejected={"profiler": "torch"},
     ),
-    _anyway(
+    _fixed(
         "tokenizer_mode",
         "auto",
         "hf",
         why="the tokenizer is transformers'",
-        otherwise="only auto is supported; `tokenizer` names others",
-        refused="mistral",
+        advice="only auto is supported; `tokenizer` names others",
+        rejected="mistral",
     ),
-    _never_matters(
+    _ignored(
         "skip_tokenizer_init",
         True,
-        "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without",
+        "the tokenizer is loaded on first use: token ids with detokenize=False need none",
     ),
-    _anyway("revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),
-    _anyway(
-        "tokenizer_revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"
+    _fixed("revision", None, why="the newest revision is used", advice=_DOWNLOAD, rejected="v1"),
+    _fixed(
+        "tokenizer_revision",
+        None,
+        why="the newest revision is used",
+        advice=_DOWNLOAD,
+        rejected="v1",
     ),
-    _anyway(
+    _fixed(
         "code_revision",
         None,
-        why="a checkpoint's code never runs",
-        otherwise="a checkpoint's code never runs: leave it out",
-        refused="v1",
+        why="code in checkpoints never runs",
+        advice="code in checkpoints never runs: leave it out",
+        rejected="v1",
     ),
-    _anyway(
+    _fixed(
         "download_dir",
         None,
-        why="models are where the hub's cache is",
-        otherwise="set the environment variable HF_HOME",
-        refused="/models",
+        why="models are in the hub's cache",
+        advice="set the environment variable HF_HOME",
+        rejected="/models",
     ),
-    _anyway(
+    _fixed(
         "hf_token",
         None,
-        why="the hub's own login is used",
-        otherwise="set the environment variable HF_TOKEN, or log in: hf auth login",
-        refused="hf_x",
+        why="the stored login is used",
+        advice="set the environment variable HF_TOKEN, or log in: hf auth login",
+        rejected="hf_x",
     ),
-    _anyway(
+    _fixed(
         "hf_overrides",
         None,
         {},
-        why="config.json holds",
-        otherwise=f"{_EDIT_CONFIG}; pooling={{'score_tokens': ['yes', 'no']}} makes a generator score",
-        refused={"rope_theta": 1e6},
+        why="config.json applies",
+        advice=f"{_EDIT_CONFIG}; pooling={{'score_tokens': ['yes', 'no']}} makes a generator score",
+        rejected={"rope_theta": 1e6},
     ),
-    _anyway(
+    _fixed(
         "hf_config",
         None,
-        why="config.json holds",
-        otherwise=_EDIT_CONFIG,
-        refused={"rope_theta": 1e6},
+        why="config.json applies",
+        advice=_EDIT_CONFIG,
+        rejected={"rope_theta": 1e6},
     ),
-    _anyway(
+    _fixed(
         "eos",
         None,
         -1,
-        why="the checkpoint names its EOS",
-        otherwise="say it in SamplingParams: stop_token_ids",
-        refused=2,
+        why="the checkpoint defines its EOS",
+        advice="set stop_token_ids in SamplingParams",
+        rejected=2,
     ),
-    _anyway(
+    _fixed(
         "rope_scaling",
         None,
-        why="config.json holds",
-        otherwise=_EDIT_CONFIG,
-        refused={"factor": 2.0},
+        why="config.json applies",
+        advice=_EDIT_CONFIG,
+        rejected={"factor": 2.0},
     ),
-    _anyway(
+    _fixed(
         "disable_sliding_window",
         False,
-        why="config.json holds",
-        otherwise="lower max_model_len to the window instead",
-        refused=True,
+        why="config.json applies",
+        advice="lower max_model_len to the window keys",
+        rejected=True,
     ),
-    _anyway(
+    _fixed(
         "model_impl",
         "auto",
-        why="native models come first",
-        otherwise=_MODEL_IMPL,
-        refused="transformers",
+        why="native models take precedence",
+        advice=_MODEL_IMPL,
+        rejected="transformers",
     ),
-    _anyway(
+    _fixed(
         "config_format",
         "auto",
         "hf",
         why="config.json is read",
-        otherwise="convert the checkpoint to transformers' layout",
-        refused="mistral",
+        advice="convert the checkpoint to transformers' layout",
+        rejected="mistral",
     ),
-    _anyway(
+    _fixed(
         "override_generation_config",
         None,
         {},
-        why="generation_config.json holds",
-        otherwise="say it in SamplingParams",
-        refused={"top_k": 5},
+        why="generation_config.json applies",
+        advice="set it in SamplingParams",
+        rejected={"top_k": 5},
     ),
-    _anyway(
-        "limit_mm_per_prompt", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"image": 1}
-    ),
-    _anyway(
-        "mm_processor_kwargs", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"size": 1}
-    ),
-    _anyway(
+    _fixed("limit_mm_per_prompt", None, {}, why=TEXT_ONLY, advice=TEXT_ONLY, rejected={"image": 1}),
+    _fixed("mm_processor_kwargs", None, {}, why=TEXT_ONLY, advice=TEXT_ONLY, rejected={"size": 1}),
+    _fixed(
         "task",
         "auto",
         "generate",
@@ -767,127 +760,131 @@ _ROWS = (
         "score",
         "reward",
         why=_DECIDES,
-        otherwise=_DECIDES,
-        refused="transcribe",
+        advice=_DECIDES,
+        rejected="transcribe",
     ),
-    _anyway(
-        "runner", "auto", "generate", "pooling", why=_DECIDES, otherwise=_DECIDES, refused="draft"
+    _fixed(
+        "runner", "auto", "generate", "pooling", why=_DECIDES, advice=_DECIDES, rejected="draft"
     ),
-    _anyway(
+    _fixed(
         "convert",
         "auto",
         "none",
         "embed",
         why=_DECIDES,
-        otherwise=f"{_DECIDES}; {_POOLERS}",
-        refused="classify",
+        advice=f"{_DECIDES}; {_POOLERS}",
+        rejected="classify",
     ),
     # What requests ask for
-    _switch_of_section("enable_lora", "adapters"),
+    _section_switch("enable_lora", "adapters"),
     _number("max_loras", "adapters.slots", 8),
     _number("max_lora_rank", "adapters.max_rank", 64),
     _number("max_cpu_loras", "adapters.host_copies", 64),
-    _anyway(
+    _fixed(
         "lora_dtype",
         None,
         "auto",
-        why="adapters have the model's type",
-        otherwise="adapters have the model's type",
-        refused="float16",
+        why="adapters use the model's dtype",
+        advice="adapters use the model's dtype",
+        rejected="float16",
     ),
-    _anyway(
+    _fixed(
         "fully_sharded_loras",
         *_OFF,
-        why="ranks share adapters as they do weights",
-        otherwise="ranks share them already",
-        refused=True,
+        why="adapters are split over ranks like weights",
+        advice="adapters are always split over ranks",
+        rejected=True,
     ),
-    _anyway(
+    _fixed(
         "lora_target_modules",
         None,
-        why="adapters name modules",
-        otherwise="each adapter names its modules: leave it out",
-        refused=["q_proj"],
+        why="adapters define their modules",
+        advice="each adapter defines its modules: leave it out",
+        rejected=["q_proj"],
     ),
-    _never_matters("lora_extra_vocab_size", 256, "adapters of embeddings are refused"),
-    _anyway(
+    _ignored("lora_extra_vocab_size", 256, "adapters with embeddings are refused"),
+    _fixed(
         "enable_lora_bias",
         *_OFF,
         why="adapters have no biases",
-        otherwise="adapters with biases aren't served: merge them",
-        refused=True,
+        advice="adapters with biases aren't supported: merge them",
+        rejected=True,
     ),
-    _anyway(
+    _fixed(
         "enable_prompt_adapter",
         *_OFF,
-        why="there are no soft prompts",
-        otherwise=SOFT_PROMPTS,
-        refused=True,
+        why="soft prompts aren't supported",
+        advice=SOFT_PROMPTS,
+        rejected=True,
     ),
     *(
-        _anyway(name, None, 0, why="there are no soft prompts", otherwise=SOFT_PROMPTS, refused=8)
+        _fixed(name, None, 0, why="soft prompts aren't supported", advice=SOFT_PROMPTS, rejected=8)
         for name in ("max_prompt_adapters", "max_prompt_adapter_token")
     ),
     _speculation("speculative_config"),
-    _anyway(
-        "speculative_model", None, why="`speculation` chooses", otherwise=_DRAFTERS, refused="small"
+    _fixed(
+        "speculative_model",
+        None,
+        why="`speculation` selects the drafter",
+        advice=_DRAFTERS,
+        rejected="small",
     ),
-    _anyway(
+    _fixed(
         "num_speculative_tokens",
         None,
-        why="`speculation` says it",
-        otherwise="set speculation.max_drafts",
-        refused=3,
+        why="`speculation` sets it",
+        advice="set speculation.max_drafts",
+        rejected=3,
     ),
-    _anyway(
+    _fixed(
         "structured_outputs_config",
         None,
         {},
-        why="grammar decides",
-        otherwise="name the backend: grammar",
-        refused={"backend": "xgrammar"},
+        why="`grammar` selects the backend",
+        advice="set grammar to the name of a backend",
+        rejected={"backend": "xgrammar"},
     ),
     _renamed(
         "guided_decoding_backend",
         "grammar",
         {None: None, "auto": None, "xgrammar": "xgrammar", "guidance": "llguidance"},
-        "name a backend that is installed: grammar",
+        "set grammar to the name of an installed backend",
         "outlines",
     ),
-    _anyway("enable_prompt_embeds", *_OFF, why=_PROMPTS, otherwise=_PROMPTS, refused=True),
-    _anyway(
+    _fixed("enable_prompt_embeds", *_OFF, why=_PROMPTS, advice=_PROMPTS, rejected=True),
+    _fixed(
         "enable_return_routed_experts",
         *_OFF,
-        why="outputs have tokens",
-        otherwise="outputs have tokens and their log-probabilities",
-        refused=True,
+        why="outputs contain tokens",
+        advice="outputs contain tokens and their log-probabilities",
+        rejected=True,
     ),
     *(_pooler(name) for name in ("pooler_config", "override_pooler_config")),
     *(
-        _anyway(
+        _fixed(
             name,
             None,
-            why="one engine computes all",
-            otherwise=_TRANSFER,
-            refused={"kv_role": "kv_both"},
+            why="each engine computes its own K and V",
+            advice=_TRANSFER,
+            rejected={"kv_role": "kv_both"},
         )
         for name in ("kv_transfer_config", "kv_events_config", "ec_transfer_config")
     ),
-    _anyway(
+    _fixed(
         "reasoning_parser",
         None,
         "",
-        why="text is parsed by the server alone",
-        otherwise=_SERVER,
-        refused="qwen3",
+        why="only the server parses text",
+        advice=_SERVER,
+        rejected="qwen3",
     ),
     _processors("logits_processors"),
-    _anyway(
+    _fixed(
         "logprobs_mode",
         "raw_logprobs",
-        why="they are those of the raw distribution",
-        otherwise="only raw_logprobs is there",
-        refused="raw_logits",
+        why="log-probabilities are of the raw distribution",
+        advice="only raw_logprobs is supported",
+        rejected="raw_logits",
     ),
     _number("max_logprobs", "limits.max_logprobs", 20),
     # What it tells
@@ -899,24 +896,24 @@ _ROWS = (
         "no",
         True,
     ),
-    _anyway(
+    _fixed(
         "disable_log_requests",
         None,
         True,
-        why="no request is logged",
-        otherwise="an observer receives an event for each request, and can log it",
-        refused=False,
+        why="requests aren't logged",
+        advice="use an observer, which gets an event for each request",
+        rejected=False,
     ),
-    _anyway(
+    _fixed(
         "enable_log_requests",
         *_OFF,
-        why="no request is logged",
-        otherwise="an observer receives an event for each request, and can log it",
-        refused=True,
+        why="requests aren't logged",
+        advice="use an observer, which gets an event for each request",
+        rejected=True,
     ),
-    _never_matters("use_tqdm_on_load", True, "`LLM` shows no bar while it loads"),
-    _anyway(
-        "served_model_name", None, why="`LLM` serves nothing", otherwise=_SERVER, refused="my-model"
+    _ignored("use_tqdm_on_load", True, "`LLM` shows no progress bar while it loads"),
+    _fixed(
+        "served_model_name", None, why="`LLM` isn't a server", advice=_SERVER, rejected="my-model"
     ),
     *(row for group in GROUPS for row in _rows_of(group)),
     Argument(
@@ -928,7 +925,7 @@ _ROWS = (
             else None
         ),
         "the observer `otlp` with this `endpoint`",
-        "it must be a URL, to which the observer otlp sends spans",
+        "must be a URL; the observer otlp sends spans to it",
         ("http://localhost:4318/v1/traces", None),
         (4318,),
     ),
@@ -942,4 +939,4 @@ ARGUMENTS: Mapping[str, bool] = {
     if name != "model"
 } | {
     row.name: row.is_switch for row in TABLE.values()
-}  # those of `LLM()` besides the model; True: a switch, without a value on a command line
+}  # of `LLM()`, except the model; True: a switch, whose flag takes no value

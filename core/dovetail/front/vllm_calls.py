@@ -1,6 +1,7 @@
-"""Arguments of vLLM's methods that Dovetail's lack, and the positions of vLLM's arguments.
+"""vLLM-only arguments of methods, and the positions of vLLM's arguments.
 
-One table serves all methods: a value that asks for vLLM's default is accepted, any other is rejected with what to do instead.
+One table serves all methods: vLLM's default is accepted, and any other value is rejected with an
+alternative.
 """
 
 from __future__ import annotations
@@ -16,35 +17,37 @@ from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import BEAM_SEARCH, SamplingParams
 from dovetail.request.vllm_only import VllmOnly
 
-_OBSERVERS = "write an observer plugin, and name it: observers"
+_OBSERVERS = "write an observer plugin, and add its name to observers"
 _TOKENIZED = (
-    "the parameters of a request have truncate_prompt_tokens; give token ids for anything else"
+    "set truncate_prompt_tokens in the request's parameters; for other options pass token ids"
 )
 
 CALL_TABLE: Mapping[str, VllmOnly] = {
     "prompt_adapter_request": VllmOnly(SOFT_PROMPTS),
     "use_beam_search": VllmOnly(BEAM_SEARCH, (False,)),
-    "guided_options_request": VllmOnly("say it in the sampling parameters: structured_outputs"),
+    "guided_options_request": VllmOnly("set structured_outputs in the sampling parameters"),
     "tokenization_kwargs": VllmOnly(_TOKENIZED, ({},)),
     "chat_template_content_format": VllmOnly(
-        "it is found out from the template: leave it out", ("auto",)
+        "it is detected from the template: leave it out", ("auto",)
     ),
     "mm_processor_kwargs": VllmOnly(TEXT_ONLY, ({},)),
     "multi_modal_data": VllmOnly(TEXT_ONLY, ({},)),
-    "trace_headers": VllmOnly("requests of LLMEngine.add_request carry them", ({},)),
+    "trace_headers": VllmOnly("pass them to LLMEngine.add_request", ({},)),
     "data_parallel_rank": VllmOnly(MACHINES),
-    "prompt_text": VllmOnly("give the text as the prompt, or its token ids alone"),
-    "reasoning_ended": VllmOnly("structured={'after': …} names the text that a rule follows"),
-    "reasoning_parser_kwargs": VllmOnly("text is parsed by the server alone", ({},)),
-    "session_id": VllmOnly("`client` names who asks, for policies: LLMEngine.add_request"),
-    "kv_hints": VllmOnly("the prefix cache keeps what it has room for: leave it out"),
-    "usage_context": VllmOnly("no usage is reported: leave it out", advisory=True),
+    "prompt_text": VllmOnly("pass the text or its token ids as the prompt"),
+    "reasoning_ended": VllmOnly("set structured={'after': …} to the text that ends the reasoning"),
+    "reasoning_parser_kwargs": VllmOnly("only the server parses text", ({},)),
+    "session_id": VllmOnly("pass `client` to LLMEngine.add_request: schedulers can read it"),
+    "kv_hints": VllmOnly("the prefix cache evicts blocks automatically: leave it out"),
+    "usage_context": VllmOnly("usage isn't reported: leave it out", advisory=True),
     "stat_loggers": VllmOnly(_OBSERVERS, ([], {})),
     "enable_multiprocessing": VllmOnly("the engine runs in the calling process", (False,)),
-    "start_engine_loop": VllmOnly("the engine's thread starts with it: leave it out", (True,)),
+    "start_engine_loop": VllmOnly("the engine starts its thread: leave it out", (True,)),
 }
 
-POSITIONS: Mapping[str, Sequence[str]] = {  # in vLLM's order: arguments after those that ours have
+POSITIONS: Mapping[
+    str, Sequence[str]
+] = {  # arguments that follow our positional ones, in vLLM's order
     "chat": (
         "lora_request",
         "chat_template",
@@ -69,9 +72,9 @@ def check_call(
     others: Mapping[str, Any],
     kind: type[SamplingParams | PoolingParams] = SamplingParams,
 ) -> None:
-    """Check arguments of vLLM's methods that ours lack. `kind`: the class of the call's parameters.
+    """Reject vLLM-only arguments unless they have vLLM's default.
 
-    Raises `RequestError` for an unknown name, and for a value other than vLLM's default.
+    `kind` is the class of the call's parameters. Raises `RequestError`, also for unknown names.
     """
     for name, value in others.items():
         row = CALL_TABLE.get(name)
@@ -79,16 +82,16 @@ def check_call(
             known = name in {field.name for field in fields(kind)}
             given = "sampling_params" if kind is SamplingParams else "pooling_params"
             field = f"it is a field of {kind.__name__}: {given}={kind.__name__}({name}=…)"
-            hint = field if known else "there is no such argument"
+            hint = field if known else "unknown argument"
             raise RequestError(f"{method}(): {name[:80]}: {hint}")
         if not row.accepts(value):
             raise RequestError(f"{method}(): {name}={shown(value)}: {row.instead}")
 
 
 def by_position(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `named` with the arguments that follow our own positional ones in vLLM's order.
+    """Return `named` with vLLM's further positional arguments `given` by name.
 
-    Raises `RequestError` for too many, and for one that is given twice.
+    Raises `RequestError` for too many arguments, and for one that is given twice.
     """
     names = POSITIONS[method]
     if method == "add_request" and _is_older(given):
@@ -104,6 +107,6 @@ def by_position(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> 
 
 
 def _is_older(given: Sequence[Any]) -> bool:
-    """Return True for the order of vLLM's releases without `tokenization_kwargs`: its second is headers."""
+    """Return True for the order of vLLM releases without `tokenization_kwargs`: headers are second."""
     second = given[1] if len(given) > 1 else None
     return isinstance(second, Mapping) and bool(second.keys() & _TRACE_HEADERS)

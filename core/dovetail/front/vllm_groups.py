@@ -1,7 +1,7 @@
-"""Arguments of vLLM's engine that have no counterpart here, by the reason why, each with vLLM's default.
+"""vLLM's engine arguments without a counterpart, with vLLM's defaults, grouped by reason.
 
-`dovetail.front.vllm_args` makes rows of its table of them, so they serve `LLM`, `EngineArgs` and
-the flags of `dovetail serve`: a default is accepted, and any other value rejected with the reason.
+`dovetail.front.vllm_args` adds them to its table: the default is accepted, and any other value is
+rejected with the reason.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from dovetail.base.roadmap import planned
 
 MACHINES = planned("Several machines")
-TEXT_ONLY = "models of text alone are served"
+TEXT_ONLY = "only text models are supported"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Arguments that share a reason."""
 
-    reason: str  # why another value is rejected, or ignored, and what to do instead
+    reason: str  # why other values are rejected or ignored, and what to use instead
     defaults: Mapping[str, Any]  # argument -> vLLM's default
-    advisory: bool = False  # no value changes an answer: any is accepted
+    advisory: bool = False  # no value affects outputs: all are accepted
 
 
 def _off(*names: str) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _unset(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names)
 
 
-OLDER = {  # argument -> another default, of vLLM 0.25
+OLDER = {  # argument -> its default in vLLM 0.25
     "dcp_comm_backend": "ag_rs",
     "cp_kv_cache_interleave_size": 1,
     "mamba_cache_mode": "none",
@@ -64,7 +64,7 @@ GROUPS = (
         },
     ),
     Group(
-        "every rank has all experts, or its share of each: leave it out",
+        "every rank has all experts, or a part of each: leave it out",
         {
             **_off("enable_hc_sp", "enable_ep_weight_filter", "enable_eplb"),
             "eplb_config": {},
@@ -74,7 +74,7 @@ GROUPS = (
         },
     ),
     Group(
-        "a step isn't split: the scheduler and `pace` decide what is computed in it",
+        "steps aren't split: the scheduler and `pace` decide what a step computes",
         {
             "enable_dbo": False,
             "ubatch_size": 0,
@@ -83,7 +83,7 @@ GROUPS = (
         },
     ),
     Group(
-        "ranks are bound by the system: start the program with numactl or taskset",
+        "CPU binding is left to the system: start the program with numactl or taskset",
         {"numa_bind": False, **_unset("numa_bind_nodes", "numa_bind_cpus")},
     ),
     Group(
@@ -91,11 +91,11 @@ GROUPS = (
         _unset("device_ids"),
     ),
     Group(
-        "the executor's ranks have a timeout of their own: options of the executor `tensor`",
+        "set the timeouts of the executor `tensor`",
         _unset("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
     ),
     Group(
-        "kernels are chosen by what was measured: leave it out",
+        "kernels are chosen automatically: leave it out",
         {
             **dict.fromkeys(
                 ("moe_backend", "linear_backend", "sparse_indexer_topk_backend"), "auto"
@@ -110,11 +110,11 @@ GROUPS = (
         },
     ),
     Group(
-        "attention names a backend",
+        "set attention to the name of a backend",
         {"attention_config": {}, "override_attention_dtype": None},
     ),
     Group(
-        "CUDA graphs are recorded for the sizes that max_num_seqs and max_num_batched_tokens need",
+        "max_num_seqs and max_num_batched_tokens determine the sizes of CUDA graphs",
         _unset("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
     ),
     Group(
@@ -123,7 +123,7 @@ GROUPS = (
         advisory=True,
     ),
     Group(
-        "a scheduler decides that: choose one (scheduler), and set `pace`",
+        "the scheduler decides this: choose one (scheduler), and set `pace`",
         {
             "performance_mode": "balanced",
             "max_num_scheduled_tokens": None,
@@ -139,7 +139,7 @@ GROUPS = (
         _unset("max_num_queued_reqs", "max_num_queued_tokens"),
     ),
     Group(
-        "shared prefixes are read once where that is quicker",
+        "shared prefixes are read once where that is faster",
         _unset("disable_cascade_attn"),
         advisory=True,
     ),
@@ -149,7 +149,7 @@ GROUPS = (
         advisory=True,
     ),
     Group(
-        "the pool keeps K and V and states as the config's cache groups say: leave it out",
+        "the model's cache groups determine how K, V and states are stored: leave it out",
         {
             "prefix_cache_retention_interval": 0,
             "kv_sharing_fast_prefill": False,
@@ -178,7 +178,7 @@ GROUPS = (
         },
     ),
     Group(
-        "`close()` gives the device's memory back; make a new engine then",
+        "`close()` releases the device's memory; then create a new engine",
         {
             "sleep_mode_backend": "cumem",
             **_off("sleep_mode_offload_cudagraph", "enable_cumem_allocator"),
@@ -187,11 +187,11 @@ GROUPS = (
         },
     ),
     Group(
-        "weights are loaded once: close the engine, and make one of the new checkpoint",
+        "weights are loaded once: close the engine, and create one with the new checkpoint",
         _unset("weight_transfer_config"),
     ),
     Group(
-        "safetensors files are mapped, and copied to the device piece by piece",
+        "safetensors files are mapped into memory, and copied to the device in pieces",
         {
             **_unset("safetensors_load_strategy", "safetensors_prefetch_num_threads"),
             **_unset("safetensors_prefetch_block_size", "max_parallel_loading_workers"),
@@ -200,19 +200,19 @@ GROUPS = (
         advisory=True,
     ),
     Group(
-        "name a local directory as the model: `hf download` fetches what you choose to one",
+        "pass a local directory as the model: `hf download` fetches the chosen files",
         {"model_weights": "", "hf_config_path": None, "ignore_patterns": None},
     ),
     Group(
-        "name the component: model={'path': …, 'component': …}",
+        "choose the component: model={'path': …, 'component': …}",
         {"model_class_overrides": {}, "worker_cls": "auto"},
     ),
     Group(
-        "the checkpoint's quantization_config holds; quantization='fp8' quantizes a plain one",
+        "the checkpoint's quantization_config applies; quantization='fp8' quantizes a plain checkpoint",
         {"quantization_config": None},
     ),
     Group(
-        "every weight format that is read is supported",
+        "no supported weight format is deprecated",
         _off("allow_deprecated_quantization"),
         advisory=True,
     ),
@@ -252,7 +252,7 @@ GROUPS = (
         advisory=True,
     ),
     Group(
-        "adapters have slots of one size: adapters.slots and adapters.max_rank",
+        "all adapter slots have the same size: set adapters.slots and adapters.max_rank",
         {
             **_off("specialize_active_lora", "enable_mixed_moe_lora_format"),
             "enable_moe_shared_loras": False,
@@ -260,13 +260,13 @@ GROUPS = (
         },
     ),
     Group(
-        "speculation names a drafter: speculative_config={'method': …, 'model': …, 'num_speculative_tokens': …}",
+        "set all fields in one argument: speculative_config={'method': …, 'model': …, 'num_speculative_tokens': …}",
         _unset("spec_method", "spec_model", "spec_tokens"),
     ),
-    Group("diffusion models aren't served", _unset("diffusion_config", "engram_config")),
-    Group("no engine here marks texts: leave it out", _unset("watermark_config")),
+    Group("diffusion models aren't supported", _unset("diffusion_config", "engram_config")),
+    Group("watermarks aren't supported: leave it out", _unset("watermark_config")),
     Group(
-        "structured={'after': …, 'after_tokens': …} limits reasoning, request by request",
+        "limit reasoning per request: structured={'after': …, 'after_tokens': …}",
         {"reasoning_config": None},
     ),
     Group(
@@ -274,15 +274,15 @@ GROUPS = (
         _unset("reasoning_parser_plugin"),
     ),
     Group(
-        "outputs have tokens and their log-probabilities",
+        "outputs contain tokens and their log-probabilities",
         {
             **_off("return_sampling_mask", "enable_trace_replay", "tokens_only"),
             "aux_output_config": {},
         },
     ),
-    Group("samplers draw in float32, reproducibly: set a seed", _off("use_fp64_gumbel")),
+    Group("samplers draw in float32: set a seed for reproducible outputs", _off("use_fp64_gumbel")),
     Group(
-        "LLM.get_metrics(), the server's /metrics, and observers tell what is measured",
+        "use LLM.get_metrics(), the server's /metrics, or an observer",
         {
             "show_hidden_metrics_for_version": None,
             "collect_detailed_traces": None,
@@ -296,24 +296,24 @@ GROUPS = (
         },
     ),
     Group(
-        "the logger `dovetail` is Python's, its level that of the environment variable DOVETAIL_LOG",
+        "configure Python's logger `dovetail`, or set its level in the environment variable DOVETAIL_LOG",
         {
             "aggregate_engine_logging": False,
             **_unset("logging_config", "log_level", "log_config_file"),
         },
     ),
     Group(
-        "`dovetail serve` prepares prompts in threads of its own, and watches its processes",
+        "`dovetail serve` manages its own threads and processes: leave it out",
         {"renderer_num_workers": 1, "watchdog_config": {}},
     ),
     Group(
-        "outputs are coalesced while their reader is slow",
+        "outputs are coalesced while their consumer is slow",
         {"stream_interval": 1},
         advisory=True,
     ),
     Group("set drain_timeout_s of `dovetail serve`", {"shutdown_timeout": 0}),
     Group(
-        "no environment variables of vLLM's are read",
+        "vLLM's environment variables aren't read",
         _off("fail_on_environ_validation"),
         advisory=True,
     ),

@@ -1,4 +1,4 @@
-"""vLLM's settings of speculative decoding as Dovetail's: its fields are keys of `speculation` and options of the drafter. A row of `vllm_args`."""
+"""Translation of vLLM's `speculative_config` to `speculation` and options of its drafter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _DRAFTER_FIELDS = {  # method -> field -> option of the drafter
 
 
 def speculation_of(name: str, value: Any) -> Mapping[str, Any] | None:
-    """Return the override for the value of the argument `name`; None for a value that is refused. Raises `ConfigError` for a wrong field."""
+    """Return the overrides for a value of the argument `name`, or None if it is rejected.
+
+    Raises `ConfigError` for an unknown field.
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping):

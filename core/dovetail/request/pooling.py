@@ -25,21 +25,23 @@ T = TypeVar("T")
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 
 
-_ACTIVATION = "the name for this is use_activation"
-_EACH_TOKEN = "encode(…, pooling_task='token_classify') returns the numbers of each token"
-_CHUNKS = "encode(…, pooling_task='token_embed') returns a vector for each token to take means of"
+_ACTIVATION = "use the name use_activation"
+_EACH_TOKEN = "encode(…, pooling_task='token_classify') returns the scores of each token"
+_CHUNKS = (
+    "encode(…, pooling_task='token_embed') returns a vector per token: average those of each chunk"
+)
 VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `PoolingParams`
     "activation": VllmOnly(_ACTIVATION),
-    "extra_kwargs": VllmOnly("a model's own pooling takes no options", ({},)),
+    "extra_kwargs": VllmOnly("pooling has no further options", ({},)),
     "late_chunking_params": VllmOnly(_CHUNKS),
     "late_interaction_params": VllmOnly(
-        "encode(…, pooling_task='token_embed') returns a vector for each token to compare"
+        "encode(…, pooling_task='token_embed') returns a vector per token: compare these"
     ),
     "normalize": VllmOnly(_ACTIVATION),
-    "output_kind": VllmOnly("there is one output, at the end: leave it out", advisory=True),
+    "output_kind": VllmOnly("pooling has a single output: leave it out", advisory=True),
     "requires_token_ids": VllmOnly("vLLM sets it itself: leave it out", (False,)),
     "returned_token_ids": VllmOnly(_EACH_TOKEN),
-    "skip_reading_prefix_cache": VllmOnly("cached K and V change no result", advisory=True),
+    "skip_reading_prefix_cache": VllmOnly("the prefix cache changes no result", advisory=True),
     "softmax": VllmOnly(_ACTIVATION),
     "step_tag_id": VllmOnly(_EACH_TOKEN),
 }

@@ -54,7 +54,7 @@ _VLLMS_RULES = (
     "guided_decoding",
 )  # vLLM's names of `structured`, by which it takes other values
 LENGTH_PENALTIES = (-10.0, 10.0)  # the allowed range: no length to this power overflows
-BEAM_SEARCH = "beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
+BEAM_SEARCH = "use LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
 BEAM_NAMES = (
     "use_beam_search",
     "num_beams",
@@ -63,16 +63,16 @@ BEAM_NAMES = (
     "early_stopping",
     "diversity_penalty",
 )  # of requests in other engines
-_MARKS = "no engine here marks texts: leave it out"
-_ROUTES = "outputs have tokens and log-probabilities, no routes of experts"
+_MARKS = "watermarks aren't supported: leave it out"
+_ROUTES = "outputs contain tokens and log-probabilities, but no expert routing"
 VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `SamplingParams`
-    "best_of": VllmOnly("set n, and take the samples with the largest cumulative_logprob", (1,)),
+    "best_of": VllmOnly("set n, and select the samples with the largest cumulative_logprob", (1,)),
     "flat_logprobs": VllmOnly("log-probabilities are a list of mappings", (False,)),
     "logprob_token_ids": VllmOnly(
         "set logprobs, or allowed_token_ids to choose among a few tokens"
     ),
     "output_text_buffer_length": VllmOnly("vLLM sets it itself: leave it out", (0,)),
-    "prompt_logprob_start": VllmOnly("prompt_logprobs are of the whole prompt", (0,)),
+    "prompt_logprob_start": VllmOnly("prompt_logprobs cover the whole prompt", (0,)),
     "prompt_logprob_token_ids": VllmOnly("set prompt_logprobs"),
     "repetition_detection": VllmOnly("set a repetition_penalty, or max_tokens"),
     "return_last_hidden_states": VllmOnly(
@@ -80,25 +80,25 @@ VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `SamplingParams`
     ),
     "routed_experts_prompt_start": VllmOnly(_ROUTES, (0,)),
     "skip_clone": VllmOnly("requests share their parameters: leave it out", advisory=True),
-    "skip_reading_prefix_cache": VllmOnly("give the request a cache_salt of its own", (False,)),
+    "skip_reading_prefix_cache": VllmOnly("give the request a unique cache_salt", (False,)),
     "spaces_between_special_tokens": VllmOnly(
-        "texts are decoded as the tokenizer does by default: leave it out", (True,)
+        "text is decoded by the tokenizer's defaults: leave it out", (True,)
     ),
     "stream_interval": VllmOnly(
-        "a stream's outputs are coalesced while its reader is slow: leave it out", (1,)
+        "outputs are coalesced while their consumer is slow: leave it out", (1,)
     ),
     "thinking_token_budget": VllmOnly(
-        "structured={'after': '</think>', 'after_tokens': …} limits the reasoning"
+        "limit the reasoning: structured={'after': '</think>', 'after_tokens': …}"
     ),
-    "trace_decode_token_ids": VllmOnly(
-        "put the tokens at the prompt's end, and set prompt_logprobs"
-    ),
+    "trace_decode_token_ids": VllmOnly("append the tokens to the prompt, and set prompt_logprobs"),
     "use_beam_search": VllmOnly(BEAM_SEARCH, (False,)),
     "watermarking": VllmOnly(_MARKS, (False,)),
 }
 VLLM_BEAM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `BeamSearchParams`
-    "allowed_token_ids": VllmOnly("beams are chosen among all tokens", ([],)),
-    "structured_outputs": VllmOnly("beams follow no rule: set structured in SamplingParams"),
+    "allowed_token_ids": VllmOnly("beam search considers all tokens", ([],)),
+    "structured_outputs": VllmOnly(
+        "beam search supports no structured output: set structured in SamplingParams"
+    ),
     "watermarking": VllmOnly(_MARKS, (False,)),
 }
 
@@ -178,7 +178,7 @@ def _settable_until_used(cls: type[T]) -> type[T]:
 def _unknown_field(name: str, valid: Sequence[str]) -> str:
     kind = "beam search" if "beam_width" in valid else "sampling"
     if NAMES_ELSEWHERE.get(name) in valid:
-        return f"{name}: the name for this is {NAMES_ELSEWHERE[name]}"
+        return f"{name}: use the name {NAMES_ELSEWHERE[name]}"
     if name in BEAM_NAMES and kind == "sampling":
         return f"{name}: {BEAM_SEARCH}"
     if planned := not_yet(name):

@@ -147,7 +147,7 @@ def sampling_params(body: GenerationFields, **own: Any) -> SamplingParams:
         if body.extra_args is not None:
             raise HttpError(
                 400,
-                "vllm_xargs: another name of extra_args, which is given as well: leave one of them out",
+                "vllm_xargs: another name of extra_args, which is also given: leave one of them out",
                 param="vllm_xargs",
             )
         fields["extra_args"] = body.vllm_xargs

@@ -1,4 +1,4 @@
-"""Error messages for names and modules that vLLM has and `dovetail.compat.vllm` lacks. Each says what to use instead."""
+"""Errors for vLLM's names and modules that `dovetail.compat.vllm` lacks, with alternatives."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dovetail.front.vllm_groups import TEXT_ONLY
 
 PACKAGE = "dovetail.compat.vllm"
 _PLUGIN = "write a plugin instead: see docs/plugins"
-_OBSERVER = "write an observer plugin, and name it: observers; LLM.get_metrics() returns counters and gauges"
-_CONFIG = "arguments of LLM() say what there is to configure"
+_OBSERVER = "write an observer plugin, and add its name to observers; LLM.get_metrics() returns counters and gauges"
+_CONFIG = "configure the engine by the arguments of LLM()"
 INSTEAD = {  # the beginning of a module or name -> what to do instead
     "multimodal": TEXT_ONLY,
     "assets": TEXT_ONLY,
-    "PoolerConfig": "leave it out: encode(…, pooling_task=…) names the task, and pooling={'method': …} of LLM() the method",
+    "PoolerConfig": "leave it out: set the task by encode(…, pooling_task=…), and the method by LLM(pooling={'method': …})",
     "ProfilerConfig": "observers=['perfetto'] writes a trace",
-    "config.kv_transfer": "an engine keeps its K and V to itself",
-    "KVTransferConfig": "an engine keeps its K and V to itself",
+    "config.kv_transfer": "K and V can't be transferred between engines",
+    "KVTransferConfig": "K and V can't be transferred between engines",
     "config": _CONFIG,
     "VllmConfig": _CONFIG,
     "model_executor": "models and weight formats are plugins: see docs/plugins",
@@ -34,28 +34,28 @@ INSTEAD = {  # the beginning of a module or name -> what to do instead
     "engine.metrics": _OBSERVER,
     "PromptAdapterRequest": SOFT_PROMPTS,
     "prompt_adapter": SOFT_PROMPTS,
-    "distributed.kv_transfer": "an engine keeps its K and V to itself",
-    "distributed": "`close()` ends an engine with all its processes: leave it out",
+    "distributed.kv_transfer": "K and V can't be transferred between engines",
+    "distributed": "`close()` ends an engine and all its processes: leave it out",
     "v1.metrics": "LLM.get_metrics() returns counters and gauges",
     "renderers": "`generate` takes the text, or its token ids",
-    "LateChunkingParams": "encode(…, pooling_task='token_embed') returns a vector for each token: take the mean of each chunk's",
-    "benchmarks": "`python -m bench` and `dovetail lab` measure",
+    "LateChunkingParams": "encode(…, pooling_task='token_embed') returns a vector per token: average those of each chunk",
+    "benchmarks": "use `python -m bench` or `dovetail lab`",
     "platforms": "the executor chooses the device: leave it out",
     "transformers_utils": "transformers reads configs and tokenizers",
     "entrypoints": "`dovetail serve` is the server",
-    "utils.network_utils": "there are no ports to open: leave it out",
-    "utils.mem_utils": "`close()` gives the device's memory back",
-    "usage": "no usage is reported: leave it out",
-    "logger": "Python's logging: the logger `dovetail`",
+    "utils.network_utils": "the engine opens no ports: leave it out",
+    "utils.mem_utils": "`close()` releases the device's memory",
+    "usage": "usage isn't reported: leave it out",
+    "logger": "use Python's logger `dovetail`",
     "plugins": _PLUGIN,
     "tokenizers": "LLM.get_tokenizer() is transformers' tokenizer",
-    "envs": "no environment variables of vLLM's are read",
-    "PromptType": "a prompt is a text, a list of token ids, TextPrompt or TokensPrompt",
+    "envs": "vLLM's environment variables aren't read",
+    "PromptType": "a prompt is a string, a list of token ids, TextPrompt or TokensPrompt",
 }
 
 
 def sentence(fullname: str) -> str:
-    """Return what to say of a module or name that this package lacks."""
+    """Return the error message for a module or name that this package lacks."""
     module, _, name = fullname.rpartition(".")
     asked = (fullname.removeprefix(f"{PACKAGE}."), name)
     why = next(
@@ -63,15 +63,18 @@ def sentence(fullname: str) -> str:
         None,
     )
     names = getattr(sys.modules.get(module), "__all__", ())
-    return f"{fullname}: {why or f'Dovetail has nothing of that name{did_you_mean(name, names)}'}"
+    return f"{fullname}: {why or f'Dovetail has no such name{did_you_mean(name, names)}'}"
 
 
 def missing(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module: it raises `AttributeError` with a sentence, so that `hasattr` is false. `from module import name` would
-    replace that by a sentence of Python's, but asks the finders of submodules before, and thus `MissingModules`, if the module has a `__path__`."""
+    """Return a module's `__getattr__`, which raises `AttributeError`, so that `hasattr` is false.
+
+    `from module import name` would replace its message by Python's. If the module has a `__path__`,
+    the import system first tries the finders of submodules, and so `MissingModules`.
+    """
 
     def look_up(name: str) -> Any:
-        if name == "__path__":  # of a module that is no package
+        if name == "__path__":  # the module isn't a package
             return []
         raise AttributeError(sentence(f"{module}.{name}"))
 
@@ -86,5 +89,5 @@ class MissingModules(MetaPathFinder):
     ) -> None:
         """Raise `ModuleNotFoundError` for a module or name of this package; return None for any other."""
         if fullname.startswith(f"{PACKAGE}."):
-            # `from … import` drops errors whose name is that of the missing submodule, and says less itself
+            # `from … import` discards errors whose name is that of the missing submodule
             raise ModuleNotFoundError(sentence(fullname), name=fullname.rpartition(".")[0])
