@@ -495,7 +495,7 @@ def test_an_engine_is_where_its_programs_look_for_it(module: str, name: str, our
 
 def test_uses_of_an_engine_have_their_names() -> None:
     assert UsageContext.LLM_CLASS == "LLM_CLASS"
-    with pytest.raises(ImportError, match="usage isn.t reported"):
+    with pytest.raises(ImportError, match="usage isn't reported"):
         exec("from dovetail.compat.vllm.usage.usage_lib import UsageMessage")
 
 
