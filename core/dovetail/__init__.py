@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from dovetail.request.sampling_params import BeamSearchParams, OutputKind, SamplingParams
-    from dovetail.request.structured import Structured, StructuredOutputsParams
+    from dovetail.request.structured import Structured
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,6 @@ _HOMES = {
     "RequestOutput": "dovetail.request.outputs",
     "SamplingParams": "dovetail.request.sampling_params",
     "Structured": "dovetail.request.structured",
-    "StructuredOutputsParams": "dovetail.request.structured",
 }
 
 __all__ = [
@@ -76,7 +75,6 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "Structured",
-    "StructuredOutputsParams",
     "__version__",
 ]
 

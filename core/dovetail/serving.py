@@ -7,7 +7,7 @@ A server may run its front ends, which read requests and write text, apart from 
 
 ```text
 front end                                              engine's process
-Intake(info.intake, …).enter(prompt, params) -> Entered ──▶ Admission.admit(…) -> LiveRequest
+Intake(info.intake, …).check(prompt, params) -> Entered ──▶ Admission.admit(…) -> LiveRequest
 OutputBuilder, IncrementalText: text         ◀── Delivery ── EngineCore
 ```
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dovetail.front.tokenizer import TokenizedText, Tokenizer
     from dovetail.front.vllm_args import ARGUMENTS, is_given, translated
     from dovetail.front.vllm_groups import TEXT_ONLY, Group
+    from dovetail.front.vllm_structured import structured_of_vllm
     from dovetail.registry.registry import AUTO, Registry
     from dovetail.registry.resolved import ResolvedComponent
     from dovetail.registry.selection import PluginSelection
@@ -138,6 +139,7 @@ _HOMES = {
     "read_settings": "base.yaml_source",
     "read_text": "cli.streams",
     "speller": "front.token_texts",
+    "structured_of_vllm": "front.vllm_structured",
     "texts_of_prompt": "front.token_texts",
     "translated": "front.vllm_args",
     "unicode_error": "base.checks",
@@ -221,6 +223,7 @@ __all__ = [
     "read_settings",
     "read_text",
     "speller",
+    "structured_of_vllm",
     "texts_of_prompt",
     "translated",
     "unicode_error",

@@ -100,7 +100,6 @@ def test_equal_ones_have_equal_hashes_and_copies_are_equal(
     copies = [
         copy.copy(params),
         copy.deepcopy(params),
-        params.clone(),
         dataclasses.replace(params),
         pickle.loads(pickle.dumps(params)),
     ]
@@ -184,14 +183,12 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, said: str) -> N
     with pytest.raises(
         RequestError, match=f"{name}: unknown sampling parameter.*{said}".replace("?", r"\?")
     ):
-        SamplingParams(**{name: 1})
-    with pytest.raises(RequestError, match=name):
-        dataclasses.replace(SamplingParams(), **{name: 1})
+        SamplingParams.of({name: 1})
 
 
 def test_a_name_of_any_length_is_answered_in_a_line() -> None:
     with pytest.raises(RequestError) as refused:
-        SamplingParams(**{"x" * 10**6: 1})
+        SamplingParams.of({"x" * 10**6: 1})
     assert len(str(refused.value)) < 1000
 
 
@@ -200,7 +197,7 @@ def test_a_name_of_another_engine_is_answered_with_ours(name: str) -> None:
     assert NAMES_ELSEWHERE[name] in SamplingParams.__dataclass_fields__
     assert name not in SamplingParams.__dataclass_fields__
     with pytest.raises(RequestError, match=f"^{name}: use the name {NAMES_ELSEWHERE[name]}$"):
-        SamplingParams(**{name: 1})
+        SamplingParams.of({name: 1})
 
 
 def test_other_mistakes_in_a_call_are_python_s() -> None:
@@ -210,16 +207,18 @@ def test_other_mistakes_in_a_call_are_python_s() -> None:
         SamplingParams(1, n=1)  # type: ignore[misc]
 
 
+def test_they_are_a_frozen_dataclass_like_any_other() -> None:
+    params = SamplingParams()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.max_tokens = 4  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        SamplingParams(structured_outputs={})  # type: ignore[call-arg]
+
+
 def test_the_signature_lists_the_parameters() -> None:
     assert list(inspect.signature(SamplingParams).parameters) == list(
         SamplingParams.__dataclass_fields__
     )
-
-
-def test_from_optional_takes_none_for_the_default() -> None:
-    nothing: dict[str, Any] = dict.fromkeys(SamplingParams.__dataclass_fields__)
-    assert SamplingParams.from_optional(**nothing) == SamplingParams(max_tokens=None)
-    assert SamplingParams.from_optional(temperature=0.5, n=None) == SamplingParams(temperature=0.5)
 
 
 @pytest.mark.parametrize("kind", list(OutputKind))

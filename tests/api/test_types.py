@@ -15,8 +15,7 @@ params = SamplingParams(
 )
 SamplingParams(output_kind="final")
 SamplingParams(stop=["x", "y"], output_kind=OutputKind.CUMULATIVE)
-copied: SamplingParams = params.clone()
-made: SamplingParams = SamplingParams.from_optional(temperature=None)
+made: SamplingParams = SamplingParams.of({"temperature": 0})
 places: dict[SamplingParams, int] = {params: hash(params)}
 """
 WRONG = {

@@ -20,6 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dovetail import LLM, BeamSearchParams, CompletionOutput, LoRARequest, SamplingParams
+from dovetail.compat.vllm import BeamSearchParams as VllmBeamSearchParams
+from dovetail.compat.vllm import SamplingParams as VllmSamplingParams
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.beam_search import BeamSearch, BeamSearchOutput
 from dovetail.request.outputs import Logprob
@@ -354,22 +356,29 @@ def test_texts_are_those_of_all_tokens_but_special_ones_and_eos(tmp_path: Path) 
         ({"length_penalty": math.nan}, "length_penalty must be a finite number >= -10 and <= 10"),
         ({"length_penalty": 11}, "length_penalty must be a finite number >= -10 and <= 10"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
-        ({"max_new_tokens": 4}, "max_new_tokens: use the name max_tokens"),
-        (
-            {"length_penality": 1.0},
-            "length_penality: unknown beam search parameter, did you mean length_penalty?",
-        ),
-        (
-            {"structured_outputs": {"choice": ["a"]}},
-            "structured_outputs: beam search supports no structured output",
-        ),
-        ({"top_p": 0.5}, "top_p: unknown beam search parameter; valid are beam_width, max_tokens"),
     ],
     ids=str,
 )
 def test_wrong_parameters_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=f"^{re.escape(said)}"):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_new_tokens", "max_new_tokens: use the name max_tokens"),
+        (
+            "length_penality",
+            "length_penality: unknown beam search parameter, did you mean length_penalty?",
+        ),
+        ("structured_outputs", "structured_outputs: beam search supports no structured output"),
+        ("top_p", "top_p: unknown beam search parameter; valid are beam_width, max_tokens"),
+    ],
+)
+def test_other_names_are_refused_with_what_to_do_instead(name: str, said: str) -> None:
+    with pytest.raises(RequestError, match=f"^{re.escape(said)}"):
+        VllmBeamSearchParams(2, 4, **{name: 0.5})
 
 
 @pytest.mark.parametrize(
@@ -442,8 +451,8 @@ def test_a_request_for_beams_is_answered_with_their_call(llm: LLM) -> None:
         "use_beam_search: use LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
     )
     with pytest.raises(RequestError, match=f"^{call}$"):
-        SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
+        VllmSamplingParams(use_beam_search=True)
     with pytest.raises(RequestError, match=call.replace("search:", "search=True:")):
         llm.generate("A", use_beam_search=True)
     with pytest.raises(RequestError, match=r"^length_penalty: use LLM.beam_search"):
-        SamplingParams(length_penalty=2.0)  # type: ignore[call-arg]
+        SamplingParams.of({"length_penalty": 2.0})

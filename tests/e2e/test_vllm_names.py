@@ -19,18 +19,18 @@ import pytest
 import typer
 from tools import docs_hooks
 
-from dovetail import (
+from dovetail import EngineArgs, EngineConfig
+from dovetail.base.checks import among
+from dovetail.compat.vllm import (
     BeamSearchParams,
-    EngineArgs,
-    EngineConfig,
     PoolingParams,
     SamplingParams,
+    pooling_params,
+    sampling_params,
 )
-from dovetail.base.checks import among
 from dovetail.errors import ConfigError, DovetailError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.vllm_args import ARGUMENTS, TABLE, UNSET, translated
-from dovetail.request import pooling, sampling_params
 from dovetail_server import engine_flags, vllm_flags
 from dovetail_server.command import app as serve_app
 from tests.docs.pages import DOCS
@@ -47,7 +47,7 @@ PARAMETERS: dict[str, Any] = {
 }
 ADVISORY = {
     name
-    for rows in (pooling.VLLM_NAMES, sampling_params.VLLM_NAMES)
+    for rows in (pooling_params.VLLM_NAMES, sampling_params.VLLM_NAMES)
     for name, row in rows.items()
     if row.advisory
 }

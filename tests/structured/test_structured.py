@@ -16,15 +16,13 @@ from pydantic import BaseModel
 
 import dovetail
 from dovetail.api.grammar import GrammarSpec
+from dovetail.compat.vllm import SamplingParams as VllmSamplingParams
+from dovetail.compat.vllm.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front import request_checks
 from dovetail.front.grammars import AnswerRule
-from dovetail.request.sampling_params import (
-    GuidedDecodingParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.request.structured import RULES, Structured
 from tests.support import examples
 
@@ -147,7 +145,8 @@ def test_every_rule_has_its_text(rule: dict[str, Any], text: str) -> None:
     ],
 )
 def test_vllms_spelling_says_the_same(vllms: dict[str, Any]) -> None:
-    assert SamplingParams(**vllms) == SamplingParams(structured=Structured(json_schema=SCHEMA))
+    rule = Structured(json_schema=SCHEMA)
+    assert VllmSamplingParams(**vllms) == VllmSamplingParams(structured=rule)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -228,7 +227,7 @@ def test_a_parameter_that_contradicts_the_rule_is_refused_with_both_names(
 )
 def test_an_option_of_vllms_is_honoured_or_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        SamplingParams(**given)
+        VllmSamplingParams(**given)
 
 
 @pytest.mark.parametrize(

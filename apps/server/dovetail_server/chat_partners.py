@@ -59,7 +59,8 @@ class LocalModel:
         from dovetail.serving import ChatFrontEnd, ChatOptions
 
         self.name = config.model.path
-        self._params = SamplingParams.from_optional(**params)
+        given = {name: value for name, value in params.items() if value is not None}
+        self._params = SamplingParams(**{"max_tokens": None, **given})
         self._options = ChatOptions(chat_template=chat_template)
         self._llm = LLM(**{key: getattr(config, key) for key in config.model_fields_set})
         if chat_template is None and not self._llm.engine.tokenizer.has_chats:

@@ -180,4 +180,4 @@ def make_params(fields: Mapping[str, Any]) -> SamplingParams:
         }
     if not isinstance(fields.get("extra_args", {}), dict):
         raise RequestError(f"extra_args must be an object, got {shown(fields['extra_args'])}")
-    return SamplingParams(**fields, output_kind=OutputKind.FINAL)
+    return SamplingParams.of({**fields, "output_kind": OutputKind.FINAL})

@@ -20,7 +20,7 @@ from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import RequestOutput
 from dovetail.request.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from dovetail.request.sampling_params import OutputKind, SamplingParams, in_use
+from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config.engine import EngineConfig
@@ -162,8 +162,6 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         params: SamplingParams | PoolingParams | None,
         fields: dict[str, Any],
     ) -> AsyncGenerator[EngineOutput, None]:
-        if isinstance(params, SamplingParams):
-            in_use(params)
         joins, done = (
             isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA,
             False,

@@ -26,7 +26,7 @@ from dovetail.front.sampling import SamplingIntake
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.request import RequestFields
-from dovetail.request.sampling_params import SamplingParams, changed_unchecked, in_use
+from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 from dovetail.request.structured import Structured
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class Intake:
     def _generates(
         self, request_id: str, prompt: Prompt, params: SamplingParams, fields: RequestFields
     ) -> Entered:
-        in_use(params)
+        if type(params) is not SamplingParams:  # those of other engines may be changed later
+            params = changed_unchecked(params)
         facts = self.facts
         if facts.pooling is not None and not facts.pooling.capacity.generates:
             raise RequestError(f"this model can't generate: {facts.pooling.calls}")

@@ -13,9 +13,9 @@ from typing import Any
 from dovetail.errors import RequestError, shown
 from dovetail.front.vllm_args import SOFT_PROMPTS
 from dovetail.front.vllm_groups import MACHINES, TEXT_ONLY
+from dovetail.front.vllm_only import VllmOnly
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import BEAM_SEARCH, SamplingParams
-from dovetail.request.vllm_only import VllmOnly
 
 _OBSERVERS = "write an observer plugin, and add its name to observers"
 _TOKENIZED = (

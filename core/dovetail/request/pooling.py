@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-from dovetail.base.checks import did_you_mean, plain_integer
+from dovetail.base.checks import plain_integer
 from dovetail.errors import RequestError, shown
-from dovetail.request.vllm_only import VllmOnly, leave_out
+from dovetail.request.sampling_params import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,47 +24,6 @@ T = TypeVar("T")
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 
 
-_ACTIVATION = "use the name use_activation"
-_EACH_TOKEN = "encode(…, pooling_task='token_classify') returns the scores of each token"
-_CHUNKS = (
-    "encode(…, pooling_task='token_embed') returns a vector per token: average those of each chunk"
-)
-VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `PoolingParams`
-    "activation": VllmOnly(_ACTIVATION),
-    "extra_kwargs": VllmOnly("pooling has no further options", ({},)),
-    "late_chunking_params": VllmOnly(_CHUNKS),
-    "late_interaction_params": VllmOnly(
-        "encode(…, pooling_task='token_embed') returns a vector per token: compare these"
-    ),
-    "normalize": VllmOnly(_ACTIVATION),
-    "output_kind": VllmOnly("pooling has a single output: leave it out", advisory=True),
-    "requires_token_ids": VllmOnly("vLLM sets it itself: leave it out", (False,)),
-    "returned_token_ids": VllmOnly(_EACH_TOKEN),
-    "skip_reading_prefix_cache": VllmOnly("the prefix cache changes no result", advisory=True),
-    "softmax": VllmOnly(_ACTIVATION),
-    "step_tag_id": VllmOnly(_EACH_TOKEN),
-}
-
-
-def _without_vllms_fields(cls: type[T]) -> type[T]:
-    """Make a dataclass leave out vLLM's other fields at their defaults, and say of another unknown argument which field was probably meant."""
-    make: Any = cls
-    made = make.__init__
-    known = tuple(one.name for one in fields(make))
-
-    @functools.wraps(made)
-    def init(self: T, *args: Any, **named: Any) -> None:
-        leave_out(VLLM_NAMES, named)
-        for name in [name for name in named if name not in known]:
-            hint = did_you_mean(name, known) or f"; valid are {', '.join(known)}"
-            raise RequestError(f"{name[:80]}: unknown pooling parameter{hint}")
-        made(self, *args, **named)
-
-    make.__init__ = init
-    return cls
-
-
-@_without_vllms_fields
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
     """Parameters of a request that ends with its prompt. Checked when made: a wrong value raises `RequestError`."""
@@ -96,9 +54,14 @@ class PoolingParams:
                 f"use_activation must be true, false or None, got {shown(self.use_activation)}"
             )
 
-    def clone(self) -> PoolingParams:
-        """Return it: parameters of pooling can't be changed."""
-        return self
+    @classmethod
+    def of(cls, named: Mapping[str, Any]) -> PoolingParams:
+        """Make parameters of names and values from outside.
+
+        Raises `RequestError` for an unknown name, too, with the one that may be meant.
+        """
+        check_names(named, cls.__match_args__, "pooling")
+        return cls(**named)
 
 
 @dataclass(frozen=True, slots=True)

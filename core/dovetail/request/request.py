@@ -181,6 +181,7 @@ class Request:
         self.prompt_array = token_array(prompt_token_ids)
         self._prompt_token_ids: tuple[int, ...] | None = None
         self.prompt_tokens: int = len(prompt_token_ids)  # their number
+        # Behind a server with all defaults filled in, and without what concerns text only
         self.params = params
         self.max_tokens = max_tokens  # the most tokens it may generate
         self.arrival_time = arrival_time

@@ -5,12 +5,11 @@ They check their own values. This file doesn't need torch.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from dovetail.base.checks import (
     BINARY,
@@ -23,12 +22,7 @@ from dovetail.base.checks import (
 from dovetail.base.roadmap import not_yet
 from dovetail.errors import RequestError, shown
 from dovetail.request.frozen import FrozenDict, frozen
-from dovetail.request.structured import (
-    GuidedDecodingParams as GuidedDecodingParams,
-)  # who comes from vLLM looks for it here
-from dovetail.request.structured import Structured, structured_of_vllm
-from dovetail.request.structured import StructuredOutputsParams as StructuredOutputsParams
-from dovetail.request.vllm_only import VllmOnly, leave_out
+from dovetail.request.structured import Structured
 
 REPETITION_PENALTIES = (
     0.01,
@@ -48,11 +42,6 @@ NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
         "structured",
     ),
 }
-
-_VLLMS_RULES = (
-    "structured_outputs",
-    "guided_decoding",
-)  # vLLM's names of `structured`, by which it takes other values
 LENGTH_PENALTIES = (-10.0, 10.0)  # the allowed range: no length to this power overflows
 BEAM_SEARCH = "use LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
 BEAM_NAMES = (
@@ -63,46 +52,6 @@ BEAM_NAMES = (
     "early_stopping",
     "diversity_penalty",
 )  # of requests in other engines
-_MARKS = "watermarks aren't supported: leave it out"
-_ROUTES = "outputs contain tokens and log-probabilities, but no expert routing"
-VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `SamplingParams`
-    "best_of": VllmOnly("set n, and select the samples with the largest cumulative_logprob", (1,)),
-    "flat_logprobs": VllmOnly("log-probabilities are a list of mappings", (False,)),
-    "logprob_token_ids": VllmOnly(
-        "set logprobs, or allowed_token_ids to choose among a few tokens"
-    ),
-    "output_text_buffer_length": VllmOnly("vLLM sets it itself: leave it out", (0,)),
-    "prompt_logprob_start": VllmOnly("prompt_logprobs cover the whole prompt", (0,)),
-    "prompt_logprob_token_ids": VllmOnly("set prompt_logprobs"),
-    "repetition_detection": VllmOnly("set a repetition_penalty, or max_tokens"),
-    "return_last_hidden_states": VllmOnly(
-        "LLM.encode(…, pooling_task='token_embed') returns the hidden states of a text", (False,)
-    ),
-    "routed_experts_prompt_start": VllmOnly(_ROUTES, (0,)),
-    "skip_clone": VllmOnly("requests share their parameters: leave it out", advisory=True),
-    "skip_reading_prefix_cache": VllmOnly("give the request a unique cache_salt", (False,)),
-    "spaces_between_special_tokens": VllmOnly(
-        "text is decoded by the tokenizer's defaults: leave it out", (True,)
-    ),
-    "stream_interval": VllmOnly(
-        "outputs are coalesced while their consumer is slow: leave it out", (1,)
-    ),
-    "thinking_token_budget": VllmOnly(
-        "limit the reasoning: structured={'after': '</think>', 'after_tokens': …}"
-    ),
-    "trace_decode_token_ids": VllmOnly("append the tokens to the prompt, and set prompt_logprobs"),
-    "use_beam_search": VllmOnly(BEAM_SEARCH, (False,)),
-    "watermarking": VllmOnly(_MARKS, (False,)),
-}
-VLLM_BEAM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `BeamSearchParams`
-    "allowed_token_ids": VllmOnly("beam search considers all tokens", ([],)),
-    "structured_outputs": VllmOnly(
-        "beam search supports no structured output: set structured in SamplingParams"
-    ),
-    "watermarking": VllmOnly(_MARKS, (False,)),
-}
-
-T = TypeVar("T")
 
 
 class OutputKind(Enum):
@@ -113,91 +62,37 @@ class OutputKind(Enum):
     FINAL = "final"
 
 
-def _refuses_unknown_fields(cls: type[T]) -> type[T]:
-    """Make a dataclass's error for an unknown argument say which field was probably meant, translate vLLM's names of `structured`, and leave out
-    its other fields at their defaults."""
-    make: Any = cls
-    made = make.__init__
-    known = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
-    theirs = VLLM_NAMES if "structured" in known else VLLM_BEAM_NAMES
+def check_names(named: Iterable[str], valid: Sequence[str], kind: str = "sampling") -> None:
+    """Raise `RequestError` for a name that is none of the `valid` ones, with what may be meant.
 
-    @functools.wraps(made)
-    def init(self: T, *args: Any, **named: Any) -> None:
-        for name in _VLLMS_RULES if "structured" in known else ():
-            if name in named and (rule := named.pop(name)) is not None:
-                if named.get("structured") is not None:
-                    raise RequestError(f"{name} and structured say the same: give one of them")
-                named["structured"] = structured_of_vllm(rule)
-        leave_out(theirs, named)
-        try:
-            made(self, *args, **named)
-        except TypeError:
-            for name in named:
-                if name not in known:
-                    raise RequestError(_unknown_field(name, known)) from None
-            raise
-
-    make.__init__ = init
-    return cls
+    `kind`: of parameter, for the error.
+    """
+    for name in named:
+        if name not in valid:
+            raise RequestError(_unknown_name(name, valid, kind))
 
 
-class _Settable:
-    """Base of a frozen dataclass whose fields may be set until it is in use."""
-
-    __slots__ = ("_used",)  # set once it is
-
-
-def in_use(params: _Settable) -> None:
-    """Freeze parameters, since a request has them."""
-    object.__setattr__(params, "_used", True)
-
-
-def _settable_until_used(cls: type[T]) -> type[T]:
-    """Let the fields of a frozen dataclass be set until `in_use` or the first hash. A value is checked, and converted, as when it is made; setting an
-    invalid one changes nothing."""
-    made: Any = cls
-    hashed = made.__hash__
-
-    def set_field(self: T, name: str, value: Any) -> None:
-        if getattr(self, "_used", False):
-            raise FrozenInstanceError(
-                f"{name}: these {made.__name__} are in use, and can't change any more: change a copy, params = params.clone()"
-            )
-        changed = replace(self, **{name: value})  # type: ignore[type-var]
-        for field_name in made.__match_args__:
-            object.__setattr__(self, field_name, getattr(changed, field_name))
-
-    def hash_used(self: T) -> int:
-        in_use(self)  # type: ignore[arg-type]
-        return int(hashed(self))
-
-    made.__setattr__, made.__hash__ = set_field, hash_used
-    return cls
-
-
-def _unknown_field(name: str, valid: Sequence[str]) -> str:
-    kind = "beam search" if "beam_width" in valid else "sampling"
+def _unknown_name(name: str, valid: Sequence[str], kind: str) -> str:
     if NAMES_ELSEWHERE.get(name) in valid:
         return f"{name}: use the name {NAMES_ELSEWHERE[name]}"
     if name in BEAM_NAMES and kind == "sampling":
         return f"{name}: {BEAM_SEARCH}"
     if planned := not_yet(name):
         return f"{name}: unknown {kind} parameter: {planned}"
-    return f"{name[:80]}: unknown {kind} parameter" + (
-        did_you_mean(name, valid) or f"; valid are {', '.join(valid)}"
-    )
+    hint = did_you_mean(name, valid) or f"; valid are {', '.join(valid)}"
+    return f"{name[:80]}: unknown {kind} parameter{hint}"
 
 
-@_settable_until_used
-@_refuses_unknown_fields
 @dataclass(frozen=True, slots=True)
-class SamplingParams(_Settable):
-    """The parameters of one request: how to choose its tokens, and when to stop. Checked when made: a wrong value raises `RequestError` with the name
-    and the allowed range. Fields may be set, with the same checks, until a request or a hash uses them; then it is frozen: change a `clone`. Equal
-    ones have equal hashes.
+class SamplingParams:
+    """The parameters of one request: how to choose its tokens, and when to stop.
 
-    A field left `None` in `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the model's default (its
-    `generation_config.json`, if the engine uses it), else the neutral value.
+    Frozen: `dataclasses.replace` makes a changed copy. Checked when made: a wrong value raises
+    `RequestError` with the name and the allowed range. Equal ones have equal hashes.
+
+    A field left `None` in `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes
+    the model's default (its `generation_config.json`, if the engine uses it), else the neutral
+    value.
     """
 
     n: int = 1  # samples, 1 or more; they share the prompt's blocks
@@ -333,38 +228,34 @@ class SamplingParams(_Settable):
             )
 
     @classmethod
-    def from_optional(cls, **values: Any) -> SamplingParams:
-        """Make `SamplingParams(**values)`, with the default for each field that is None, except `max_tokens`, where None has a meaning."""
-        return cls(
-            **{
-                name: value
-                for name, value in values.items()
-                if value is not None or name == "max_tokens"
-            }
-        )
+    def of(cls, named: Mapping[str, Any]) -> SamplingParams:
+        """Make parameters of names and values from outside.
 
-    def clone(self) -> SamplingParams:
-        """Return a copy, which isn't in use."""
-        return self.__copy__()
-
-    def __copy__(self) -> SamplingParams:
-        return changed_unchecked(self)
+        Raises `RequestError` for an unknown name, too, with the one that may be meant.
+        """
+        check_names(named, cls.__match_args__)
+        return cls(**named)
 
 
 def changed_unchecked(params: SamplingParams, **changes: Any) -> SamplingParams:
-    """Return a copy with other values in some fields, without checking them: the caller must. `dataclasses.replace` takes four times as long, checks
-    aside, and a call with many prompts or samples makes a copy for each."""
-    other = object.__new__(type(params))
-    for name in params.__match_args__:
+    """Return a copy with other values in some fields, without checking them: the caller must.
+
+    `dataclasses.replace` takes four times as long, checks aside, and a call with many prompts or
+    samples makes a copy for each. Of a subclass it is a plain `SamplingParams`.
+    """
+    other = object.__new__(SamplingParams)
+    for name in SamplingParams.__match_args__:
         object.__setattr__(other, name, changes[name] if name in changes else getattr(params, name))
     return other
 
 
-@_refuses_unknown_fields
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """The parameters of `LLM.beam_search`. It is frozen, and checked when made, as `SamplingParams` are. Beams are compared by the model's own
-    probabilities: nothing else changes them, and a model's default sampling parameters don't apply."""
+    """The parameters of `LLM.beam_search`: frozen, and checked when made, as `SamplingParams` are.
+
+    Beams are compared by the model's own probabilities: nothing else changes them, and a model's
+    default sampling parameters don't apply.
+    """
 
     beam_width: int  # beams kept after each token, and answers returned for each prompt
     max_tokens: int  # the most tokens of an answer; the model's length always holds

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from dovetail.errors import RequestError, shown
-from dovetail.request.sampling_params import StructuredOutputsParams
-from dovetail.request.structured import Structured, structured_of_vllm
+from dovetail.request.structured import Structured
+from dovetail.serving import structured_of_vllm
 from dovetail_server.errors import RULE, HttpError
 
 T = TypeVar("T")
@@ -288,11 +288,7 @@ def _rule_of_format(form: Any) -> Structured | None:
 
 
 def _rule_of_field(field: str | None, value: Any) -> Structured:
-    return (
-        structured_of_vllm(value)
-        if field is None
-        else StructuredOutputsParams(**{field: value}).structured()
-    )
+    return structured_of_vllm(value if field is None else {field: value})
 
 
 def _named(name: str, make: Callable[[], T]) -> T:

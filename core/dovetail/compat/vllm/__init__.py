@@ -9,20 +9,19 @@ from __future__ import annotations
 import sys
 
 from dovetail import (
-    BeamSearchParams,
     ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingRequestOutput,
     EngineArgs,
-    PoolingParams,
     PoolingRequestOutput,
     RequestOutput,
-    SamplingParams,
     ScoringRequestOutput,
 )
 from dovetail.compat.vllm.engines import LLM, AsyncLLMEngine, LLMEngine
 from dovetail.compat.vllm.gaps import MissingModules, missing
 from dovetail.compat.vllm.inputs import TextPrompt, TokensPrompt
+from dovetail.compat.vllm.pooling_params import PoolingParams
+from dovetail.compat.vllm.sampling_params import BeamSearchParams, SamplingParams
 from dovetail.request.pooling import (
     ClassificationOutput,
     EmbeddingOutput,

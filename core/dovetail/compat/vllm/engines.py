@@ -7,13 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import dovetail
+from dovetail.compat.settable import Settable
+from dovetail.compat.vllm.sampling_params import SamplingParams
 from dovetail.errors import RequestError
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.prompts import Prompt
 from dovetail.front.vllm_calls import by_position
 from dovetail.request.outputs import RequestOutput
 from dovetail.request.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from dovetail.request.sampling_params import SamplingParams
 
 
 class LLMEngine(dovetail.LLMEngine):
@@ -26,7 +27,7 @@ class LLMEngine(dovetail.LLMEngine):
         /,
         request_id: str,
         prompt: Prompt | None = None,
-        params: SamplingParams | PoolingParams | None = None,
+        params: dovetail.SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         *more: Any,
         inputs: Prompt | None = None,
@@ -40,6 +41,10 @@ class LLMEngine(dovetail.LLMEngine):
         super().add_request(request_id, given, params, arrival_time, **others)
         return request_id
 
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the model's default sampling parameters."""
+        return SamplingParams(**self._assembly.defaults.sampling())
+
     def compute(self) -> list[EngineOutput]:
         """Run a step in this thread, as `step` does."""
         return [_with_tensor(output) for output in super().compute()]
@@ -52,13 +57,15 @@ class AsyncLLMEngine(dovetail.AsyncLLMEngine):
 
     def generate(self, *args: Any, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one request, as `dovetail.AsyncLLMEngine.generate`."""
-        return super().generate(*args[:3], **by_position("generate", args[3:], fields))
+        more = by_position("generate", args[3:], fields)
+        return super().generate(*map(_copied, args[:3]), **_copied_in(more))
 
     def encode(
         self, *args: Any, **fields: Any
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Pool one prompt, as `dovetail.AsyncLLMEngine.encode`."""
-        return super().encode(*args[:3], **by_position("encode", args[3:], fields))
+        more = by_position("encode", args[3:], fields)
+        return super().encode(*map(_copied, args[:3]), **_copied_in(more))
 
 
 class LLM(dovetail.LLM):
@@ -69,7 +76,7 @@ class LLM(dovetail.LLM):
     def chat(
         self,
         messages: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: dovetail.SamplingParams | Sequence[dovetail.SamplingParams] | None = None,
         use_tqdm: Any = True,
         *more: Any,
         **named: Any,
@@ -83,6 +90,15 @@ class LLM(dovetail.LLM):
     ) -> list[Any]:
         """Search beams, as `dovetail.LLM.beam_search`."""
         return super().beam_search(prompts, params, **by_position("beam_search", more, named))
+
+
+def _copied(value: Any) -> Any:
+    """Return parameters, which may be changed later, as a copy; anything else as it is."""
+    return value.clone() if isinstance(value, Settable) else value
+
+
+def _copied_in(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) for name, value in named.items()}
 
 
 def _with_tensor(output: EngineOutput) -> EngineOutput:
