@@ -267,7 +267,7 @@ def test_an_engine_that_has_ended_says_so() -> None:
 
 def test_names_that_are_elsewhere_are_answered_with_where(llm: LLM, ours: dovetail.LLM) -> None:
     for name in NANOVLLM_TABLE:
-        with pytest.raises(DovetailError, match=rf"^LLM\.{name}: dovetail\.compat\.nanovllm"):
+        with pytest.raises(DovetailError, match=rf"^LLM\.{name}: use dovetail\.compat\.nanovllm"):
             getattr(ours, name)
         assert not hasattr(ours, name)
     with pytest.raises(DovetailError, match=r"LLM\.chat: .*use dovetail\.LLM"):
