@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from dovetail.request.sampling_params import SamplingParams
-from dovetail_server import host, remote
+from dovetail_server import decision_watch, remote
 from dovetail_server.engine import DecidedStep
 from dovetail_server.frames import Ask
 from tests.server.engines import Collector, Link, Served, served
@@ -39,10 +39,10 @@ async def test_decisions_of_the_last_steps_are_only_numbers(
     async with served(link, tmp_path) as engine:
         await engine.until(lambda: engine.engine.decisions() is not None)
         await run(engine, "mine")
-        await engine.until(lambda: len(steps_of(engine)) == host.NOTED_STEPS)
+        await engine.until(lambda: len(steps_of(engine)) == decision_watch.NOTED_STEPS)
         told = engine.engine.decisions()
     assert told is not None
-    assert [step.index for step in told.steps] == list(range(host.NOTED_STEPS))
+    assert [step.index for step in told.steps] == list(range(decision_watch.NOTED_STEPS))
     prefill, *decodes = [
         (step.granted, step.prefill_tokens, step.decode_tokens, step.refused, step.preempted)
         for step in told.steps

@@ -13,7 +13,8 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.process_watch import PULSE, Pulse
 from dovetail.errors import DovetailError
 from dovetail_executors.ranks import Ranks
-from dovetail_server.host import EngineHost, StepWatch
+from dovetail_server.host import EngineHost
+from dovetail_server.step_watch import StepWatch
 
 
 class Time:

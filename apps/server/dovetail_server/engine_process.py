@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from dovetail_server.channel import BEAT_S, Channel, Message, channel_of_process, end_orphaned, heed
 
 if TYPE_CHECKING:
-    from dovetail_server.host import EngineHost, StepWatch
+    from dovetail_server.host import EngineHost
     from dovetail_server.links import ZmqPost
+    from dovetail_server.step_watch import StepWatch
 
 
 def main() -> int:
@@ -30,8 +31,9 @@ def main() -> int:
     from dovetail import EngineConfig
     from dovetail.errors import DovetailError, EngineDeadError
     from dovetail.serving import assemble, groups_in_words, ranks_in_words
-    from dovetail_server.host import EngineHost, StepWatch
+    from dovetail_server.host import EngineHost
     from dovetail_server.links import ZmqPost
+    from dovetail_server.step_watch import StepWatch
 
     try:
         config = EngineConfig.load_with(

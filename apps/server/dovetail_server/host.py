@@ -1,23 +1,17 @@
-"""`EngineHost`: the loop around an engine core that serves front ends, in its own process (`engine_process`) or in a thread (`--in-process`).
+"""`EngineHost`: the loop around an engine core that serves front ends, in its own process
+(`engine_process`) or in a thread (`--in-process`).
 
-It receives requests, steps the core, and sends each front end one frame per step. It produces no text and never waits for a front end.
-
-`DecisionWatch` counts the scheduler's latest decisions, for the page; the counts contain nothing of individual requests. Recording decisions makes a
-step several times as expensive for the core, so only a few steps are recorded after each request for them.
+It receives requests, steps the core, and sends each front end one frame per step. It produces no
+text and never waits for a front end.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Iterable, Sequence
 
 from dovetail.api.clock import VirtualClock, WallClock
-from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
-from dovetail.api.process_watch import PULSE, ProcessWatch
 from dovetail.end_reason import EndReason
 from dovetail.errors import (
     DovetailError,
@@ -26,35 +20,25 @@ from dovetail.errors import (
     UnsupportedError,
     describe,
 )
-from dovetail.request.lora import LoRARequest
 from dovetail.serving import (
-    ENABLE,
     Admission,
     AnswerRule,
     Assembly,
     Constraint,
     Delivery,
-    EngineCore,
-    Finish,
     LiveRequest,
-    RequestedAdapter,
 )
-from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load
+from dovetail_server.decision_watch import DecisionWatch
+from dovetail_server.engine import EngineInfo, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
-    Adapters,
     Add,
     Ask,
     Decided,
     Dropped,
-    Extra,
-    Finished,
-    First,
     Hello,
     LoadAdapter,
-    PackedLogprobs,
-    PackedResult,
     Refused,
     Reset,
     StepFrame,
@@ -65,98 +49,16 @@ from dovetail_server.frames import (
     pack_tokens,
     request_of,
 )
+from dovetail_server.front_end_samples import FrontEnd, FrontEndSamples
 from dovetail_server.links import ZmqPost
+from dovetail_server.served_adapters import Answered, ServedAdapters
 
-NOTED_STEPS = 12  # recorded after a request, and returned
-REST_S = 0.5  # between two requests that start recording
 LOADING_S = 0.01  # interval at which an idle engine looks whether an adapter is loaded
-IDLE_CHECK_S = (
-    1.0  # interval at which an idle engine checks its executor, of which a rank may have died
-)
-
-
-class DecisionLog(Observer):
-    """Keeps the counts of the latest steps."""
-
-    capabilities = ObserverCapabilities(decisions=True)
-
-    def __init__(self) -> None:
-        self.steps: deque[DecidedStep] = deque(maxlen=NOTED_STEPS)
-        self.left = 0  # steps to record
-
-    def on_step(self, event: StepFinished) -> None:
-        if not event.decisions:  # planned before recording began
-            return
-        self.left -= 1
-        acts = Counter(decision.act for decision in event.decisions)
-        self.steps.append(
-            DecidedStep(
-                event.index,
-                granted=acts["granted"],
-                prefill_tokens=event.prefill_tokens,
-                decode_tokens=event.decode_tokens,
-                refused=acts["refused"],
-                preempted=acts["preempted"],
-                rejected=acts["rejected"],
-                running=event.running,
-                waiting=event.waiting,
-            )
-        )
-
-
-class DecisionWatch:
-    """Records the decisions of a core's next steps on request. Called in the engine's thread, between steps."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._log = DecisionLog()
-        self._noting = False
-        self._asked = -math.inf
-
-    def ask(self) -> Decisions:
-        """Return the known decisions, and start recording newer ones."""
-        now = time.monotonic()
-        if now - self._asked >= REST_S:
-            self._asked = now
-            self._log.left = NOTED_STEPS
-            if not self._noting:
-                self._noting = True
-                self._core.observers.add("of the page", self._log)
-        return Decisions(self._core.settings.scheduler_name, tuple(self._log.steps))
-
-    def rest(self) -> None:
-        """Stop recording once enough steps are recorded."""
-        if self._noting and self._log.left <= 0:
-            self._noting = False
-            self._core.observers.remove(self._log)
+LOST_S = 0.1  # interval at which front ends that didn't read are tried again
+IDLE_CHECK_S = 1.0  # interval at which an idle engine checks its executor: a rank may have died
 
 
 logger = logging.getLogger("dovetail")
-
-
-class _FrontEnd:
-    """Unfinished samples of a front end."""
-
-    __slots__ = ("live", "lost_below", "name", "top")
-
-    def __init__(self, name: bytes) -> None:
-        self.name = name
-        self.live: dict[int, LiveRequest] = {}  # by number
-        self.top = 0  # above all its numbers
-        self.lost_below = 0  # aborted samples of which it must be told; 0: none
-
-
-class _Columns:
-    """Results of a step for one front end."""
-
-    __slots__ = ("extra", "finished", "first", "numbers", "tokens")
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.tokens: list[int] = []
-        self.first: list[First] = []
-        self.finished: list[Finished] = []
-        self.extra: Extra | None = None
 
 
 class EngineHost:
@@ -165,29 +67,19 @@ class EngineHost:
     def __init__(self, assembly: Assembly, post: ZmqPost) -> None:
         self._assembly = assembly
         self._core = assembly.core
-        self._admission = Admission(assembly, self._constraints, self._adapter_of)
+        self._adapters = ServedAdapters(assembly)
+        self._admission = Admission(assembly, self._constraints, self._adapters.get)
         self._post = post
-        self._front_ends: dict[bytes, _FrontEnd] = {}
-        self._gone: set[bytes] = (
-            set()
-        )  # front ends that have ended; late messages of theirs are ignored
-        self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of unfinished samples
-        self._new: set[LiveRequest] = set()  # without a token yet
-        self._later: list[
-            tuple[bytes, ToEngine]
-        ] = []  # messages received during a step, to be processed after it
+        self._samples = FrontEndSamples()
+        self._front_ends = self._samples.front_ends
+        self._gone: set[bytes] = set()  # ended front ends; late messages of theirs are ignored
+        # messages received during a step, to be processed after it
+        self._later: list[tuple[bytes, ToEngine]] = []
         self._changed = False  # the load has changed without a step
-        self._adapters: dict[
-            str, tuple[LoRARequest, Path | None]
-        ] = {}  # served ones by name, and the folder in which their files must be
-        self._loading: list[
-            tuple[_FrontEnd, LoadAdapter, RequestedAdapter]
-        ] = []  # to be served once they are loaded
         self._stopping = False
         self._watch = DecisionWatch(self._core)
-        self.busy_since: float | None = (
-            None  # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
-        )
+        # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
+        self.busy_since: float | None = None
         self._core.plan_timing.expects_arrivals = True
         # How the core waits: only a wall clock lets messages come meanwhile
         self._wait = self._wait_until if type(self._core.clock) is WallClock else None
@@ -206,14 +98,18 @@ class EngineHost:
                 if not core.has_unfinished():
                     if self._changed:
                         self._tell_load()
-                    self._rest(
-                        LOADING_S if self._loading else IDLE_CHECK_S if not self._lost() else 0.1
-                    )
+                    self._rest(self._idle_s())
                     core.check_executor()
         finally:
             self.busy_since = None
             self._assembly.close()
             core.stop()
+
+    def _idle_s(self) -> float:
+        """Return for how long an idle engine may wait."""
+        if self._adapters.is_loading:
+            return LOADING_S
+        return LOST_S if self._lost() else IDLE_CHECK_S
 
     def stop(self) -> None:
         """Make `run` return after the current step. The caller must also wake the post."""
@@ -247,28 +143,27 @@ class EngineHost:
             if self._post.send(front_end.name, Dropped(front_end.lost_below)):
                 front_end.lost_below = 0
         self._watch.rest()
-        if self._loading:
-            self._end_loading()
+        if self._adapters.is_loading:
+            for answered in self._adapters.loaded():
+                self._tell_adapters(answered)
 
     def _heed(self, sender: bytes, message: ToEngine) -> None:
         if sender in self._gone:
             return
         front_end = self._front_ends.get(sender)
         if front_end is None:
-            front_end = self._front_ends[sender] = _FrontEnd(sender)
+            front_end = self._front_ends[sender] = FrontEnd(sender)
         match message:
             case Add():
                 self._add(front_end, message)
             case Abort():
-                for number in message.numbers:
-                    if (request := front_end.live.get(number)) is not None:
-                        self._drop(request)
+                self._abort(front_end, message.numbers)
             case Hello():
                 self._send(front_end, self.welcome())
-                self._send(front_end, self._served_adapters())
+                self._send(front_end, self._adapters.paths)
             case LoadAdapter():
                 front_end.top = max(front_end.top, message.number + 1)
-                self._load_adapter(front_end, message)
+                self._tell_adapters(self._adapters.change(front_end, message))
             case Reset():
                 front_end.top = max(front_end.top, message.number + 1)
                 self._core.kv.reset()
@@ -276,7 +171,22 @@ class EngineHost:
             case Ask():
                 self._post.send(sender, Decided(self._watch.ask()))  # best effort
 
-    def _add(self, front_end: _FrontEnd, add: Add) -> None:
+    def _abort(self, front_end: FrontEnd, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if (sample := front_end.live.get(number)) is not None:
+                self._drop(sample)
+
+    def _tell_adapters(self, answered: Answered | None) -> None:
+        """Tell all front ends which adapters are served if that has changed, then answer the one
+        that asked."""
+        if answered is None:
+            return
+        if isinstance(answered.answer, Accepted):
+            for front_end in list(self._front_ends.values()):
+                self._send(front_end, self._adapters.paths)
+        self._send(answered.front_end, answered.answer)
+
+    def _add(self, front_end: FrontEnd, add: Add) -> None:
         front_end.top = max(front_end.top, add.number + add.n)
         try:
             self._admit(front_end, add)
@@ -289,65 +199,10 @@ class EngineHost:
             if add.confirms:
                 self._send(front_end, Accepted(add.number))
 
-    def _admit(self, front_end: _FrontEnd, add: Add) -> None:
+    def _admit(self, front_end: FrontEnd, add: Add) -> None:
         """Add a request to the core. Raises as `Admission.admit`."""
         samples = self._admission.admit(request_of(add), client=add.owner)
-        for index, sample in enumerate(samples):
-            self._places[sample] = (front_end, add.number + index)
-            front_end.live[add.number + index] = sample
-        self._new.update(samples)
-
-    def _adapter_of(self, request: LoRARequest) -> RequestedAdapter:
-        """Return a served adapter. Raises `RequestError` if it isn't served any more."""
-        name = request.lora_name
-        if name not in self._adapters or self._assembly.adapters is None:
-            raise RequestError(f"model: the adapter {name[:200]!r} was unloaded")
-        return self._assembly.adapters.get(*self._adapters[name])
-
-    def _load_adapter(self, front_end: _FrontEnd, message: LoadAdapter) -> None:
-        store = self._assembly.adapters
-        if store is None:
-            why = f"this server takes no adapters: {ENABLE}"
-            self._send(front_end, Refused(message.number, EndReason.INVALID, why))
-        elif message.path is None:
-            self._adapters.pop(message.name, None)
-            self._tell_adapters(front_end, message)
-        else:
-            try:
-                adapter = store.get(
-                    LoRARequest(message.name, 1, message.path),
-                    None if message.within is None else Path(message.within),
-                )
-            except RequestError as error:
-                self._send(front_end, Refused(message.number, error.reason, str(error)))
-            else:
-                self._loading.append((front_end, message, adapter))
-
-    def _end_loading(self) -> None:
-        """Serve the adapters that have been loaded."""
-        done = [one for one in self._loading if not one[2].closed()]
-        self._loading = [one for one in self._loading if one not in done]
-        for front_end, message, adapter in done:
-            if (end := adapter.failed()) is not None:
-                # the request that names it is wrong, and no other
-                refused = Refused(message.number, EndReason.INVALID, str(end.stop_reason))
-                self._send(front_end, refused)
-            else:
-                within = None if message.within is None else Path(message.within)
-                self._adapters[message.name] = (
-                    LoRARequest(message.name, 1, str(message.path)),
-                    within,
-                )
-                self._tell_adapters(front_end, message)
-
-    def _tell_adapters(self, asked: _FrontEnd, message: LoadAdapter) -> None:
-        """Tell all front ends which adapters are served, then answer the one that has changed that."""
-        for front_end in list(self._front_ends.values()):
-            self._send(front_end, self._served_adapters())
-        self._send(asked, Accepted(message.number))
-
-    def _served_adapters(self) -> Adapters:
-        return Adapters({name: request.lora_path for name, (request, _) in self._adapters.items()})
+        self._samples.add(front_end, add.number, samples)
 
     def _constraints(self, rule: AnswerRule, n: int, owner: Hashable) -> Sequence[Constraint]:
         try:
@@ -360,7 +215,7 @@ class EngineHost:
                 "and demanded calls need"
             ) from None
 
-    def _end(self, front_end: _FrontEnd) -> None:
+    def _end(self, front_end: FrontEnd) -> None:
         """Abort all samples of a front end."""
         for request in list(front_end.live.values()):
             self._drop(request)
@@ -371,13 +226,9 @@ class EngineHost:
         self._core.abort(request)
         self._changed = True
 
-    def _forget(self, request: LiveRequest) -> None:
-        front_end, number = self._places.pop(request)
-        del front_end.live[number]
-        self._new.discard(request)
-        samples = request.siblings or (request,)
-        if not any(sample in self._places for sample in samples):
-            self._admission.ended(samples)
+    def _forget(self, sample: LiveRequest) -> None:
+        if self._samples.remove(sample):
+            self._admission.ended(sample.siblings or (sample,))
 
     def _wait_until(self, instant: float) -> None:
         """Wait on behalf of the core. New requests are added meanwhile, so that the next step includes them; if the core is idle they end the wait.
@@ -463,122 +314,31 @@ class EngineHost:
             for request, finish in delivery.finished.items()
             if finish.reason is not EndReason.ENGINE_DEAD  # front ends learn of it otherwise
         }
-        parts = self._parts(delivery, finished)
-        for request in delivery.finished:
-            if request in self._places:
-                self._forget(request)
-        load, step, now = self._load(), self._core.stats.steps, self._core.clock.now()
-        for front_end, part in parts.items():
-            numbers, token_ids = pack_numbers(part.numbers), pack_tokens(part.tokens)
+        shares = self._samples.shares(delivery, finished)
+        for sample in delivery.finished:
+            if sample in self._samples:
+                self._forget(sample)
+        load = self._load()
+        step = self._core.stats.steps
+        now = self._core.clock.now()
+        for front_end, share in shares.items():
             frame = StepFrame(
                 step,
                 now,
-                numbers,
-                token_ids,
+                pack_numbers(share.numbers),
+                pack_tokens(share.tokens),
                 load,
-                tuple(part.first),
-                tuple(part.finished),
-                part.extra,
+                tuple(share.first),
+                tuple(share.finished),
+                share.extra,
             )
             self._send(front_end, frame)
 
-    def _parts(
-        self, delivery: Delivery, finished: dict[LiveRequest, Finish]
-    ) -> dict[_FrontEnd, _Columns]:
-        places = self._places
-        parts: dict[_FrontEnd, _Columns] = {}
-
-        def part_of(front_end: _FrontEnd) -> _Columns:
-            part = parts.get(front_end)
-            if part is None:
-                part = parts[front_end] = _Columns()
-            return part
-
-        if len(self._front_ends) == 1:  # fast path
-            [front_end] = self._front_ends.values()
-            part = part_of(front_end)
-            part.numbers, part.tokens = (
-                [places[request][1] for request in delivery.requests],
-                delivery.token_ids,
-            )
-        else:
-            for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
-                front_end, number = places[request]
-                part = part_of(front_end)
-                part.numbers.append(number)
-                part.tokens.append(token)
-        if self._new:
-            for request in self._new.intersection(
-                [*delivery.requests, *(request for request, _ in delivery.pooled)]
-            ):
-                front_end, number = places[request]
-                times = request.first_scheduled_time, request.first_token_time
-                part_of(front_end).first.append(First(number, request.cached_tokens, *times))
-                self._new.discard(request)
-        for request, finish in finished.items():
-            front_end, number = places[request]
-            ended = Finished(
-                number,
-                finish.reason,
-                finish.stop_reason,
-                request.preemptions,
-                finish.keeps_token,
-                tuple(request.pauses),
-            )
-            part_of(front_end).finished.append(ended)
-        if delivery.logprobs or delivery.prompt_logprobs or delivery.pooled:
-            self._put_extra(delivery, part_of)
-        return parts
-
-    def _put_extra(self, delivery: Delivery, part_of: Callable[[_FrontEnd], _Columns]) -> None:
-        rows: dict[_FrontEnd, list[tuple[int, int]]] = {}  # number, row
-        prompts: dict[_FrontEnd, list[tuple[int, PackedLogprobs]]] = {}
-        for request, _, row in delivery.logprobs:
-            front_end, number = self._places[request]
-            rows.setdefault(front_end, []).append((number, row))
-        for request, hosts in delivery.prompt_logprobs:
-            front_end, number = self._places[request]
-            prompts.setdefault(front_end, []).append((number, PackedLogprobs.of(hosts)))
-        pooled: dict[_FrontEnd, list[PackedResult]] = {}
-        for request, data in delivery.pooled:
-            front_end, number = self._places[request]
-            pooled.setdefault(front_end, []).append(PackedResult.of(number, data))
-        for front_end in {**rows, **prompts, **pooled}:
-            packed = None
-            if front_end in rows:
-                numbers, kept = zip(*rows[front_end], strict=True)
-                hosts = delivery.logprobs[0][1]  # all of one step
-                packed = PackedLogprobs.of(hosts, pack_numbers(numbers), kept)
-            part_of(front_end).extra = Extra(
-                packed, tuple(prompts.get(front_end, ())), tuple(pooled.get(front_end, ()))
-            )
-
-    def _send(self, front_end: _FrontEnd, message: ToFrontEnd) -> None:
+    def _send(self, front_end: FrontEnd, message: ToFrontEnd) -> None:
         """Send a message. If the front end doesn't read, abort its samples, and tell it once it reads again."""
         if front_end.lost_below or not self._post.send(front_end.name, message):
             front_end.lost_below = max(front_end.lost_below, front_end.top)
             self._end(front_end)
 
-    def _lost(self) -> list[_FrontEnd]:
+    def _lost(self) -> list[FrontEnd]:
         return [front_end for front_end in self._front_ends.values() if front_end.lost_below]
-
-
-class StepWatch:
-    """Measures the time since the last progress in the current turn of a host's loop, usually a step, excluding time during which the process
-    was suspended. On a CPU each layer of a step is progress."""
-
-    def __init__(self, host: EngineHost) -> None:
-        self._host, self._clock = host, ProcessWatch()
-        self._step: float | None = (
-            None  # its start, as reported by the host, or its latest progress
-        )
-        self._since = 0.0  # the same, on the watch's clock
-
-    def busy_s(self) -> float:
-        """Return the seconds; 0 while the host waits. Call it several times a second, from one thread."""
-        now, step = self._clock.turn(), self._host.busy_since
-        if step is not None:
-            step = max(step, PULSE.last)
-        if step != self._step:
-            self._step, self._since = step, now
-        return 0.0 if step is None else now - self._since

@@ -15,10 +15,11 @@ from dovetail import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.serving import Assembly, assemble, groups_in_words, ranks_in_words
 from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
-from dovetail_server.host import EngineHost, StepWatch
+from dovetail_server.host import EngineHost
 from dovetail_server.links import ZmqLine, ZmqPost
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import allow_open_files, bind
+from dovetail_server.step_watch import StepWatch
 
 ADDRESS = "inproc://engine"
 

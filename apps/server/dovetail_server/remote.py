@@ -11,7 +11,7 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +54,7 @@ from dovetail_server.frames import (
     Dropped,
     Extra,
     Finished,
+    First,
     Hello,
     LoadAdapter,
     Refused,
@@ -367,30 +368,34 @@ class RemoteEngine:
                 self._decisions = message.decisions
             case Adapters():
                 self.adapters = message.paths
-            case Refused() if (done := self._asks.pop(message.number, None)) is not None:
-                if not done.done():
-                    done.set_exception(_error_of(message))
             case Refused():
-                if (entry := self._entry_of(message.number)) is not None:
-                    self._end(entry, _error_of(message))
-            case Accepted() if (done := self._asks.pop(message.number, None)) is not None:
-                if not done.done():  # its caller is gone
-                    done.set_result(None)
+                self._take_refusal(message)
             case Accepted():
-                if (entry := self._entry_of(message.number)) is not None:
-                    entry.confirm()
+                self._take_acceptance(message)
             case Dropped():
-                for entry in [
+                dropped = [
                     entry
                     for entry in self._open.values()
                     if entry.group.samples[0].number < message.below
-                ]:
-                    self._end(
-                        entry,
-                        DovetailError(
-                            "the server couldn't keep up with the engine, which aborted the request"
-                        ),
-                    )
+                ]
+                for entry in dropped:
+                    self._end(entry, DovetailError(_DROPPED))
+
+    def _take_refusal(self, message: Refused) -> None:
+        done = self._asks.pop(message.number, None)
+        if done is not None:
+            if not done.done():  # otherwise its caller is gone
+                done.set_exception(_error_of(message))
+        elif (entry := self._entry_of(message.number)) is not None:
+            self._end(entry, _error_of(message))
+
+    def _take_acceptance(self, message: Accepted) -> None:
+        done = self._asks.pop(message.number, None)
+        if done is not None:
+            if not done.done():  # otherwise its caller is gone
+                done.set_result(None)
+        elif (entry := self._entry_of(message.number)) is not None:
+            entry.confirm()
 
     def _take_frame(self, frame: StepFrame) -> None:
         self.load, self._time = frame.load, frame.time
@@ -438,53 +443,60 @@ class RemoteEngine:
         )
 
     def _read(self, frame: StepFrame) -> FrameNews:
-        """Return a frame's results for unfinished samples, except plain tokens, which are passed on at once."""
-        news, samples = FrameNews(), self._samples
-        for first in frame.first:
-            if (sample := samples.get(first.number)) is not None:
-                sample.cached_tokens, sample.first_scheduled_time, sample.first_token_time = (
-                    first.cached_tokens,
-                    first.scheduled,
-                    first.token,
-                )
+        """Return a frame's results for unfinished samples, except plain tokens, which are passed on
+        at once."""
+        news = FrameNews()
+        samples = self._samples
+        self._note_first(frame.first)
         ends = {finish.number: finish for finish in frame.finished}
-        requests, token_ids = news.requests, news.token_ids
-        stopped: list[
-            int
-        ] = []  # numbers of samples that a stop string ended, and that the engine goes on with
+        stopped: list[int] = []  # samples that a stop string ended, and the engine goes on with
         found = [samples.get(number) for number in unpack_numbers(frame.numbers)]
         for sample, tokens in by_sample(found, unpack_tokens(frame.token_ids)):
-            if (
-                sample is None or (number := sample.number) not in samples
-            ):  # aborted, perhaps by a listener just now, or ended by a stop string
-                continue
-            if sample.text is not None and number not in ends:  # fast path without an output
+            if sample is None or sample.number not in samples:
+                continue  # aborted, perhaps by a listener just now, or ended by a stop string
+            end = ends.get(sample.number)
+            if sample.text is not None and end is None:  # fast path without an output
                 self._tell_text(sample, sample.text, tokens)
                 continue
-            for place, token in enumerate(tokens, 1):
-                sample.output_token_ids.append(token)
-                requests.append(sample)
-                token_ids.append(token)
-                finish = ends.get(number) if place == len(tokens) else None
-                if (
-                    sample.watcher is not None
-                    and (end := self._watched(sample.watcher, token, finish)) is not None
-                ):
-                    news.finished[sample] = end
-                    if ends.pop(number, None) is None:
-                        stopped.append(number)
-                    break
-        for finish in ends.values():
-            if (sample := samples.get(finish.number)) is not None:
-                sample.preemptions, sample.pauses = finish.preemptions, finish.pauses
-                news.finished[sample] = Finish(
-                    finish.reason, finish.stop_reason, finish.keeps_token
-                )
+            is_stopped = self._read_tokens(sample, tokens, end, news)
+            if is_stopped and ends.pop(sample.number, None) is None:
+                stopped.append(sample.number)
+        self._note_ends(ends.values(), news)
         if stopped:
             self._line.send(Abort(stopped))
         if frame.extra is not None:
             self._read_extra(frame.extra, news)
         return news
+
+    def _note_first(self, first_results: Iterable[First]) -> None:
+        for first in first_results:
+            if (sample := self._samples.get(first.number)) is not None:
+                sample.cached_tokens = first.cached_tokens
+                sample.first_scheduled_time = first.scheduled
+                sample.first_token_time = first.token
+
+    def _note_ends(self, ends: Iterable[Finished], news: FrameNews) -> None:
+        for end in ends:
+            if (sample := self._samples.get(end.number)) is not None:
+                sample.preemptions = end.preemptions
+                sample.pauses = end.pauses
+                news.finished[sample] = Finish(end.reason, end.stop_reason, end.keeps_token)
+
+    def _read_tokens(
+        self, sample: Sample, tokens: Sequence[int], end: Finished | None, news: FrameNews
+    ) -> bool:
+        """Add a sample's tokens to the results. Return True if a stop string ends it."""
+        for place, token in enumerate(tokens, 1):
+            sample.output_token_ids.append(token)
+            news.requests.append(sample)
+            news.token_ids.append(token)
+            if sample.watcher is None:
+                continue
+            finish = self._watched(sample.watcher, token, end if place == len(tokens) else None)
+            if finish is not None:
+                news.finished[sample] = finish
+                return True
+        return False
 
     def _tell_text(self, sample: Sample, text: IncrementalText, token_ids: Sequence[int]) -> None:
         try:
@@ -545,6 +557,9 @@ class RemoteEngine:
             entry.listener.on_error(error)
         except Exception:
             logger.exception("a listener failed")
+
+
+_DROPPED = "the server couldn't keep up with the engine, which aborted the request"
 
 
 def _error_of(refused: Refused) -> DovetailError:

@@ -1,0 +1,152 @@
+"""`FrontEndSamples`: which front end each unfinished sample belongs to, and under which number; and
+each front end's share of a step's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.serving import Delivery, Finish, LiveRequest
+from dovetail_server.frames import (
+    Extra,
+    Finished,
+    First,
+    PackedLogprobs,
+    PackedResult,
+    pack_numbers,
+)
+
+
+class FrontEnd:
+    """A front end, as the engine's process knows it."""
+
+    __slots__ = ("live", "lost_below", "name", "top")
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.live: dict[int, LiveRequest] = {}  # unfinished samples by number
+        self.top = 0  # above all its numbers
+        self.lost_below = 0  # aborted samples of which it must be told; 0: none
+
+
+class Share:
+    """What a step brought for one front end."""
+
+    __slots__ = ("extra", "finished", "first", "numbers", "tokens")
+
+    def __init__(self) -> None:
+        self.numbers: Sequence[int] = []
+        self.tokens: Sequence[int] = []
+        self.first: list[First] = []
+        self.finished: list[Finished] = []
+        self.extra: Extra | None = None
+
+
+class FrontEndSamples:
+    """Unfinished samples of all front ends."""
+
+    def __init__(self) -> None:
+        self.front_ends: dict[bytes, FrontEnd] = {}
+        self._places: dict[LiveRequest, tuple[FrontEnd, int]] = {}
+        self._new: set[LiveRequest] = set()  # without a token yet
+
+    def __contains__(self, sample: LiveRequest) -> bool:
+        return sample in self._places
+
+    def add(self, front_end: FrontEnd, number: int, samples: Sequence[LiveRequest]) -> None:
+        """Add a request's samples, the first of which has this number."""
+        for index, sample in enumerate(samples):
+            self._places[sample] = (front_end, number + index)
+            front_end.live[number + index] = sample
+        self._new.update(samples)
+
+    def remove(self, sample: LiveRequest) -> bool:
+        """Remove a sample; return True if its request has no other."""
+        front_end, number = self._places.pop(sample)
+        del front_end.live[number]
+        self._new.discard(sample)
+        samples = sample.siblings or (sample,)
+        return not any(one in self._places for one in samples)
+
+    def shares(
+        self, delivery: Delivery, finished: dict[LiveRequest, Finish]
+    ) -> dict[FrontEnd, Share]:
+        """Return what each front end gets of a delivery, in which these samples have finished."""
+        shares: dict[FrontEnd, Share] = {}
+        self._put_tokens(delivery, shares)
+        self._put_first(delivery, shares)
+        for sample, finish in finished.items():
+            front_end, number = self._places[sample]
+            ended = Finished(
+                number,
+                finish.reason,
+                finish.stop_reason,
+                sample.preemptions,
+                finish.keeps_token,
+                tuple(sample.pauses),
+            )
+            _share(shares, front_end).finished.append(ended)
+        if delivery.logprobs or delivery.prompt_logprobs or delivery.pooled:
+            self._put_extra(delivery, shares)
+        return shares
+
+    def _put_tokens(self, delivery: Delivery, shares: dict[FrontEnd, Share]) -> None:
+        places = self._places
+        if len(self.front_ends) == 1:  # fast path
+            [front_end] = self.front_ends.values()
+            share = _share(shares, front_end)
+            share.numbers = [places[sample][1] for sample in delivery.requests]
+            share.tokens = delivery.token_ids
+            return
+        numbers: dict[FrontEnd, list[int]] = {}
+        tokens: dict[FrontEnd, list[int]] = {}
+        for sample, token in zip(delivery.requests, delivery.token_ids, strict=True):
+            front_end, number = places[sample]
+            numbers.setdefault(front_end, []).append(number)
+            tokens.setdefault(front_end, []).append(token)
+        for front_end in numbers:
+            share = _share(shares, front_end)
+            share.numbers = numbers[front_end]
+            share.tokens = tokens[front_end]
+
+    def _put_first(self, delivery: Delivery, shares: dict[FrontEnd, Share]) -> None:
+        """Tell of samples with their first result."""
+        if not self._new:
+            return
+        pooled = (sample for sample, _ in delivery.pooled)
+        for sample in self._new.intersection([*delivery.requests, *pooled]):
+            front_end, number = self._places[sample]
+            times = sample.first_scheduled_time, sample.first_token_time
+            first = First(number, sample.cached_tokens, *times)
+            _share(shares, front_end).first.append(first)
+            self._new.discard(sample)
+
+    def _put_extra(self, delivery: Delivery, shares: dict[FrontEnd, Share]) -> None:
+        rows: dict[FrontEnd, list[tuple[int, int]]] = {}  # number, row
+        prompts: dict[FrontEnd, list[tuple[int, PackedLogprobs]]] = {}
+        pooled: dict[FrontEnd, list[PackedResult]] = {}
+        for sample, _, row in delivery.logprobs:
+            front_end, number = self._places[sample]
+            rows.setdefault(front_end, []).append((number, row))
+        for sample, hosts in delivery.prompt_logprobs:
+            front_end, number = self._places[sample]
+            prompts.setdefault(front_end, []).append((number, PackedLogprobs.of(hosts)))
+        for sample, data in delivery.pooled:
+            front_end, number = self._places[sample]
+            pooled.setdefault(front_end, []).append(PackedResult.of(number, data))
+        for front_end in {**rows, **prompts, **pooled}:
+            packed = None
+            if front_end in rows:
+                numbers, kept = zip(*rows[front_end], strict=True)
+                hosts = delivery.logprobs[0][1]  # all of one step
+                packed = PackedLogprobs.of(hosts, pack_numbers(numbers), kept)
+            _share(shares, front_end).extra = Extra(
+                packed, tuple(prompts.get(front_end, ())), tuple(pooled.get(front_end, ()))
+            )
+
+
+def _share(shares: dict[FrontEnd, Share], front_end: FrontEnd) -> Share:
+    share = shares.get(front_end)
+    if share is None:
+        share = shares[front_end] = Share()
+    return share
