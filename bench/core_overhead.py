@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections import deque
+from functools import cache, partial
 
 import numpy as np
 
@@ -29,8 +30,10 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.features import features_of
 from dovetail.front.assembly import Assembly
 from dovetail.front.async_engine import AsyncLLMEngine
+from dovetail.front.component_values import ComponentValues
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.llm_engine import LLMEngine
+from dovetail.front.tokenizer import Tokenizer
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
 from dovetail.request.sampling_params import OutputKind, SamplingParams
@@ -87,7 +90,12 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
         features=features_of(capacity),
     )
     model_dir = resolve_model("demo", registry)
-    return LLMEngine(Assembly(config, core, capacity, model_dir, model_dir, GenerationDefaults()))
+    tokenizer = cache(partial(Tokenizer.load, model_dir))
+    values = ComponentValues(capacity, tokenizer, {})
+    assembly = Assembly(
+        config, core, capacity, model_dir, model_dir, GenerationDefaults(), values, tokenizer
+    )
+    return LLMEngine(assembly)
 
 
 def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
