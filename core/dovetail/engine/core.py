@@ -38,9 +38,8 @@ from dovetail.api.observer import (
 )
 from dovetail.api.scheduler import Scheduler
 from dovetail.end_reason import EndReason
-from dovetail.engine.arrivals import Arrivals
 from dovetail.engine.batch_builder import BatchBuilder
-from dovetail.engine.books import Books
+from dovetail.engine.books import Arrivals, Books
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep

@@ -137,11 +137,13 @@ class Admission:
             "ttft_deadline": fields.ttft_deadline,
             "tbt_s": fields.tbt_s,
             "cache_keys": () if fields.cache_salt is None else (f"salt:{fields.cache_salt}",),
-            "extra": self._values.extra(request.extra),
+            "extra": self._values.extra(request.extra) if request.extra else {},
             "adapter": None if lora is None else self._adapter_of(lora),
             "parent": None if n == 1 else request.request_id,
         }
-        sampling = self._values.sampling(request.sampling)
+        sampling = request.sampling
+        if sampling.logits_processors or sampling.extra_args:
+            sampling = self._values.sampling(sampling)
         rule = request.rule
         constraints = [None] * n if rule is None else self._constraints_of(rule, n, client)
         samples = [

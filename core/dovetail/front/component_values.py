@@ -40,10 +40,10 @@ class ComponentValues:
     arguments: Mapping[str, type[BaseModel] | None] = field(default_factory=dict)
     _warned_of: set[str] = field(default_factory=set)  # what has no effect: logged once
 
-    def extra(self, given: Mapping[str, Any] | None) -> dict[str, BaseModel]:
+    def extra(self, given: Mapping[str, Any]) -> dict[str, BaseModel]:
         """Return a request's `extra`, validated. Raises `RequestError`."""
         checked, context = {}, {"capacity": self.capacity}
-        for distribution, values in (given or {}).items():
+        for distribution, values in given.items():
             model = self.extra_models.get(distribution)
             if model is None:
                 known = ", ".join(sorted(self.extra_models)) or "nobody here"

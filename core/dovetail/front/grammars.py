@@ -52,10 +52,8 @@ class AnswerRule:
     after_tokens: int | None = None  # the most tokens that may come without `after`
 
     @classmethod
-    def of(cls, structured: Any) -> AnswerRule | None:
-        """Return the rule of a `Structured`, or of a mapping of its fields; None for None."""
-        if structured is None:
-            return None
+    def of(cls, structured: Any) -> AnswerRule:
+        """Return the rule of a `Structured`, or of a mapping of its fields."""
         asked = Structured.of(structured)
         spec = None if asked.kind is None else GrammarSpec(cast(SpecKind, asked.kind), asked.text)
         return cls(spec, asked.after, asked.after_tokens)

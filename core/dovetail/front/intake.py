@@ -156,7 +156,7 @@ class Intake:
         token_ids = checked_ids(given, facts.vocab_size)
         self._sampling.check(params)
         max_tokens = self._max_tokens(params, facts.max_model_len - len(token_ids))
-        rule = AnswerRule.of(params.structured)
+        rule = None if params.structured is None else AnswerRule.of(params.structured)
         params = self._with_min_tokens(params, max_tokens)
         request = CheckedRequest(
             request_id,
