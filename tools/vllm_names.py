@@ -20,7 +20,7 @@ UNKNOWN = {"unknown": True}  # of a default that isn't a plain value
 FLAG_SOURCES = ("entrypoints/common/cli_args.py", "entrypoints/openai/cli_args.py")
 
 
-def names_of(source: Path) -> dict[str, Any]:
+def collect_names(source: Path) -> dict[str, Any]:
     """Return version, fields and flags of vLLM's package below a folder `vllm-VERSION`."""
     package = source / "vllm"
     configs = {
@@ -131,7 +131,7 @@ def main() -> None:
             with tarfile.open(given) as archive:
                 archive.extractall(folder, filter="data")
             [given] = Path(folder).iterdir()
-        print(json.dumps(names_of(given), indent=1))
+        print(json.dumps(collect_names(given), indent=1))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def engine(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Any]:
         },
         "overlap": True,
         "block_size": run.block_size,
-        "max_num_seqs": run.seats,
+        "max_num_seqs": run.max_num_seqs,
         "max_num_batched_tokens": run.budget,
         "max_model_len": min(run.longest, run.num_blocks * run.block_size),
     }
@@ -143,13 +143,19 @@ def first_guess(run: VLLMRun) -> dict[str, float]:
     base = 0.5 * float(measured["TPOT"][first_half].min())
     per_token = float(measured["TTFT"][0]) / run.trace.requests[0].prompt_tokens
     beyond = float(np.median(measured["TPOT"][first_half])) - base
-    context = run.seats * float(
+    context = run.max_num_seqs * float(
         np.mean([one.prompt_tokens + one.output_tokens / 2 for one in run.trace])
     )
     guess = dict(
         zip(
             TERMS,
-            (base, per_token, 0.5 * beyond / context, 1e-5 * per_token, 0.25 * beyond / run.seats),
+            (
+                base,
+                per_token,
+                0.5 * beyond / context,
+                1e-5 * per_token,
+                0.25 * beyond / run.max_num_seqs,
+            ),
             strict=True,
         )
     )

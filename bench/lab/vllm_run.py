@@ -98,7 +98,7 @@ class VLLMRun:
     sizes: ModelSizes | None  # None: nobody knows them
     gpus: int  # that share each layer of a replica
     replicas: int
-    seats: int  # of a replica
+    max_num_seqs: int  # of a replica
     budget: int  # tokens of a step of a replica
     longest: int  # tokens that a request may have
     block_size: int
@@ -155,7 +155,7 @@ class VLLMRun:
             sizes=sizes,
             gpus=gpus,
             replicas=settings.get("data_parallel_size") or 1,
-            seats=settings["max_num_seqs"],
+            max_num_seqs=settings["max_num_seqs"],
             budget=settings["max_num_batched_tokens"],
             longest=settings.get("max_model_len") or LONGEST,
             block_size=block_size,
@@ -176,7 +176,7 @@ class VLLMRun:
 
     def __str__(self) -> str:
         pool = f"{self.num_blocks:,} blocks of {self.block_size}, {'as recorded' if self.pool_is_recorded else 'estimated from the memory'}"
-        shared = f"{self.replicas} x {self.gpus} GPUs, {self.seats} seats, {self.budget:,} tokens a step, reuse {'on' if self.reuse else 'off'}"
+        shared = f"{self.replicas} x {self.gpus} GPUs, {self.max_num_seqs} sequences, {self.budget:,} tokens a step, reuse {'on' if self.reuse else 'off'}"
         return f"{self.name}: {shared}, {pool}"
 
 

@@ -19,7 +19,7 @@ class FakeReplica:
         self.url, self.status = url, ReplicaStatus()
         self.drains = self.killed = False
 
-    def look(self) -> ReplicaStatus:
+    def poll(self) -> ReplicaStatus:
         return self.status
 
     def drain(self) -> None:
@@ -68,7 +68,7 @@ class FakeRouter:
         self.listed: dict[str, Listed] | None = {}
         self.busy: set[str] = set()  # URLs with requests under way
 
-    def look(self) -> Mapping[str, Listed] | None:
+    def poll(self) -> Mapping[str, Listed] | None:
         if self.listed is None:
             return None
         told = dict(self.listed)

@@ -202,15 +202,15 @@ def test_an_interrupted_job_continues_and_leaves_no_connection(
 ) -> None:
     assert isinstance(place, FakePlace)
     write_rows(tmp_path / "rows.jsonl", toy_rows(60))
-    keep, calls = OpenJob.keep, []
+    store, calls = OpenJob.store, []
 
     def interrupted(job: OpenJob, given: Any) -> int:
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return keep(job, given)
+        return store(job, given)
 
-    monkeypatch.setattr(OpenJob, "keep", interrupted)
+    monkeypatch.setattr(OpenJob, "store", interrupted)
     on_ray(write_job(tmp_path, engine=TOY, shard_rows=7), place, code=130)
     assert not place.ray.connected
     assert "60 rows, 6 of them before" in on_ray(

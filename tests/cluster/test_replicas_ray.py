@@ -29,8 +29,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def ended(replica: Replica) -> ReplicaStatus:
-    until(lambda: replica.look().ended is not None)
-    return replica.look()
+    until(lambda: replica.poll().ended is not None)
+    return replica.poll()
 
 
 @pytest.fixture
@@ -48,25 +48,25 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayLauncher]:
 
 def test_a_replica_starts_serves_drains_and_gives_its_room_back(launcher: RayLauncher) -> None:
     first, second = launcher.start("one"), launcher.start("two")
-    until(lambda: first.look().url is not None and second.look().url is not None)
-    assert first.look().url != second.look().url
+    until(lambda: first.poll().url is not None and second.poll().url is not None)
+    assert first.poll().url != second.poll().url
     if REAL:
-        assert ask(f"{first.look().url}/ready", timeout_s=10)[0] == 200
+        assert ask(f"{first.poll().url}/ready", timeout_s=10)[0] == 200
     until(lambda: not launcher.has_room())
     first.drain()
     assert ended(first).ended == "ended with exit code 0"
     until(launcher.has_room)
-    assert second.look().ended is None
+    assert second.poll().ended is None
 
 
 def test_a_replica_that_is_killed_has_ended_at_once_and_its_server_too(
     launcher: RayLauncher,
 ) -> None:
     replica = launcher.start("one")
-    until(lambda: replica.look().url is not None)
-    url = replica.look().url
+    until(lambda: replica.poll().url is not None)
+    url = replica.poll().url
     replica.kill()
-    assert replica.look() == ReplicaStatus(url, "was killed")
+    assert replica.poll() == ReplicaStatus(url, "was killed")
     replica.kill()
     if REAL:
         until(lambda: ask(f"{url}/health")[0] == 0)
@@ -75,7 +75,7 @@ def test_a_replica_that_is_killed_has_ended_at_once_and_its_server_too(
 
 def test_the_death_of_an_actor_is_reported(launcher: RayLauncher) -> None:
     replica = launcher.start("one")
-    until(lambda: replica.look().url is not None)
+    until(lambda: replica.poll().url is not None)
     assert isinstance(replica, RayReplica)
     launcher.calls.kill(replica.actor)
     assert "actor" in str(ended(replica).ended)
@@ -84,18 +84,18 @@ def test_the_death_of_an_actor_is_reported(launcher: RayLauncher) -> None:
 
 def test_a_replica_without_room_waits_without_delaying_others(launcher: RayLauncher) -> None:
     first, second, third = (launcher.start(name) for name in ("one", "two", "three"))
-    until(lambda: first.look().url is not None and second.look().url is not None)
+    until(lambda: first.poll().url is not None and second.poll().url is not None)
     begun = time.monotonic()
-    assert third.look() == ReplicaStatus()
+    assert third.poll() == ReplicaStatus()
     assert time.monotonic() - begun < PATIENCE_S / 4
     first.kill()
-    until(lambda: third.look().url is not None)
+    until(lambda: third.poll().url is not None)
 
 
 def test_a_replica_that_waits_for_room_can_be_killed(launcher: RayLauncher) -> None:
     replicas = [launcher.start(name) for name in ("one", "two", "three")]
     replicas[2].kill()
-    assert replicas[2].look().ended == "was killed"
+    assert replicas[2].poll().ended == "was killed"
 
 
 def test_without_ray_the_error_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

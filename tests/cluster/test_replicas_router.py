@@ -123,14 +123,14 @@ def complete(url: str, key: str | None = None) -> int:
 @pytest.mark.slow("starts a server's processes")
 def test_replicas_come_and_go(worker: str) -> None:
     with closing(SmgRouter(settings())) as router:
-        assert until(lambda: router.look() is not None)
-        assert router.look() == {}
+        assert until(lambda: router.poll() is not None)
+        assert router.poll() == {}
         router.add(worker)
-        until(lambda: router.look() == {worker: Listed.READY})
+        until(lambda: router.poll() == {worker: Listed.READY})
         assert complete(router.url) == 200
         router.remove(worker)
         until(
-            lambda: router.look() in ({}, {worker: Listed.LEAVING})
+            lambda: router.poll() in ({}, {worker: Listed.LEAVING})
         )  # it forgets a replica some seconds later
         assert complete(router.url) in (404, 503)
 
@@ -142,9 +142,9 @@ def test_the_router_takes_no_larger_bodies_than_its_replicas(worker: str) -> Non
         {"engine": "demo", "router": {"port": free_port()}, "serve": {"max_body_bytes": 10_000}}
     )
     with closing(SmgRouter(limited)) as router:
-        until(lambda: router.look() is not None)
+        until(lambda: router.poll() is not None)
         router.add(worker)
-        until(lambda: router.look() == {worker: Listed.READY})
+        until(lambda: router.poll() == {worker: Listed.READY})
         assert complete(router.url) == 200
         body = {"model": "m", "prompt": "a" * 10_000}
         assert ask(f"{router.url}/v1/completions", method="POST", body=body, timeout_s=20)[0] == 413
@@ -154,23 +154,23 @@ def test_the_router_takes_no_larger_bodies_than_its_replicas(worker: str) -> Non
 @pytest.mark.full
 def test_a_router_that_was_killed_is_started_again_without_replicas(worker: str) -> None:
     with closing(SmgRouter(settings())) as router:
-        until(lambda: router.look() is not None)
+        until(lambda: router.poll() is not None)
         router.add(worker)
-        until(lambda: router.look() == {worker: Listed.READY})
+        until(lambda: router.poll() == {worker: Listed.READY})
         os.kill(router.pid or 0, signal.SIGKILL)
-        until(lambda: router.look() is None)
-        until(lambda: router.look() == {})
+        until(lambda: router.poll() is None)
+        until(lambda: router.poll() == {})
 
 
 @needs_smg
 @pytest.mark.full
 def test_a_router_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(SmgRouter(settings())) as router:
-        until(lambda: router.look() is not None)
+        until(lambda: router.poll() is not None)
         hung = router.pid or 0
         monkeypatch.setattr(smg_router, "HANGS_S", 1.0)
         os.kill(hung, signal.SIGSTOP)
-        until(lambda: router.look() is not None and router.pid != hung)
+        until(lambda: router.poll() is not None and router.pid != hung)
 
 
 @needs_smg
@@ -184,7 +184,7 @@ def test_a_router_may_listen_on_a_name() -> None:
             )
         )
     ) as router:
-        assert until(lambda: router.look() is not None)
+        assert until(lambda: router.poll() is not None)
         assert router.url == f"http://localhost:{port}"
 
 
@@ -199,7 +199,7 @@ def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(
         closing(SmgRouter(settings())) as router,
         pytest.raises(DovetailError, match="the router ends before it answers"),
     ):
-        until(router.look)
+        until(router.poll)
 
 
 @needs_smg
@@ -207,9 +207,9 @@ def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(
 def test_clients_need_their_own_key_and_may_not_change_the_replicas(keyed_worker: str) -> None:
     worker = keyed_worker
     with closing(SmgRouter(settings(), ("mine", "yours"), "internal")) as router:
-        until(lambda: router.look() is not None)
+        until(lambda: router.poll() is not None)
         router.add(worker)
-        until(lambda: router.look() == {worker: Listed.READY})
+        until(lambda: router.poll() == {worker: Listed.READY})
         assert [
             complete(router.url, key) for key in (None, "other", "internal", "mine", "yours")
         ] == [401, 401, 401, 200, 200]
@@ -218,7 +218,7 @@ def test_clients_need_their_own_key_and_may_not_change_the_replicas(keyed_worker
                 f"{router.url}/workers", key=key, method="POST", body={"url": "http://127.0.0.1:1"}
             )
             assert status in (401, 404)
-        assert router.look() == {worker: Listed.READY}
+        assert router.poll() == {worker: Listed.READY}
         command, environment = (
             Path(f"/proc/{router.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
         )
@@ -309,9 +309,9 @@ def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clie
     worker: str,
 ) -> None:
     with closing(SmgRouter(settings(), ("mine",), "internal")) as router:
-        until(lambda: router.look() is not None)
+        until(lambda: router.poll() is not None)
         router.add(worker)
-        until(lambda: router.look() == {worker: Listed.READY})
+        until(lambda: router.poll() == {worker: Listed.READY})
         for path in SMG_ROUTES:
             for method, body in (("GET", None), ("POST", {}), ("DELETE", None)):
                 told = {
@@ -335,7 +335,7 @@ def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clie
 @pytest.mark.slow("starts a server's processes")
 def test_without_keys_too_strangers_may_not_change_the_replicas() -> None:
     with closing(SmgRouter(settings())) as router:
-        until(lambda: router.look() is not None)
+        until(lambda: router.poll() is not None)
         assert (
             ask(f"{router.url}/workers", method="POST", body={"url": "http://127.0.0.1:1"})[0]
             == 404
@@ -495,7 +495,7 @@ def test_a_child_that_hangs_is_killed_with_its_server(
 ) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     server = ServerProcess("it", ["hangs"], {**os.environ, "PYTHONPATH": str(tmp_path)})
-    until(lambda: server.look().url)
+    until(lambda: server.poll().url)
     child = int(until(lambda: re.search(r"serves (\d+)", capfd.readouterr().err))[1])
     try:
         assert is_running(child)

@@ -311,7 +311,7 @@ def test_front_ends_in_other_processes_have_it_too(tmp_path: Path) -> None:
                 "content": "</s>",
                 "special": True,
             }
-            assert at.engine.tokenizer.names_of([104, 256]) == ["h", "<s>"]
+            assert at.engine.tokenizer.token_strings([104, 256]) == ["h", "<s>"]
             assert at.engine.tokenizer.marks.split() == ["<s>", "</s>", "<user>", "<assistant>"], (
                 "by which parsers are chosen"
             )

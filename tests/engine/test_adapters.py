@@ -321,10 +321,10 @@ def test_an_adapter_whose_offered_slot_the_policy_leaves_holds_up_nobody() -> No
 def test_a_thousand_adapters_starve_nobody(policy: Named) -> None:
     """Popular and rare ones, far more than slots."""
     dice = random.Random(7)
-    slots, seats, count = (64, 96, 4_000) if FULL else (16, 24, 400)
+    slots, max_seqs, count = (64, 96, 4_000) if FULL else (16, 24, 400)
     world = World(
         policy.policy,
-        Shape(num_blocks=2_000, max_tokens=1_024, max_seqs=seats, adapters=slots, events=False),
+        Shape(num_blocks=2_000, max_tokens=1_024, max_seqs=max_seqs, adapters=slots, events=False),
         policy.make_options(),
     )
     adapters = {rank: FakeAdapter(f"{rank}") for rank in range(1_000)}

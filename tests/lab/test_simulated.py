@@ -59,7 +59,7 @@ class _Plain:
     times: list[float] = field(default_factory=list)
 
 
-def first_come_first_served(requests: list[_Plain], budget: int, seats: int) -> None:
+def first_come_first_served(requests: list[_Plain], budget: int, max_seqs: int) -> None:
     """Chunked prefills among decodes, one step after the other, memory without end: an oracle that shares nothing with the engine."""
     now = 0.0
     while unfinished := [one for one in requests if len(one.times) < one.output]:
@@ -73,7 +73,7 @@ def first_come_first_served(requests: list[_Plain], budget: int, seats: int) -> 
             here, key=lambda one: (one.computed < one.prompt, one.computed == 0)
         ):  # decodes, those begun, those new; each by arrival
             new = min(left, max(one.prompt, one.computed + 1) - one.computed)
-            if new and len(rows) < seats:
+            if new and len(rows) < max_seqs:
                 rows.append((one, new, one.computed))
                 left -= new
         now += seconds(*((new, had) for _, new, had in rows))
@@ -101,7 +101,7 @@ def test_every_token_comes_when_a_plain_simulation_says(
         max_num_batched_tokens=budget,
         max_num_seqs=12,
     )
-    first_come_first_served(plain, budget, seats=12)
+    first_come_first_served(plain, budget, max_seqs=12)
     for record, one in zip(result, plain, strict=True):
         np.testing.assert_allclose(record.token_times_s, one.times, rtol=1e-9)
 

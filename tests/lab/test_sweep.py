@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail_lab.planned_runs import names_of
+from dovetail_lab.planned_runs import display_names
 from dovetail_lab.report.curves import Curves, Table
 from dovetail_lab.report.engine import Engine
 from dovetail_lab.report.style import MARKERS, PAPER
@@ -266,6 +266,6 @@ def test_a_wrong_grid_is_refused_before_anything_runs(
 
 
 def test_engines_are_told_apart_by_as_little_as_needed() -> None:
-    assert names_of(["x/fcfs.yaml", "x/vtc.yaml"]) == ["fcfs", "vtc"]
-    assert names_of(["x/e.yaml", "y/e.yaml"]) == ["x/e.yaml", "y/e.yaml"]
-    assert names_of(["e.yaml", "e.yaml"]) == ["e (1)", "e (2)"]
+    assert display_names(["x/fcfs.yaml", "x/vtc.yaml"]) == ["fcfs", "vtc"]
+    assert display_names(["x/e.yaml", "y/e.yaml"]) == ["x/e.yaml", "y/e.yaml"]
+    assert display_names(["e.yaml", "e.yaml"]) == ["e (1)", "e (2)"]

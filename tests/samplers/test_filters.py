@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.suites.sampler_oracle import distribution
-from dovetail_samplers.filters import FEW, cut_top_k, cut_top_p, keep, keep_min_p
+from dovetail_samplers.filters import FEW, cut_top_k, cut_top_p, retained, retained_min_p
 from tests.support import examples
 
 VOCAB = st.integers(1, 40)
@@ -48,7 +48,7 @@ def away_from_the_edge(logits: np.ndarray, top_k: int, top_p: float) -> bool:
 @given(logit_rows(), st.integers(1, 45))
 def test_top_k_keeps_k_ties_by_lowest_id(logits: np.ndarray, k: int) -> None:
     scores, k = scores_of(logits), min(k, len(logits))
-    kept = keep(scores, cut_top_k(scores, torch.tensor([k]), torch.tensor([torch.inf]), k))
+    kept = retained(scores, cut_top_k(scores, torch.tensor([k]), torch.tensor([torch.inf]), k))
     assert support(kept, scores) == expected(logits, RowSampling(top_k=k))
 
 
@@ -57,7 +57,7 @@ def test_top_k_keeps_k_ties_by_lowest_id(logits: np.ndarray, k: int) -> None:
 def test_top_p_keeps_the_fewest_that_reach_p(logits: np.ndarray, p: float) -> None:
     if away_from_the_edge(logits, 0, p):
         scores = scores_of(logits)
-        kept = keep(scores, cut_top_p(scores, scores.exp(), torch.tensor([p])))
+        kept = retained(scores, cut_top_p(scores, scores.exp(), torch.tensor([p])))
         assert support(kept, scores) == expected(logits, RowSampling(top_p=p))
 
 
@@ -68,7 +68,7 @@ def test_top_p_counts_what_top_k_left(logits: np.ndarray, k: int, more: int, p: 
     k, max_k = min(k, len(logits)), min(k + more, len(logits))
     if away_from_the_edge(logits, k, p):
         scores = scores_of(logits)
-        kept = keep(scores, cut_top_k(scores, torch.tensor([k]), torch.tensor([p]), max_k))
+        kept = retained(scores, cut_top_k(scores, torch.tensor([k]), torch.tensor([p]), max_k))
         assert support(kept, scores) == expected(logits, RowSampling(top_k=k, top_p=p))
 
 
@@ -77,14 +77,16 @@ def test_top_p_counts_what_top_k_left(logits: np.ndarray, k: int, more: int, p: 
 def test_min_p_keeps_what_is_likely_enough(logits: np.ndarray, p: float) -> None:
     if (np.abs(np.exp(logits - logits.max()) / p - 1) > 1e-5).all():
         scores = scores_of(logits)
-        assert support(keep_min_p(scores.exp(), torch.tensor([p])), scores) == expected(
+        assert support(retained_min_p(scores.exp(), torch.tensor([p])), scores) == expected(
             logits, RowSampling(min_p=p)
         )
 
 
 def test_top_p_that_is_reached_exactly_takes_no_more() -> None:
     scores = scores_of(np.zeros(4))
-    assert support(keep(scores, cut_top_p(scores, scores.exp(), torch.tensor([0.5]))), scores) == [
+    assert support(
+        retained(scores, cut_top_p(scores, scores.exp(), torch.tensor([0.5]))), scores
+    ) == [
         0,
         1,
     ]
@@ -92,7 +94,7 @@ def test_top_p_that_is_reached_exactly_takes_no_more() -> None:
 
 def test_min_p_of_one_keeps_the_likeliest_and_its_equals() -> None:
     scores = scores_of(np.array([1.0, 3.0, 3.0, 2.0]))
-    assert support(keep_min_p(scores.exp(), torch.tensor([1.0])), scores) == [1, 2]
+    assert support(retained_min_p(scores.exp(), torch.tensor([1.0])), scores) == [1, 2]
 
 
 @examples(quick=30, full=300)
@@ -104,8 +106,8 @@ def test_top_p_is_the_same_whether_it_sorts_few_or_all(seed: int, spread: float,
     logits = np.random.default_rng(seed).normal(size=3 * FEW).astype(np.float32)
     rows = [scores_of(logits * spread), scores_of(logits * 0)]
     both, top_p = torch.cat(rows), torch.tensor([p, p])
-    together = keep(both, cut_top_p(both, both.exp(), top_p))
-    alone = [keep(row, cut_top_p(row, row.exp(), top_p[:1])) for row in rows]
+    together = retained(both, cut_top_p(both, both.exp(), top_p))
+    alone = [retained(row, cut_top_p(row, row.exp(), top_p[:1])) for row in rows]
     assert torch.equal(together, torch.cat(alone))
     if away_from_the_edge(logits * spread, 0, p):
         assert support(alone[0], rows[0]) == expected(

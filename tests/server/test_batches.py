@@ -54,8 +54,8 @@ def jsonl(*lines: dict[str, Any] | str) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "LOOK_S", 0.01)
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "POLL_S", 0.01)
     monkeypatch.setattr(worker, "TRY_AGAIN_S", 0.01)
     monkeypatch.setattr(worker, "MOST_PAUSE_S", 0.05)
 

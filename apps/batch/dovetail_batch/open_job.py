@@ -275,7 +275,7 @@ class OpenJob:
             self._bar.set_description("rows")
             self._bar.unpause()
 
-    def keep(self, answers: Iterable[Answer]) -> int:
+    def store(self, answers: Iterable[Answer]) -> int:
         """Write answers to disk, except those of answered rows. Returns the number of new ones. Raises `UnwritableOutput`."""
         new = self._store.add(answers)
         summary = self.summary

@@ -171,7 +171,7 @@ def _hand_out(job: OpenJob, links: Sequence[EngineLink], rows: Iterator[JobRow |
         if valid := [row for row in some if isinstance(row, JobRow)]:
             link.send(valid)
         if invalid := [answer for answer in some if not isinstance(answer, JobRow)]:
-            job.keep(invalid)
+            job.store(invalid)
     return True
 
 
@@ -186,7 +186,7 @@ def _take_answers(job: OpenJob, links: Sequence[EngineLink]) -> None:
             raise link.ended() from None
         if kind == "answers":
             link.rows -= len(content)
-            job.keep(content)
+            job.store(content)
         elif kind == "ready":
             link.ready(content)
             job.ready()

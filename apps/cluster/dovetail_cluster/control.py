@@ -22,7 +22,7 @@ from dovetail.errors import ConfigError, DovetailError
 
 Answer = Mapping[str, Any]
 PATIENCE_S = 5.0
-LOOKS, LOOK_S = 10, 0.03  # attempts to take a lock, and seconds between them
+LOCK_ATTEMPTS, LOCK_RETRY_S = 10, 0.03  # attempts to take a lock, and seconds between them
 _MOST_BYTES = 1 << 20
 
 
@@ -80,12 +80,12 @@ class ControlSocket:
 
     def _takes_lock(self) -> bool:
         """Acquire the lock of the name. Return False if another cluster holds it: `names_up` of other commands holds it for a moment only."""
-        for _ in range(LOOKS):
+        for _ in range(LOCK_ATTEMPTS):
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except OSError:
-                time.sleep(LOOK_S)
+                time.sleep(LOCK_RETRY_S)
         return False
 
     def serve_once(self, wait_s: float, answer: Callable[[str], Answer]) -> None:

@@ -178,7 +178,7 @@ class Controller:
     def tick(self) -> None:
         """Check everything once and act on it. Raises `ClusterFailed` if replicas keep dying and none has ever served."""
         for member in list(self._members):
-            self._advance(member, member.replica.look())
+            self._advance(member, member.replica.poll())
         if self._is_ending:
             for member in self._members:
                 self._drain(member)
@@ -254,7 +254,7 @@ class Controller:
 
     def _sync_router(self) -> None:
         """Make the router's list match the wanted replicas, and update their states from it."""
-        listed = self._router.look()
+        listed = self._router.poll()
         self._listed = None if listed is None else dict(listed)
         if self._listed is None:
             return

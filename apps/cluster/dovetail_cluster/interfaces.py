@@ -22,11 +22,11 @@ class ReplicaStatus:
 class Replica(Protocol):
     """One server with its engine."""
 
-    def look(self) -> ReplicaStatus:
+    def poll(self) -> ReplicaStatus:
         """Return its current status."""
 
     def drain(self) -> None:
-        """Have it reject new requests, finish those under way and end, which `look` then reports. Idempotent."""
+        """Have it reject new requests, finish those under way and end, which `poll` then reports. Idempotent."""
 
     def kill(self) -> None:
         """Kill all its processes."""
@@ -56,7 +56,7 @@ class Listed(Enum):
 class Router(Protocol):
     """A router whose replicas may change at any time. A dead router is restarted without any replicas."""
 
-    def look(self) -> Mapping[str, Listed] | None:
+    def poll(self) -> Mapping[str, Listed] | None:
         """Return its replicas by URL; None: it doesn't answer now. Raises `DovetailError` if it never will."""
 
     def add(self, url: str) -> None:

@@ -90,7 +90,7 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def look(self) -> ReplicaStatus:
+    def poll(self) -> ReplicaStatus:
         code = self._process.poll()
         if code is None:
             return ReplicaStatus(self._url)
@@ -172,7 +172,7 @@ class LocalLauncher:
             replica.kill()
 
     def _free(self) -> list[str]:
-        self._replicas = [replica for replica in self._replicas if replica.look().ended is None]
+        self._replicas = [replica for replica in self._replicas if replica.poll().ended is None]
         taken = {gpu for replica in self._replicas for gpu in replica.gpus}
         return [gpu for gpu in self._gpus if gpu not in taken]
 

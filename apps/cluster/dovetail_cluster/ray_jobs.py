@@ -86,14 +86,14 @@ def _check_room(nodes: Iterable[Mapping[str, Any]], engines: int, gpus: int) -> 
         for node in nodes
         if node["Alive"]
     ]
-    seats = sum(min(cpus, there // gpus) if gpus else cpus for cpus, there in found)
-    if seats < engines:
+    capacity = sum(min(cpus, there // gpus) if gpus else cpus for cpus, there in found)
+    if capacity < engines:
         needs = (
             f"a CPU and {gpus} GPU{'' if gpus == 1 else 's'} of one machine" if gpus else "a CPU"
         )
         machines = "; ".join(f"{cpus} CPUs, {there} GPUs" for cpus, there in found)
         raise ConfigError(
-            f"engines: {engines} don't fit: each takes {needs}, and Ray has room for {seats}. Its machines have: {machines}"
+            f"engines: {engines} don't fit: each takes {needs}, and Ray has room for {capacity}. Its machines have: {machines}"
         )
 
 
@@ -142,7 +142,7 @@ def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gp
                     raise ConfigError(content)
                 if kind == "answers":
                     job.ready(ready_s)
-                    kept += job.keep(content)
+                    kept += job.store(content)
                 else:
                     dead, why = dead + 1, content
             if (

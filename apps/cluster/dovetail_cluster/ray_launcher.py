@@ -25,8 +25,8 @@ class ServerActor:
         host = LOOPBACK if read.ray.listen == "loopback" else _address_of_node()
         self._process = ServerProcess(name, serve_command(read, host), keys_variable(api_keys))
 
-    def look(self) -> ReplicaStatus:
-        return self._process.look()
+    def poll(self) -> ReplicaStatus:
+        return self._process.poll()
 
     def drain(self) -> None:
         self._process.drain()
@@ -105,7 +105,7 @@ class RayCalls:
 
     def ask(self, actor: Any) -> Any:
         """Request a server's status, for `answer`."""
-        return actor.look.remote()
+        return actor.poll.remote()
 
     def answer(self, question: Any) -> ReplicaStatus | None:
         """Return a requested status; None: no answer yet. A dead actor has ended. Never blocks."""
@@ -146,7 +146,7 @@ class RayReplica:
         self._status = ReplicaStatus()
         self._question = calls.ask(actor)
 
-    def look(self) -> ReplicaStatus:
+    def poll(self) -> ReplicaStatus:
         if self._status.ended is not None:
             return self._status
         answer = self._calls.answer(self._question)
@@ -202,7 +202,7 @@ class RayLauncher:
             self._keys,
         )
         replica = RayReplica(self.calls, group, actor)
-        self._replicas = [*(one for one in self._replicas if one.look().ended is None), replica]
+        self._replicas = [*(one for one in self._replicas if one.poll().ended is None), replica]
         return replica
 
     def has_room(self) -> bool:

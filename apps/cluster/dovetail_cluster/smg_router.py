@@ -68,7 +68,7 @@ class SmgRouter:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def look(self) -> Mapping[str, Listed] | None:
+    def poll(self) -> Mapping[str, Listed] | None:
         if not self._is_running():
             return None
         status, text = ask(f"{self._base}/workers", key=self._admin_key)

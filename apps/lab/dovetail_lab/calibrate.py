@@ -315,10 +315,10 @@ def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], No
         rig.grow(rows, level.context, level.chunk)
         rig.decode(design.decode_steps)
         joined = rows not in level.between
-        for group in filter(rig.has_seats_for, islice(groups, level.at_once if joined else 0)):
+        for group in filter(rig.has_rows_for, islice(groups, level.at_once if joined else 0)):
             for _ in range(design.repeats):
                 rig.inject(group, then=1)
-        for tokens, chunk in islice(leftovers, 1 if joined and rig.has_seats_for((1,)) else 0):
+        for tokens, chunk in islice(leftovers, 1 if joined and rig.has_rows_for((1,)) else 0):
             for _ in range(design.repeats):
                 rig.inject((tokens,), then=1, chunk=chunk)
         tell()
@@ -333,7 +333,7 @@ def _warm_up(rig: Rig, design: Design) -> None:
     for rows in (1, 4, 16):
         rig.grow(min(rows, level.rows[-1]), level.context, level.chunk)
         rig.decode(4)
-        for group in filter(rig.has_seats_for, level.prompts):
+        for group in filter(rig.has_rows_for, level.prompts):
             rig.inject(group, then=2)
     rig.clear()
     rig.sightings.clear()

@@ -147,14 +147,16 @@ class _Runner:
         self._jobs[0].check()
 
     def __call__(self, scale: float) -> list[RunResult]:
-        from dovetail_lab.planned_runs import keep, run_all
+        from dovetail_lab.planned_runs import run_all, unchanged
         from dovetail_lab.report.engine import Engine
 
         scaled = [
             replace(job, options=replace(job.options, scale_rate=scale)) for job in self._jobs
         ]
         runs = list(
-            run_all(scaled, keep, self._processes, f"{self._name} at {scale:.3g} times the rate")
+            run_all(
+                scaled, unchanged, self._processes, f"{self._name} at {scale:.3g} times the rate"
+            )
         )
         self.engine, self.seeded = Engine.of(self._name, runs), runs[0].seeded
         return runs

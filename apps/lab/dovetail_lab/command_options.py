@@ -144,9 +144,9 @@ def open_engines(
 
     Raises `ConfigError`, which names the engine.
     """
-    from dovetail_lab.planned_runs import names_of
+    from dovetail_lab.planned_runs import display_names
 
-    names = names_of(sources)
+    names = display_names(sources)
     wanted: dict[str, list[str]] = {name: [] for name in names}
     for text in settings:
         owners, setting = _addressed(text, names)

@@ -82,7 +82,7 @@ def compare(
     """Compare policies on the same requests, with confidence intervals and a verdict."""
     need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import compare as comparing
-    from dovetail_lab.planned_runs import PlannedRun, keep, run_all
+    from dovetail_lab.planned_runs import PlannedRun, run_all, unchanged
     from dovetail_lab.step_error import Repeated, StepErrors
 
     if len(engines) < 2:
@@ -113,7 +113,7 @@ def compare(
         todo[:nominal] = [_with_log(job, out) if decisions else job for job in todo[:nominal]]
     for job in todo[:nominal]:
         job.check()
-    done = list(run_all(todo, keep, cores(jobs), "compare"))
+    done = list(run_all(todo, unchanged, cores(jobs), "compare"))
     if decisions:
         done[:nominal] = map(_without_log, done[:nominal])
     by_scenario = [

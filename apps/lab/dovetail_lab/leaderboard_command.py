@@ -52,7 +52,7 @@ def leaderboard(
     from dovetail_lab.leaderboard import board
     from dovetail_lab.leaderboard.results import Results
     from dovetail_lab.leaderboard.standings import rank
-    from dovetail_lab.planned_runs import keep, run_all
+    from dovetail_lab.planned_runs import run_all, unchanged
     from dovetail_lab.report.leaderboard_page import Board, write_leaderboard
 
     if seeds < 2:
@@ -77,7 +77,7 @@ def leaderboard(
         typer.echo(f"{len(planned) - len(todo)} of {len(planned)} runs are in {out} already")
     failures: dict[str, str] = {}
     for (entry, run), made in zip(
-        todo, run_all([run for _, run in todo], keep, cores(jobs), "leaderboard"), strict=True
+        todo, run_all([run for _, run in todo], unchanged, cores(jobs), "leaderboard"), strict=True
     ):
         if isinstance(made, str):
             failures.setdefault(entry.name, f"{run.trace}, seed {run.seed}: {made}")

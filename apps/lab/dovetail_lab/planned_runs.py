@@ -114,8 +114,8 @@ def cached_workload(text: str, options: WorkloadOptions) -> Trace:
     return load_workload(text, options)
 
 
-def keep(run: Made) -> Made:
-    """Return what a run made, unchanged: a `make` for `run_all`."""
+def unchanged(run: Made) -> Made:
+    """Return the result of a run unchanged: a `make` for `run_all`."""
     return run
 
 
@@ -180,7 +180,7 @@ def _show(bar: tqdm[Any], done: int, total: int) -> None:
     bar.set_postfix_str(f"{done:,}/{total:,} requests", refresh=done % 100 == 0)
 
 
-def names_of(sources: Sequence[str]) -> list[str]:
+def display_names(sources: Sequence[str]) -> list[str]:
     """Return each engine's display name: its file's name without suffix, or the whole path if two files share that; a repeated file gets a
     number."""
     stems = {source: Path(source).stem for source in sources}

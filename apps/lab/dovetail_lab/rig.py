@@ -143,8 +143,8 @@ class Rig:
         """Complete sightings, in order."""
         return self.probe.collected
 
-    def has_seats_for(self, prompts: Sequence[int]) -> bool:
-        """Return True if the prompts fit beside the decoding requests."""
+    def has_rows_for(self, prompts: Sequence[int]) -> bool:
+        """Return True if there are rows for these prompts beside the decoding requests."""
         return len(self._streaming) + len(prompts) <= self.engine.config.max_num_seqs
 
     def grow(self, rows: int, context: int, chunk: int = NEVER) -> None:

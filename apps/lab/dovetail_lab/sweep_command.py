@@ -69,11 +69,11 @@ def sweep(
     """Run every combination of settings and rates."""
     need(*(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import sweep as sweeping
-    from dovetail_lab.planned_runs import PlannedRun, names_of
+    from dovetail_lab.planned_runs import PlannedRun, display_names
     from dovetail_lab.slo import parse_slo
 
     objectives = () if slo is None else parse_slo(slo)
-    [routing] = routed.routing(names_of([engine])).values()
+    [routing] = routed.routing(display_names([engine])).values()
     axes = [
         *map(sweeping.parse_axis, settings),
         *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))]),
@@ -110,7 +110,14 @@ def sweep(
 
         table, files = Table(*_table(means), names=len(axes)), {TABLE_FILE: sweeping.table_of(rows)}
         page = sweep_page(
-            names_of([engine])[0], trace, means, objectives, seeds, table, shown_command(), files
+            display_names([engine])[0],
+            trace,
+            means,
+            objectives,
+            seeds,
+            table,
+            shown_command(),
+            files,
         )
         typer.echo(f"written: {write_curves(page, out)[0]}")
 

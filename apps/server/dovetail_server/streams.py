@@ -31,7 +31,7 @@ HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 PING_S = 15.0  # idle time after which a stream sends its ping, if it has one
-_LOOKS = 3  # checks within that time
+_CHECKS = 3  # checks within that time
 
 
 class Outbox:
@@ -117,7 +117,9 @@ class EventStream:
 
     def ping(self, data: bytes) -> None:
         """From now on, write the event `data` whenever nothing was written for about `PING_S` seconds. Needs a timer, but no task."""
-        self._timer = asyncio.get_running_loop().call_later(PING_S / _LOOKS, self._look, data)
+        self._timer = asyncio.get_running_loop().call_later(
+            PING_S / _CHECKS, self._check_silence, data
+        )
 
     def write(self, data: bytes) -> None:
         """Write whole events. No-op after the end."""
@@ -205,9 +207,9 @@ class EventStream:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, ping: bytes) -> None:
+    def _check_silence(self, ping: bytes) -> None:
         self._silence += 1
-        if self._silence >= _LOOKS:
+        if self._silence >= _CHECKS:
             self.write(ping)
         if not self._ended:
             self.ping(ping)

@@ -137,7 +137,7 @@ class RequestedAdapter:
 
 @dataclass(slots=True)
 class _Known:
-    """The adapter that was last read under a name."""
+    """The adapter last read under a name."""
 
     request: LoRARequest
     files: AdapterFiles
@@ -145,22 +145,25 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Looking:
-    """A name whose directory is being looked at, and the requests that came since."""
+class _Inspection:
+    """Check of a name's directory in progress, and the request that arrived meanwhile."""
 
     following: tuple[RequestedAdapter, LoRARequest, Path | None] | None = None
 
 
 class AdapterStore:
-    """Keeps at most `most` copies, the least recently used go first; those of unfinished requests stay in any case. A name's directory is looked at
-    for each new request, and read again if it has changed. Thread safe."""
+    """LRU cache of at most `most` host copies. Copies of unfinished requests are never evicted.
+
+    A name's directory is checked for each new request, and read again if it has changed. Thread
+    safe.
+    """
 
     def __init__(self, capacity: AdapterCapacity, most: int, *, threads: int = 2) -> None:
         self.capacity, self._most = capacity, most
         self._readers = _Readers(capacity, threads)
         self._threads = ThreadPoolExecutor(threads, "dovetail-adapters")
         self._lock = threading.Lock()
-        self._looking: dict[str, _Looking] = {}
+        self._inspections: dict[str, _Inspection] = {}
         self._names: dict[str, _Known] = {}
         self._copies: OrderedDict[str, HostCopy] = OrderedDict()  # by digest
         self._alive: weakref.WeakValueDictionary[str, HostCopy] = (
@@ -170,37 +173,42 @@ class AdapterStore:
         self._closed = False
 
     def get(self, request: LoRARequest, within: Path | None = None) -> RequestedAdapter:
-        """Return the adapter, which is being looked for. Requests that come before its directory is looked at share the look. `within`: the folder
-        in which its files must be; None: anywhere."""
+        """Return the adapter, whose files are being read. Concurrent requests share one read.
+
+        `within`: the folder that must contain its files; None: anywhere.
+        """
         with self._lock:
-            looking = self._looking.get(request.lora_name)
+            inspection = self._inspections.get(request.lora_name)
             if (
-                looking is not None
-                and looking.following is not None
-                and looking.following[1:] == (request, within)
+                inspection is not None
+                and inspection.following is not None
+                and inspection.following[1:] == (request, within)
             ):
-                return looking.following[0]
+                return inspection.following[0]
             adapter = RequestedAdapter(request.lora_name)
-            if looking is None:
+            if inspection is None:
                 self._threads.submit(
-                    self._look, adapter, request, within
-                )  # may raise: then nobody looks
-                self._looking[request.lora_name] = _Looking()
-            elif looking.following is None:
-                looking.following = adapter, request, within
+                    self._inspect, adapter, request, within
+                )  # may raise: then there is no inspection
+                self._inspections[request.lora_name] = _Inspection()
+            elif inspection.following is None:
+                inspection.following = adapter, request, within
             else:  # another directory under the same name
                 self._threads.submit(self._fill, adapter, request, within)
             return adapter
 
     def ids(self) -> set[int]:
-        """Return the `lora_int_id`s of the adapters whose copies are kept."""
+        """Return the `lora_int_id`s of the cached adapters."""
         with self._lock:
             return {known.request.lora_int_id for known in self._names.values()}
 
     def remove(self, lora_id: int) -> bool:
-        """Forget the copies of an id; those of unfinished requests stay until these end. Returns False if there are none."""
+        """Evict the copies of an id, those of unfinished requests when these end.
+
+        Returns False if there are none.
+        """
         with self._lock:
-            names = self._names_of(lora_id)
+            names = self._collect_names(lora_id)
             for name in names:
                 del self._names[name]
             self._pinned -= names
@@ -208,13 +216,13 @@ class AdapterStore:
             return bool(names)
 
     def pin(self, lora_id: int) -> bool:
-        """Keep the copies of an id until they are removed. Returns False if there are none."""
+        """Pin the copies of an id: only `remove` evicts them. Returns False if there are none."""
         with self._lock:
-            names = self._names_of(lora_id)
+            names = self._collect_names(lora_id)
             self._pinned |= names
             return bool(names)
 
-    def _names_of(self, lora_id: int) -> set[str]:
+    def _collect_names(self, lora_id: int) -> set[str]:
         return {name for name, known in self._names.items() if known.request.lora_int_id == lora_id}
 
     def close(self) -> None:
@@ -229,15 +237,17 @@ class AdapterStore:
 
     # In a thread
 
-    def _look(self, adapter: RequestedAdapter, request: LoRARequest, within: Path | None) -> None:
+    def _inspect(
+        self, adapter: RequestedAdapter, request: LoRARequest, within: Path | None
+    ) -> None:
         self._fill(adapter, request, within)
         with self._lock:
-            following = self._looking.pop(request.lora_name, _Looking()).following
+            following = self._inspections.pop(request.lora_name, _Inspection()).following
             if following is not None:
-                self._looking[request.lora_name] = _Looking()
+                self._inspections[request.lora_name] = _Inspection()
         if following is not None:
             try:
-                self._threads.submit(self._look, *following)
+                self._threads.submit(self._inspect, *following)
             except RuntimeError:  # it was closed
                 self._fill(*following)
 
@@ -246,7 +256,7 @@ class AdapterStore:
             adapter.copy.set_result(self._copy(request, within))
         except RequestError as error:
             adapter.copy.set_exception(RequestError(f"lora_request {request.lora_name!r}: {error}"))
-        except BaseException as error:  # of a disk that is full, too: it is this adapter's alone
+        except BaseException as error:  # such as a full disk: only this adapter fails
             logger.exception("an adapter can't be loaded")
             adapter.copy.set_exception(
                 RequestError(

@@ -108,7 +108,7 @@ class ComponentTokenizer(Tokenizer):
     @property
     def marks(self) -> str:
         """The names of all special tokens, since there is no template."""
-        return "\n".join(self.names_of(sorted(self._special_ids)))
+        return "\n".join(self.token_strings(sorted(self._special_ids)))
 
     def encode_chat(self, chat: Chat) -> list[int]:
         return self._encoded(lambda: self.own.encode_chat(chat))
@@ -166,12 +166,12 @@ class ComponentTokenizer(Tokenizer):
         assert pieces is not None
         return pieces.joined(token_ids).decode(errors="replace")
 
-    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [self.bytes_of(token_id).decode(errors="replace") for token_id in token_ids]
 
     def described(self) -> dict[str, Any]:
         special = {
-            str(token_id): {"content": self.names_of([token_id])[0], "special": True}
+            str(token_id): {"content": self.token_strings([token_id])[0], "special": True}
             for token_id in sorted(self._special_ids)
         }
         return {

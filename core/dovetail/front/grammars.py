@@ -264,21 +264,21 @@ class GrammarCompiler:
         except TrialEndedError as error:
             self._fail(pending, str(error))
         except RequestError as error:
-            self._keep(pending)
+            self._cache_result(pending)
             pending.set_exception(_named(spec, str(error)))
         except (
             BaseException
-        ) as error:  # a panic of a native library, too: it is this request's alone
+        ) as error:  # such as a panic of a native library: only this request fails
             logger.exception("a grammar backend failed")
             self._fail(pending, f"the grammar backend failed: {describe(error)}")
         else:
-            self._keep(pending)
+            self._cache_result(pending)
             pending.set_result(grammar)
 
     def _too_slow(self) -> str:
         return f"it takes longer than {self._limits.max_grammar_s:g} s (limits.max_grammar_s) to compile"
 
-    def _keep(self, pending: _Pending) -> None:
+    def _cache_result(self, pending: _Pending) -> None:
         with self._lock:
             forgotten = self._cache.clear() if self._has_grown() else []
             self._pending.pop(pending.spec, None)
@@ -290,7 +290,10 @@ class GrammarCompiler:
             self._least_bytes = own_memory().resident_bytes
 
     def _has_grown(self) -> bool:
-        """Return True if grammars take too much memory. Backends don't tell how much they take; it grows with the texts that are matched."""
+        """Return True if grammars use too much memory.
+
+        Backends don't report their size, which grows with the matched text.
+        """
         resident_bytes = own_memory().resident_bytes
         self._least_bytes = min(self._least_bytes, resident_bytes)
         return resident_bytes - self._least_bytes > self._grown_bytes

@@ -228,7 +228,7 @@ class Tokenizer(ABC):
         """Unknown ids are left out."""
 
     @abstractmethod
-    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the vocabulary spells it."""
 
     @abstractmethod
@@ -404,7 +404,7 @@ class TransformersTokenizer(Tokenizer):
             )
         return text
 
-    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         names: list[str] = self.own.convert_ids_to_tokens(list(token_ids))
         return names
 

@@ -33,7 +33,14 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.transfer import to_device
 from dovetail_samplers import penalties, rules
 from dovetail_samplers.device_changes import DeviceChanges
-from dovetail_samplers.filters import cut_top_k, cut_top_p, first_argmax, keep, keep_min_p, on_cpu
+from dovetail_samplers.filters import (
+    cut_top_k,
+    cut_top_p,
+    first_argmax,
+    on_cpu,
+    retained,
+    retained_min_p,
+)
 from dovetail_samplers.noise import exponentials, stream_keys
 from dovetail_samplers.table import DeviceRows, Needs, RowTable
 
@@ -258,7 +265,7 @@ class DefaultSampler(Sampler):
         if way & Needs.TOP_K:
             max_k = int(table.top_k[host_rows].max())
             parts.append(
-                keep(
+                retained(
                     scores,
                     cut_top_k(
                         scores,
@@ -270,10 +277,10 @@ class DefaultSampler(Sampler):
             )
         elif way & Needs.TOP_P:
             parts.append(
-                keep(scores, cut_top_p(scores, weights, table.send(table.top_p, host_rows)))
+                retained(scores, cut_top_p(scores, weights, table.send(table.top_p, host_rows)))
             )
         if way & Needs.MIN_P:
-            parts.append(keep_min_p(weights, table.send(table.min_p, host_rows)))
+            parts.append(retained_min_p(weights, table.send(table.min_p, host_rows)))
         return parts[0] if len(parts) == 1 else parts[0].mul_(parts[1])
 
     def _race(self, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def _reaching(weights: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor) -
     return before.lt_(total * top_p[:, None]).sum(-1, keepdim=True).to(torch.int64).clamp_(min=1)
 
 
-def keep(scores: torch.Tensor, cut: Cut) -> torch.Tensor:
+def retained(scores: torch.Tensor, cut: Cut) -> torch.Tensor:
     """[n, vocab] float32: 1 for tokens within the cut, else 0."""
     kept = torch.ge(
         scores, cut.value, out=torch.empty_like(scores)
@@ -100,6 +100,6 @@ def keep(scores: torch.Tensor, cut: Cut) -> torch.Tensor:
     return kept.masked_fill_(tied & (tied.cumsum(-1) > room), 0.0)
 
 
-def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def retained_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """[n, vocab] float32: 1 for tokens at least min_p [n] times as likely as the likeliest, else 0."""
     return torch.ge(weights, min_p[:, None], out=torch.empty_like(weights))

@@ -23,7 +23,7 @@ from dovetail.api.sampler import Lines, RowHistory, RowSampling
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.transfer import all_to_device, to_device
-from dovetail_samplers.filters import LEAST, cut_top_k, first_argmax, keep, keep_min_p
+from dovetail_samplers.filters import LEAST, cut_top_k, first_argmax, retained, retained_min_p
 from dovetail_samplers.noise import exponentials, id_hashes, seed_state, stream_keys
 from dovetail_samplers.rules import RowRules
 
@@ -195,7 +195,7 @@ def draw_plain(
         of.temperature.where(random, 1.0)[:, None]
     )
     weights = scores.exp()
-    weights *= keep(scores, cut_top_k(scores, of.top_k, of.top_p, scores.shape[1]))
-    weights *= keep_min_p(weights, of.min_p)
+    weights *= retained(scores, cut_top_k(scores, of.top_k, of.top_p, scores.shape[1]))
+    weights *= retained_min_p(weights, of.min_p)
     raced = first_argmax(weights.div_(exponentials(stream_keys(of.seed_states, positions), hashes)))
     return torch.where(random, raced, first_argmax(logits))

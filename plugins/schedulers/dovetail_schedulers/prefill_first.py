@@ -35,11 +35,11 @@ class PrefillFirst(Scheduler):
         """Grant prompts; return True if there were any."""
         budget = step.tokens_left
         spare = self.options.watermark * self.context.total_blocks if step.running else 0
-        seats = self.context.max_seqs - len(
+        free_seqs = self.context.max_seqs - len(
             step.running
         )  # decoding requests count, too, although they run in other steps
         run_on(step, [request for request in step.running if request.prefill_left])
-        for request in step.waiting[: max(0, seats)]:
+        for request in step.waiting[: max(0, free_seqs)]:
             if step.free_blocks - step.cost(request).blocks < spare or not step.grant(
                 request, min_tokens=self.context.max_tokens, reserve=True
             ):

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("dovetail.batches")  # separate from request logs, which are JSON
 
-LOOK_S = 0.5  # interval of polling for new batches and cancellations, and of writing counts
+POLL_S = 0.5  # interval of polling for new batches and cancellations, and of writing counts
 TRY_AGAIN_S, MOST_PAUSE_S = (
     1.0,
     30.0,
@@ -75,17 +75,17 @@ class BatchWorker:
     def __init__(self, app: Starlette, store: BatchStore, settings: ServerSettings) -> None:
         self.app, self.store, self.settings = app, store, settings
         self._threads = ThreadPoolExecutor(_THREADS, "batches")
-        self.seats = asyncio.Semaphore(
+        self.slots = asyncio.Semaphore(
             settings.batch_requests
-        )  # fair: each batch waits for one seat at a time
+        )  # fair: each batch waits for one slot at a time
         self._works: dict[str, _Work] = {}
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._status = "ok"
 
     @property
     def status(self) -> str:
         """State for /health: "ok", "standby" while another front end processes batches, or an error."""
-        if time.monotonic() - self._looked_at > STALLED_S:
+        if time.monotonic() - self._polled_at > STALLED_S:
             return "stalled: the disk doesn't answer"
         return next((work.trouble for work in self._works.values() if work.trouble), self._status)
 
@@ -97,10 +97,10 @@ class BatchWorker:
                     with self.store.owned() as owned:
                         if owned:
                             await self._work()
-                    self._looked("standby")
+                    self._polled("standby")
                 except Exception as error:
                     self._failed(error)
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         finally:
             self._threads.shutdown(wait=False)
 
@@ -125,13 +125,13 @@ class BatchWorker:
                             time.monotonic()
                         )  # set first, so that failures don't delay batches
                         await self.in_thread(self.store.tidy)
-                    tasks |= await self._look()
-                    self._looked("ok")
+                    tasks |= await self._poll_batches()
+                    self._polled("ok")
                     if not tasks:
-                        await asyncio.sleep(LOOK_S)
+                        await asyncio.sleep(POLL_S)
                         continue
                     ended, tasks = await asyncio.wait(
-                        tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                        tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
                     )
                     for task in ended:
                         task.result()
@@ -141,7 +141,7 @@ class BatchWorker:
         finally:
             await _end_all(tasks)
 
-    async def _look(self) -> set[asyncio.Task[None]]:
+    async def _poll_batches(self) -> set[asyncio.Task[None]]:
         """Start new batches, and notify cancelled ones."""
         opened = await self.in_thread(self.store.open_batches)
         busy = sum(not work.waits for work in self._works.values())
@@ -161,8 +161,8 @@ class BatchWorker:
     def _forget(self, batch_id: str, _: asyncio.Task[None]) -> None:
         del self._works[batch_id]
 
-    def _looked(self, status: str) -> None:
-        self._looked_at, self._status = time.monotonic(), status
+    def _polled(self, status: str) -> None:
+        self._polled_at, self._status = time.monotonic(), status
 
     def _failed(self, error: Exception) -> None:
         logger.warning(
@@ -170,7 +170,7 @@ class BatchWorker:
             describe(error),
             exc_info=None if is_transient(error) else error,
         )
-        self._looked(f"failing: {reason_of(error)}")
+        self._polled(f"failing: {reason_of(error)}")
 
 
 class _Work:
@@ -178,7 +178,7 @@ class _Work:
 
     def __init__(self, worker: BatchWorker, batch_id: str, is_cancelled: bool) -> None:
         self._app, self._store, self._settings = worker.app, worker.store, worker.settings
-        self._seats, self._in_thread = worker.seats, worker.in_thread
+        self._slots, self._in_thread = worker.slots, worker.in_thread
         self._id, self.is_cancelled = batch_id, is_cancelled
         self.trouble: str | None = None  # current error of the disk
         self._left: deque[int] = deque()  # offsets of pending requests
@@ -244,10 +244,10 @@ class _Work:
         return end
 
     async def _answer_left(self, batch: Batch) -> End:
-        """Send requests as seats become free, until all are answered or the batch must end. One seat at a time: if the server is overloaded, one
+        """Send requests as slots become free, until all are answered or the batch must end. One slot at a time: if the server is overloaded, one
         request is rejected and the others wait."""
         under_way: set[asyncio.Task[None]] = set()
-        seat: asyncio.Task[Any] | None = None
+        slot: asyncio.Task[Any] | None = None
         try:
             while self._has_work or under_way:
                 is_over = self.is_cancelled or time.time() >= batch.expires_at
@@ -260,33 +260,33 @@ class _Work:
                     await self._use_disk(batch)
                 if is_over:
                     return "cancelled" if self.is_cancelled else "expired"
-                if seat is None and self._ready and not self.waits:
-                    seat = asyncio.create_task(self._seats.acquire())
-                tasks: set[asyncio.Task[Any]] = under_way if seat is None else {seat, *under_way}
+                if slot is None and self._ready and not self.waits:
+                    slot = asyncio.create_task(self._slots.acquire())
+                tasks: set[asyncio.Task[Any]] = under_way if slot is None else {slot, *under_way}
                 if not tasks:
-                    await asyncio.sleep(LOOK_S if self.waits else 0)
+                    await asyncio.sleep(POLL_S if self.waits else 0)
                     continue
                 ended, _ = await asyncio.wait(
-                    tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in ended & under_way:
                     under_way.discard(task)
                     task.result()
-                if seat in ended:
-                    seat = None
+                if slot in ended:
+                    slot = None
                     if self._ready and not self.waits:
                         under_way.add(
                             task := asyncio.create_task(self._answer(self._ready.popleft()))
                         )
                         task.add_done_callback(
-                            lambda _: self._seats.release()
+                            lambda _: self._slots.release()
                         )  # even if cancelled before it begins
                     else:
-                        self._seats.release()
+                        self._slots.release()
             return "completed"
         finally:
-            if seat is not None and not seat.cancel():
-                self._seats.release()
+            if slot is not None and not slot.cancel():
+                self._slots.release()
             await _end_all(under_way)  # nothing may write any more
 
     async def _answer(self, request: _Ready) -> None:
@@ -318,7 +318,7 @@ class _Work:
                     del lines[:number]  # more may have been queued meanwhile
                     counts.completed += number if kind == "output" else 0
                     counts.failed += number if kind == "error" else 0
-            if time.monotonic() - self._kept_at >= LOOK_S and counts != self._kept:
+            if time.monotonic() - self._kept_at >= POLL_S and counts != self._kept:
                 self._kept_at, self._kept = time.monotonic(), copy(counts)
                 await self._in_thread(self._store.keep_batch, batch)
             if self._left and not self._ready:

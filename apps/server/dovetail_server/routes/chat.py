@@ -116,7 +116,7 @@ class ChatChoices(Choices):
             )
         return choices
 
-    def keep(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> None:
+    def collect(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> None:
         state = self._samples[sample.index]
         state.parts.add(self._read(state, sample))
         state.token_ids += sample.token_ids

@@ -71,8 +71,8 @@ class Choices(OutputListener):
         """Return the choices of a stream that an output adds, one per chunk."""
         raise NotImplementedError
 
-    def keep(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> None:
-        """Collect an output for the whole choices."""
+    def collect(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> None:
+        """Collect an output of a request that isn't streamed."""
         raise NotImplementedError
 
     def take(self, output: RequestOutput) -> None:
@@ -93,7 +93,7 @@ class Choices(OutputListener):
             is_first = not self._begun[index]
             self._begun[index] = True
             if stream is None:
-                self.keep(sample, output, is_first=is_first)
+                self.collect(sample, output, is_first=is_first)
                 continue
             if is_first and self._plain and len(self._begun) == 1:
                 self.tell_plainly(self._prefixes[0], self._suffix)

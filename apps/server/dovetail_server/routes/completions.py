@@ -179,7 +179,7 @@ class CompletionChoices(Choices):
             choices.append(choice)
         return choices
 
-    def keep(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> None:
+    def collect(self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool) -> None:
         whole = self._whole[sample.index]
         for choice in self.choices_of(sample, output, is_first=is_first):
             self._texts[sample.index].append(choice.pop("text"))

@@ -33,7 +33,7 @@ def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
     ids = _token_ids(engine, body)
     answer = {"count": len(ids), "max_model_len": engine.info.intake.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = engine.tokenizer.names_of(ids)
+        answer["token_strs"] = engine.tokenizer.token_strings(ids)
     return answer
 
 

@@ -176,7 +176,7 @@ class ExecutorSuite(
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
                 for name in LENGTHS
             }
-            self._seat(bench, *LENGTHS)
+            self._add(bench, *LENGTHS)
             bench.prefill(*LENGTHS)
             try:
                 bench.executor.collect(bench.executor.submit(bench.build({"c": 1, "a": 4})))
@@ -206,7 +206,7 @@ class ExecutorSuite(
                 for name in LENGTHS
             }
             bench.take_blocks(1)
-            self._seat(bench, *LENGTHS, rows={"a": 5, "b": 7, "c": 2})
+            self._add(bench, *LENGTHS, rows={"a": 5, "b": 7, "c": 2})
             bench.prefill("c", "a", "b")
             bench.decode("b", "c", "a")
             bench.decode("a", "b", "c")
@@ -241,7 +241,7 @@ class ExecutorSuite(
         everything before it, and samples only at the last known token."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 6) for name in "ac"}
-            self._seat(bench, "a", "c")
+            self._add(bench, "a", "c")
             bench.prefill("a")
             for chunk in (1, 3, 16, LENGTHS["c"] - 20):
                 bench.run({"c": chunk, "a": 1})
@@ -259,7 +259,7 @@ class ExecutorSuite(
         """A request without grants for some steps continued with other tokens. A row is held until a batch lists it in `removed`."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
-            self._seat(bench, "a", "c")
+            self._add(bench, "a", "c")
             bench.prefill("a", "c")
             bench.decode("c", steps=3)
             bench.decode("a", steps=3)
@@ -282,13 +282,13 @@ class ExecutorSuite(
                 bench.decode(name, steps=2)
                 require_same(bench, name, expected[name], "in a row that another had before")
                 bench.remove(name)
-            self._seat(bench, *LENGTHS, rows={"b": 0, "a": 1, "c": 4})
+            self._add(bench, *LENGTHS, rows={"b": 0, "a": 1, "c": 4})
             bench.prefill("a", "b", "c")
             bench.decode("c", "a")
             bench.tokens["b"] = []
             bench.remove("b")
             bench.decode("a", "c")
-            self._seat(bench, "b", rows={"b": 0})
+            self._add(bench, "b", rows={"b": 0})
             bench.prefill("b")
             for name in LENGTHS:
                 require_same(

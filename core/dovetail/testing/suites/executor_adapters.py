@@ -107,14 +107,14 @@ class ExecutorAdapters(ExecutorSubject):
             for slot, which in ((1, 1), (2, 2)):
                 self._load(bench, slot, files[which])
                 expected[which] = self._generated(bench, "a", adapter=slot)
-            seat = bench.add("a", self._prompt(bench, "a"), adapter=1)
+            request = bench.add("a", self._prompt(bench, "a"), adapter=1)
             bench.submit({"a": LENGTHS["a"]})
             overlaps = bench.capacity.max_in_flight > 1
             if not overlaps:
                 bench.collect()
             bench.remove("a")
             self._load(bench, 1, files[2])
-            bench.add("next", self._prompt(bench, "a"), adapter=1, seed=seat.sampling.seed)
+            bench.add("next", self._prompt(bench, "a"), adapter=1, seed=request.sampling.seed)
             bench.submit({"next": LENGTHS["a"]})
             if overlaps:
                 bench.collect()

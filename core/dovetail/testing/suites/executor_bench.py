@@ -31,7 +31,7 @@ IDS = 90  # prompts are of token ids below this, or below the vocabulary's size
 
 
 @dataclass
-class Seat:
+class BenchRequest:
     """A request in its row."""
 
     name: str
@@ -52,7 +52,7 @@ class Sent:
 
     batch: Batch
     handle: Any
-    seats: list[Seat]
+    requests: list[BenchRequest]
 
 
 @dataclass
@@ -64,13 +64,13 @@ class Bench:
     executor: Executor
     capacity: Capacity
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    seats: dict[str, Seat] = field(default_factory=dict)
+    requests: dict[str, BenchRequest] = field(default_factory=dict)
     sent: deque[Sent] = field(default_factory=deque)
     step: int = -1
 
     def __post_init__(self) -> None:
         self._free_blocks = list(range(self.num_blocks))
-        self._added: list[Seat] = []
+        self._added: list[BenchRequest] = []
         self._removed: list[int] = []
         self._appended: list[tuple[int, int]] = []
         self._loads: list[AdapterLoad] = []
@@ -94,16 +94,18 @@ class Bench:
         pooling: RowPooling | None = None,
         adapter: int = 0,
         **sampling: Any,
-    ) -> Seat:
+    ) -> BenchRequest:
         """Start a request in the next batch, with blocks for `room` more tokens. Its seed is a function of its name."""
         if row is None:
             row = next(
-                row for row in range(1000) if row not in [seat.row for seat in self.seats.values()]
+                row
+                for row in range(1000)
+                if row not in [request.row for request in self.requests.values()]
             )
         if blocks is None:
             blocks = self.take_blocks(-(-(len(tokens) + room) // self.block_size))
         params = RowSampling(**{"temperature": 0.0, "seed": zlib.crc32(name.encode()), **sampling})
-        seat = Seat(
+        request = BenchRequest(
             name,
             row,
             list(tokens),
@@ -115,17 +117,19 @@ class Bench:
             pooling,
             adapter,
         )
-        self.seats[name] = seat
+        self.requests[name] = request
         self.tokens.setdefault(name, [])
-        self._added.append(seat)
-        return seat
+        self._added.append(request)
+        return request
 
     def remove(self, *names: str) -> None:
         """Free the rows and blocks of these requests, which may be reused at once."""
         for name in names:
-            seat = self.seats.pop(name)
-            self._removed.append(seat.row)
-            self._free_blocks += [block for block in seat.blocks if block not in self._free_blocks]
+            request = self.requests.pop(name)
+            self._removed.append(request.row)
+            self._free_blocks += [
+                block for block in request.blocks if block not in self._free_blocks
+            ]
 
     def load(self, adapter: AdapterLoad) -> None:
         """Have the next batch write an adapter."""
@@ -144,8 +148,8 @@ class Bench:
         """Append one block to each in the next batch."""
         for name in names:
             (block,) = self.take_blocks(1)
-            self.seats[name].blocks.append(block)
-            self._appended.append((self.seats[name].row, block))
+            self.requests[name].blocks.append(block)
+            self._appended.append((self.requests[name].row, block))
 
     def submit(
         self,
@@ -159,14 +163,14 @@ class Bench:
         """Submit a step with the given number of tokens of each, and its drafts, in this order. Requests that reach their last known token sample.
         `shared`: number of common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
         batch = self.build(counts, copies, shared, late=late, drafts=drafts)
-        seats = [self.seats[name] for name in counts]
-        self.sent.append(Sent(batch, self._call("submit", batch), seats))
-        for seat, count, yields_token in zip(
-            seats, counts.values(), batch.yields_token.tolist(), strict=True
+        requests = [self.requests[name] for name in counts]
+        self.sent.append(Sent(batch, self._call("submit", batch), requests))
+        for request, count, yields_token in zip(
+            requests, counts.values(), batch.yields_token.tolist(), strict=True
         ):
             if drafts is None:  # otherwise `collect` shows how many
-                seat.computed += count
-                seat.known += yields_token
+                request.computed += count
+                request.known += yields_token
         return batch
 
     def sample(
@@ -176,8 +180,8 @@ class Bench:
         masks are in the executor's own memory, or, although that was requested, elsewhere; the executor's memory then allows everything."""
         sent = self.sent[0]
         lines = [
-            (seat.name, ahead)
-            for seat, count in zip(sent.seats, sent.batch.num_lines.tolist(), strict=True)
+            (request.name, ahead)
+            for request, count in zip(sent.requests, sent.batch.num_lines.tolist(), strict=True)
             for ahead in range(count)
         ]
         of_lines = {(key, 0) if isinstance(key, str) else key: ids for key, ids in allowed.items()}
@@ -208,7 +212,7 @@ class Bench:
             result.step == sent.batch.step,
             f"collect returned step {result.step} where {sent.batch.step} was the oldest uncollected",
         )
-        may_fail = {index for index, seat in enumerate(sent.seats) if seat.name == broken}
+        may_fail = {index for index, request in enumerate(sent.requests) if request.name == broken}
         told = f"of step {result.step}, {may_fail or 'no'} places in the batch may fail, and Result.failed is {result.failed}"
         require(
             result.failed.keys() <= may_fail and all(map(str.strip, result.failed.values())), told
@@ -231,12 +235,12 @@ class Bench:
         )
         counts = [1] * count if result.counts is None else result.counts.tolist()
         tokens = ids.tolist()
-        for seat, own, yields_token in zip(
-            sent.seats, counts, sent.batch.yields_token.tolist(), strict=True
+        for request, own, yields_token in zip(
+            sent.requests, counts, sent.batch.yields_token.tolist(), strict=True
         ):
             if yields_token:
-                self.tokens[seat.name] += tokens[:own]
-                seat.tokens += tokens[:own]
+                self.tokens[request.name] += tokens[:own]
+                request.tokens += tokens[:own]
             del tokens[:own]
         return result
 
@@ -253,15 +257,15 @@ class Bench:
         require(
             bool(possible.all()), f"{told}; expected 1 to that many, and 0 for rows that yield none"
         )
-        for seat, count, drafted, own in zip(
-            sent.seats,
+        for request, count, drafted, own in zip(
+            sent.requests,
             sent.batch.num_tokens.tolist(),
             drafts.counts.tolist(),
             counts.tolist(),
             strict=True,
         ):
-            seat.known += own
-            seat.computed += own if drafted else count
+            request.known += own
+            request.computed += own if drafted else count
         return int(counts.sum())
 
     def check(self, drafts: Mapping[str, Sequence[int]], **others: int) -> Result:
@@ -279,7 +283,7 @@ class Bench:
     def prefill(self, *names: str) -> Result:
         """All known tokens that aren't computed."""
         return self.run(
-            {name: self.seats[name].known - self.seats[name].computed for name in names}
+            {name: self.requests[name].known - self.requests[name].computed for name in names}
         )
 
     def decode(self, *names: str, steps: int = 1) -> None:
@@ -334,21 +338,21 @@ class Bench:
     ) -> Batch:
         self.step += 1
         own = [list((drafts or {}).get(name, ())) for name in counts]
-        seats = [self.seats[name] for name in counts]
+        requests = [self.requests[name] for name in counts]
         appended, self._appended = self._appended, []
         added, self._added = self._added, []
         removed, self._removed = self._removed, []
         loads, self._loads = self._loads, []
-        ends = [seat.computed + counts[seat.name] == seat.known for seat in seats]
+        ends = [request.computed + counts[request.name] == request.known for request in requests]
         pooled = [
             index
-            for index, (seat, at_end) in enumerate(zip(seats, ends, strict=True))
-            if at_end and seat.pooling is not None
+            for index, (request, at_end) in enumerate(zip(requests, ends, strict=True))
+            if at_end and request.pooling is not None
         ]
         return Batch(
             step=self.step,
             removed=np.array(sorted(set(removed)), np.int32),
-            added=tuple(_new_row(seat, self.pages(seat.blocks)) for seat in added),
+            added=tuple(_new_row(request, self.pages(request.blocks)) for request in added),
             new_pages=np.array(
                 [
                     (group, row, page)
@@ -359,13 +363,16 @@ class Bench:
                 np.int32,
             ).reshape(-1, 3),
             copies=tuple(copies),
-            rows=np.array([seat.row for seat in seats], np.int32),
+            rows=np.array([request.row for request in requests], np.int32),
             num_tokens=np.array(
                 [count + len(ids) for count, ids in zip(counts.values(), own, strict=True)],
                 np.int32,
             ),
             yields_token=np.array(
-                [at_end and seat.pooling is None for seat, at_end in zip(seats, ends, strict=True)],
+                [
+                    at_end and request.pooling is None
+                    for request, at_end in zip(requests, ends, strict=True)
+                ],
                 np.bool_,
             ),
             shared_prefix_blocks=shared
@@ -388,27 +395,27 @@ class Bench:
             fail(f"{method} raised {type(error).__name__} for a lawful step: {error}", error)
 
 
-def _new_row(seat: Seat, pages: Sequence[Sequence[int]]) -> NewRow:
+def _new_row(request: BenchRequest, pages: Sequence[Sequence[int]]) -> NewRow:
     return NewRow(
-        row=seat.row,
-        request_id=seat.name,
-        token_ids=np.array(seat.tokens, np.int32),
-        prompt_len=seat.prompt_len,
-        computed=seat.computed,
+        row=request.row,
+        request_id=request.name,
+        token_ids=np.array(request.tokens, np.int32),
+        prompt_len=request.prompt_len,
+        computed=request.computed,
         pages=tuple(np.array(own, np.int32) for own in pages),
-        sampling=None if seat.pooling is not None else seat.sampling,
+        sampling=None if request.pooling is not None else request.sampling,
     )
 
 
 def _parts(
-    added: Sequence[Seat], loads: Sequence[AdapterLoad], pooled: Sequence[int]
+    added: Sequence[BenchRequest], loads: Sequence[AdapterLoad], pooled: Sequence[int]
 ) -> tuple[Any, ...]:
-    """Return the parts of a batch that starts these seats, and in which these results are due."""
+    """Return the parts of a batch that starts these requests, and in which these results are due."""
     parts: list[Any] = []
-    pooling = {seat.row: seat.pooling for seat in added if seat.pooling is not None}
+    pooling = {request.row: request.pooling for request in added if request.pooling is not None}
     if pooling or pooled:
         parts.append(PoolingRows(pooling, np.array(pooled, np.int32)))
-    slots = {seat.row: seat.adapter for seat in added if seat.adapter}
+    slots = {request.row: request.adapter for request in added if request.adapter}
     if slots or loads:
         parts.append(AdapterRows(tuple(loads), slots))
     return tuple(parts)

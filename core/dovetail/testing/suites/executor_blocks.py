@@ -26,15 +26,15 @@ class ExecutorBlocks(ExecutorSubject):
             bench.prefill("c")
             bench.decode("a", "c")
             for name in lengths:
-                seat = bench.seats[name]
+                request = bench.requests[name]
                 require_same(bench, name, expected[name], "its blocks appended c, a, c, a, …")
                 bench.add(
                     "next",
-                    seat.tokens,
-                    prompt_len=seat.prompt_len,
-                    computed=seat.computed,
-                    blocks=seat.blocks,
-                    seed=seat.sampling.seed,
+                    request.tokens,
+                    prompt_len=request.prompt_len,
+                    computed=request.computed,
+                    blocks=request.blocks,
+                    seed=request.sampling.seed,
                 )
                 bench.prefill("next")
                 require_same(
@@ -66,7 +66,7 @@ class ExecutorBlocks(ExecutorSubject):
                 bench.run(counts)
                 bench.decode("a", steps=2)
                 require_same(bench, "a", expected, f"on blocks that another wrote {when}")
-                del bench.seats["a"].blocks[:2]  # they are still the other's
+                del bench.requests["a"].blocks[:2]  # they are still the other's
                 bench.remove("a")
 
     @check("executor.shared_prefix", since="0.1", capability="shared_prefix")
@@ -118,7 +118,7 @@ class ExecutorBlocks(ExecutorSubject):
                 prompt,
                 computed=length - 1,
                 blocks=second,
-                seed=bench.seats["a"].sampling.seed,
+                seed=bench.requests["a"].sampling.seed,
             )
             pairs = [
                 *zip(source.blocks, middle, strict=True),

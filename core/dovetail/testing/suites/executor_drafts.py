@@ -62,7 +62,7 @@ class ExecutorDrafts(ExecutorSubject):
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             expected = self._expected(bench, *LENGTHS)
             self._begin(bench, "a", "b")
-            self._seat(bench, "c", room=ROOM)
+            self._add(bench, "c", room=ROOM)
             for chunk, rights in (
                 (20, [True, False, True]),
                 (LENGTHS["c"] - 20, [True] * MOST_DRAFTS),
@@ -77,14 +77,14 @@ class ExecutorDrafts(ExecutorSubject):
                 {"c": [], "b": [], "a": _drafts(bench, "a", expected["a"], lambda n: n != 1, 2)}
             )
             bench.decode("c", "a")
-            seat = bench.seats["c"]
+            request = bench.requests["c"]
             bench.add(
                 "next",
-                seat.tokens,
-                prompt_len=seat.prompt_len,
-                computed=seat.computed,
-                blocks=seat.blocks,
-                seed=seat.sampling.seed,
+                request.tokens,
+                prompt_len=request.prompt_len,
+                computed=request.computed,
+                blocks=request.blocks,
+                seed=request.sampling.seed,
             )
             done = len(bench.tokens["c"])
             bench.prefill("next")
@@ -143,7 +143,7 @@ class ExecutorDrafts(ExecutorSubject):
                 plain.append(None if logprobs is None else logprobs.logprobs[0])
             expected = bench.tokens.pop("a")
             bench.remove("a")
-            self._seat(bench, "b", room=ROOM)
+            self._add(bench, "b", room=ROOM)
             bench.add("a", self._prompt(bench, "a"), logprobs=2, room=ROOM)
             bench.prefill("a", "b")
             result = bench.check({"b": [], "a": _drafts(bench, "a", expected, lambda n: n < 2, 3)})
@@ -165,7 +165,7 @@ class ExecutorDrafts(ExecutorSubject):
             expected = self._expected(bench, *LENGTHS)
             last = bench.capacity.vocab_size - 1
             self._begin(bench, "a", "b")
-            self._seat(bench, "c", room=ROOM)
+            self._add(bench, "c", room=ROOM)
             drafts = {
                 name: _drafts(bench, name, expected[name], lambda n: True, 3) for name in "ab"
             }
@@ -240,7 +240,7 @@ class ExecutorDrafts(ExecutorSubject):
         }
 
     def _begin(self, bench: Bench, *names: str) -> None:
-        self._seat(bench, *names, room=ROOM)
+        self._add(bench, *names, room=ROOM)
         bench.prefill(*names)
 
     def _end(self, bench: Bench, expected: Mapping[str, Sequence[int]], how: str) -> None:

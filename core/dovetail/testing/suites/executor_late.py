@@ -27,7 +27,7 @@ class ExecutorLate(ExecutorSubject):
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
                 for name in LENGTHS
             }
-            self._seat(bench, *LENGTHS)
+            self._add(bench, *LENGTHS)
             bench.submit({"c": 20, "a": LENGTHS["a"]}, late=True)  # a chunk of c yields nothing
             bench.sample({})
             bench.collect()
@@ -52,7 +52,7 @@ class ExecutorLate(ExecutorSubject):
                 for name in LENGTHS
             }
             last = bench.capacity.vocab_size - 1
-            self._seat(bench, *LENGTHS)
+            self._add(bench, *LENGTHS)
             bench.submit({"c": 20, "a": LENGTHS["a"], "b": LENGTHS["b"]}, late=True)
             bench.sample({"a": [last]})
             bench.collect()
@@ -106,7 +106,7 @@ class ExecutorLate(ExecutorSubject):
             if bench.capacity.max_in_flight < 2:
                 return
             expected = bench.alone("a", self._prompt(bench, "a"), 4)
-            self._seat(bench, "a")
+            self._add(bench, "a")
             bench.submit({"a": LENGTHS["a"]})
             for _ in range(3):
                 bench.submit({"a": 1}, late=True)

@@ -19,7 +19,7 @@ class ExecutorLogprobs(ExecutorSubject):
         largest number requested: column 0 is the sampled token, followed by as many of the most likely as the row requests, best first; `ranks`
         count from 1."""
         with self._bench() as bench:
-            self._seat(bench, "b")
+            self._add(bench, "b")
             bench.add("a", bench.prompt(5), logprobs=3)
             bench.add("c", self._prompt(bench, "c"))
             bench.add("less", bench.prompt(4), logprobs=1)
@@ -50,7 +50,7 @@ class ExecutorLogprobs(ExecutorSubject):
         for chunks in ([11], [1, 6, 4]):
             with self._bench() as bench:
                 prompt = bench.prompt(11)
-                self._seat(bench, "c")
+                self._add(bench, "c")
                 bench.add("a", prompt, row=5, prompt_logprobs=2)
                 computed = 0
                 for chunk in chunks:

@@ -90,7 +90,7 @@ class ExecutorPooled(ExecutorSubject):
                     )
                     for counts in chunks:
                         counts = {
-                            name: count for name, count in counts.items() if name in bench.seats
+                            name: count for name, count in counts.items() if name in bench.requests
                         }
                         result = bench.run(counts)
                         found |= {
@@ -131,18 +131,18 @@ class ExecutorPooled(ExecutorSubject):
                     for _ in range(2):  # the second time in a row that has pooled such a prompt
                         self._pools(bench, "c", task=pooling)
                         bench.run({"c": 20})
-                        seat = bench.seats["c"]
+                        request = bench.requests["c"]
                         computed = (
                             0
                             if can.needs_all_states(task)
                             else 16 // bench.block_size * bench.block_size
                         )
                         bench.remove("c")
-                        blocks = seat.blocks if computed else None
+                        blocks = request.blocks if computed else None
                         bench.add(
                             "c",
-                            seat.tokens,
-                            row=seat.row,
+                            request.tokens,
+                            row=request.row,
                             computed=computed,
                             blocks=blocks,
                             room=0,

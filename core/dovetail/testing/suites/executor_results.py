@@ -33,7 +33,7 @@ class ExecutorResults(ExecutorSubject):
                 name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
                 for name in LENGTHS
             }
-            self._seat(bench, *LENGTHS)
+            self._add(bench, *LENGTHS)
             steps = [dict.fromkeys(names, 1) for names in ("cba", "ab", "c", "bc", "a", "cab")]
             for counts in [{"a": LENGTHS["a"]}, {"b": LENGTHS["b"], "c": LENGTHS["c"]}, *steps]:
                 while len(bench.sent) >= bench.capacity.max_in_flight:
@@ -51,7 +51,7 @@ class ExecutorResults(ExecutorSubject):
         """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the vocabulary where `yields_token` is true, otherwise -1;
         `failed` must be empty if nothing failed. Ids are int64, times are floats."""
         with self._bench() as bench:
-            self._seat(bench, *LENGTHS)
+            self._add(bench, *LENGTHS)
             batch = bench.submit({"c": 20, "a": LENGTHS["a"], "b": 1})
             result = bench.collect()
             for token, yields_token in zip(
@@ -84,7 +84,7 @@ class ExecutorResults(ExecutorSubject):
                 return
             with self._bench(folder) as bench:
                 expected = {name: bench.alone(name, self._prompt(bench, name), 3) for name in "ac"}
-                self._seat(bench, "a", "c", rows={"a": 4, "c": 2})
+                self._add(bench, "a", "c", rows={"a": 4, "c": 2})
                 bench.add("bad", [*bench.prompt(4), token], row=0)
                 bench.submit({"c": LENGTHS["c"], "bad": 5, "a": LENGTHS["a"]})
                 bench.collect("bad")
@@ -92,7 +92,7 @@ class ExecutorResults(ExecutorSubject):
                 for name in "ac":
                     require_same(bench, name, expected[name], "beside a row whose values were NaN")
                 bench.remove("a", "bad")  # whose blocks are the next to be taken
-                self._seat(bench, "a", rows={"a": 0})
+                self._add(bench, "a", rows={"a": 0})
                 bench.prefill("a")
                 bench.decode("a")
                 require_same(
@@ -106,9 +106,9 @@ class ExecutorResults(ExecutorSubject):
     def test_a_batch_is_only_read(self) -> None:
         """The executor modified an array of its batch, which the core may reuse. Copy before modifying."""
         with self._bench() as bench:
-            self._seat(bench, *LENGTHS)
+            self._add(bench, *LENGTHS)
             counts = {name: LENGTHS[name] for name in "cab"}
-            batch, seats = bench.submit(counts), [bench.seats[name] for name in counts]
+            batch, requests = bench.submit(counts), [bench.requests[name] for name in counts]
             bench.collect()
             arrays = [
                 batch.rows,
@@ -118,10 +118,10 @@ class ExecutorResults(ExecutorSubject):
             ]
             prompts = [self._prompt(bench, name) for name in LENGTHS]
             original = [
-                [seat.row for seat in seats],
+                [request.row for request in requests],
                 [*counts.values()],
                 *prompts,
-                *(pages for name in LENGTHS for pages in bench.pages(bench.seats[name].blocks)),
+                *(pages for name in LENGTHS for pages in bench.pages(bench.requests[name].blocks)),
             ]
             for array, values in zip(arrays, original, strict=True):
                 require(
@@ -135,11 +135,14 @@ class ExecutorResults(ExecutorSubject):
         batch were overwritten after its results were collected: copy what must outlive that."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
-            self._seat(bench, "a", "c")
+            self._add(bench, "a", "c")
             results = []
             for _ in range(4):
                 batch = bench.submit(
-                    {name: bench.seats[name].known - bench.seats[name].computed for name in "ca"}
+                    {
+                        name: bench.requests[name].known - bench.requests[name].computed
+                        for name in "ca"
+                    }
                 )
                 results.append(bench.collect().token_ids)
                 for new in batch.added:

@@ -69,7 +69,7 @@ class ExecutorSubject(Suite):
     def _prompt(self, bench: Bench, name: str) -> list[int]:
         return bench.prompt(LENGTHS[name], variant=ord(name))
 
-    def _seat(
+    def _add(
         self, bench: Bench, *names: str, rows: Mapping[str, int] | None = None, room: int = 8
     ) -> None:
         for name in names:

@@ -258,9 +258,13 @@ class SchedulerSuite(Suite):
         evicted. Keep granting, including prefills, until a grant is refused, or claim `idles`."""
         scenario = crowd(scarce=False)
         _require_alive(
-            self._world(scenario.shape, look=_try_to_grant_more, decisions=True).play(scenario.acts)
+            self._world(scenario.shape, inspect=_try_to_grant_more, decisions=True).play(
+                scenario.acts
+            )
         )
-        self._in_all(scenarios(), 40, lambda world: None, look=_try_to_grant_more, decisions=True)
+        self._in_all(
+            scenarios(), 40, lambda world: None, inspect=_try_to_grant_more, decisions=True
+        )
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
     def test_no_rejection(self) -> None:
@@ -283,7 +287,7 @@ class SchedulerSuite(Suite):
         computes prompts, decodes first; or claim `stalls`."""
         for overlap in (True, False):
             scenario = streamed(overlap)
-            _require_alive(self._world(scenario.shape, look=_see_stall).play(scenario.acts))
+            _require_alive(self._world(scenario.shape, inspect=_see_stall).play(scenario.acts))
 
     @check("scheduler.paced", since="0.3", capability="paced")
     def test_paced(self) -> None:
@@ -303,13 +307,17 @@ class SchedulerSuite(Suite):
         """A request was admitted before one that precedes it in the claimed order, or kept running at its expense. Sort by the claimed key, ties by
         arrival; stop admitting at the first refusal; evict the last first. Or don't claim `order`."""
         key = ORDERS[str(self.capabilities.order)]
-        look = partial(_see_order, key)
+        inspect = partial(_see_order, key)
         for scenario in (*begun_without_memory(), ranked()):
             _require_alive(
-                self._world(scenario.shape, look=look, decisions=True).play(scenario.acts)
+                self._world(scenario.shape, inspect=inspect, decisions=True).play(scenario.acts)
             )
         self._in_all(
-            scenarios(plain=True, reuse=False), 40, lambda world: None, look=look, decisions=True
+            scenarios(plain=True, reuse=False),
+            40,
+            lambda world: None,
+            inspect=inspect,
+            decisions=True,
         )
 
     @check("scheduler.recompute", since="0.1")

@@ -164,18 +164,18 @@ class Shown:
 
 
 class Watch(Scheduler):
-    """Wraps the policy for the core. `look` is called after each `schedule`, while the step is open."""
+    """Wraps the policy for the core. `inspect` is called after each `schedule`, while the step is open."""
 
     def __init__(
-        self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None
+        self, policy: Scheduler, context: SchedulerContext, inspect: Callable[[Shown], None] | None
     ) -> None:
         super().__init__(NoOptions(), context)
-        self.policy, self._look = policy, look
+        self.policy, self._inspect = policy, inspect
         self.claims = policy.claims
         self.planned: list[Planned] = []
         self.most_tokens = self.most_seqs = 0  # in any step
         self.own_s = 0.0  # spent in the policy
-        self.broken: CheckFailed | None = None  # what `look` found
+        self.broken: CheckFailed | None = None  # what `inspect` found
 
     def schedule(self, step: Step) -> None:
         assert isinstance(step, PlannedStep)
@@ -189,9 +189,9 @@ class Watch(Scheduler):
         self.planned.append(Planned(step.index, step.now, granted, preempted, rejected))
         self.most_tokens = max(self.most_tokens, sum(step.granted.values()))
         self.most_seqs = max(self.most_seqs, len(step.granted))
-        if self._look is not None and self.broken is None:
+        if self._inspect is not None and self.broken is None:
             try:
-                self._look(Shown(waiting, step))
+                self._inspect(Shown(waiting, step))
             except CheckFailed as error:  # belongs to the check, not to the engine
                 self.broken = error
 
@@ -277,7 +277,7 @@ class World:
         make: Callable[[SchedulerContext], Scheduler],
         shape: Shape,
         *,
-        look: Callable[[Shown], None] | None = None,
+        inspect: Callable[[Shown], None] | None = None,
         decisions: bool = False,
         check_books: bool = False,
         guarded: bool = False,
@@ -294,7 +294,7 @@ class World:
             capacity.layout.block_size,
             shape.seed,
         )
-        self.watch = Watch(make(context), context, look)
+        self.watch = Watch(make(context), context, inspect)
         hub = ObserverHub(
             [("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))]
             if decisions
@@ -340,7 +340,7 @@ class World:
         return self.core.dead
 
     def play(self, acts: Iterable[Act]) -> World:
-        """Perform the acts, then step until everything has ended, or up to a limit. Raises errors of `look`."""
+        """Perform the acts, then step until everything has ended, or up to a limit. Raises errors of `inspect`."""
         self.perform(acts)
         self.run()
         return self
