@@ -1,4 +1,7 @@
-"""`Adapter`: a LoRA adapter as the engine knows it. The front end reads it (`dovetail.front.adapters`)."""
+"""`Adapter`: a LoRA adapter as the engine knows it.
+
+The front end reads it (`dovetail.front.adapters`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ class Adapter(Protocol):
 
     @property
     def path(self) -> str:
-        """Its normalized file, which stays as long as this object: see `dovetail.api.executor.AdapterLoad`. Read only once it is open."""
+        """Its normalized file, which stays as long as this object: see
+        `dovetail.api.executor.AdapterLoad`. Read only once it is open."""
         ...
 
     @property

@@ -90,7 +90,8 @@ class AdapterSlots(EngineFeature):
         return bool(hidden)
 
     def _find_first(self) -> None:
-        """Find the adapter that has waited for too long, and keep a slot for it, or close the one used longest."""
+        """Find the adapter that has waited for too long, and keep a slot for it, or close the one
+        used longest."""
         first = next(
             (
                 digest
@@ -209,7 +210,8 @@ class AdapterSlots(EngineFeature):
         return self.count - len(self._unused)
 
     def _kept(self) -> int:
-        """Return the number of free slots that are kept for the adapter that has waited for too long."""
+        """Return the number of free slots that are kept for the adapter that has waited for too
+        long."""
         return int(self._first is not None and not self._is_used(self._first))
 
     def _is_used(self, digest: str) -> bool:

@@ -21,7 +21,8 @@ from dovetail.engine.step_times import StepTimeFit
 
 
 class Books:
-    """The queues, rows and blocks of all requests, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers)."""
+    """The queues, rows and blocks of all requests, kept consistent: a request holds blocks exactly
+    while it is RUNNING or DRAINING (or lingers)."""
 
     def __init__(
         self,
@@ -54,9 +55,8 @@ class Books:
         # Features that known requests ask for, with the number of these; see `open_step`
         self.concerned: dict[EngineFeature, int] = {}
         self.gated: dict[LiveRequest, None] = {}  # arrived and held back, in order
-        self.lingering: list[
-            LiveRequest
-        ] = []  # finished, but keep their blocks for one more planning, so that siblings can fork them
+        # Finished, but keep their blocks for one more planning, so that siblings can fork them
+        self.lingering: list[LiveRequest] = []
 
     def arrive(self, request: LiveRequest) -> None:
         """Add an arrived request to the waiting ones, or hold it back while a gate is closed."""
@@ -129,7 +129,8 @@ class Books:
         self.open_gates()
 
     def commit(self, request: LiveRequest) -> None:
-        """Commit the full blocks of its known, planned tokens; if it is preempted, only note the number of its known tokens."""
+        """Commit the full blocks of its known, planned tokens; if it is preempted, only note the
+        number of its known tokens."""
         if not request.capacity:
             request.prefill_end = request.num_tokens
             return
@@ -139,7 +140,8 @@ class Books:
             request.next_commit = (upto // self.block_size + 1) * self.block_size
 
     def _trim(self, request: LiveRequest) -> None:
-        """Release the blocks that have left their group's window, unless a sample of the same prompt will need them. Later batches may use them."""
+        """Release the blocks that have left their group's window, unless a sample of the same
+        prompt will need them. Later batches may use them."""
         computed = request.num_computed
         request.next_trim = self.layout.next_release(computed)
         if request.siblings and computed >= request.prompt_tokens:
@@ -190,7 +192,8 @@ class Books:
         request.next_commit = request.next_trim = 0
 
     def requeue(self, request: LiveRequest) -> None:
-        """Put a preempted request back into the waiting queue, without blocks; its tokens will be prefilled again."""
+        """Put a preempted request back into the waiting queue, without blocks; its tokens will be
+        prefilled again."""
         self.running.remove(request)
         self._tell_left(request)
         request.lost = max(request.lost, request.num_computed)
@@ -332,9 +335,12 @@ class RequestQueue:
 
 
 class RowAllocator:
-    """Assigns the executor's `max_num_seqs` rows. A request keeps its row from step to step, so that its token ids needn't be sent again; one that
-    holds blocks but isn't in the step may lose its row to one that is, and gets a new one later; but not if its row has a state that is nowhere
-    else."""
+    """Assigns the executor's `max_num_seqs` rows.
+
+    A request keeps its row from step to step, so that its token ids needn't be sent again; one that
+    holds blocks but isn't in the step may lose its row to one that is, and gets a new one later;
+    but not if its row has a state that is nowhere else.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
@@ -379,8 +385,8 @@ class RowAllocator:
         return removed
 
     def _victim(self) -> LiveRequest:
-        """Return the request to take a row from: it doesn't run in this step, has the fewest tokens in flight, and among such ran longest
-        ago."""
+        """Return the request to take a row from: it doesn't run in this step, has the fewest tokens
+        in flight, and among such ran longest ago."""
         idle = [
             holder
             for holder in self._holders

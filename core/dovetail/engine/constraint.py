@@ -1,5 +1,8 @@
-"""`Constraint`: applies a grammar to one sample. Holds the sample back during compilation, then masks and checks its tokens. It may also bound what
-comes before the grammar, such as reasoning, with or without a grammar after it."""
+"""`Constraint`: applies a grammar to one sample.
+
+Holds the sample back during compilation, then masks and checks its tokens. It may also bound what
+comes before the grammar, such as reasoning, with or without a grammar after it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from dovetail.errors import DovetailError
 
 
 class Constraint:
-    """A `Preparation` until the grammar is compiled, and a `TokenWatcher` afterwards. Samples share `compiling`; each has its own matcher."""
+    """A `Preparation` until the grammar is compiled, and a `TokenWatcher` afterwards.
+
+    Samples share `compiling`; each has its own matcher.
+    """
 
     __slots__ = (
         "_after",
@@ -35,9 +41,13 @@ class Constraint:
         most: int | None = None,
         closing: Sequence[int] = (),
     ) -> None:
-        """`compiling` yields the grammar of `backend`, or a `RequestError`; None: any text. The grammar applies after the first `after` in the
-        answer, which may be the text of a special token if `token_bytes` has those; None: the backend's bytes, without special tokens. `most`: the
-        tokens that may come without `after`; then the token ids `closing`, which spell it, are forced."""
+        """`compiling` yields the grammar of `backend`, or a `RequestError`; None: any text.
+
+        The grammar applies after the first `after` in the answer, which may be the text of a
+        special token if `token_bytes` has those; None: the backend's bytes, without special tokens.
+        `most`: the tokens that may come without `after`; then the token ids `closing`, which spell
+        it, are forced.
+        """
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
@@ -72,14 +82,16 @@ class Constraint:
 
     @property
     def forced(self) -> int | None:
-        """The only token that is allowed next, because nothing but `after` may follow; None otherwise."""
+        """The only token that is allowed next, because nothing but `after` may follow; None
+        otherwise."""
         if not self._after or self._left is None or self._left > 0:
             return None
         return self._closing[-self._left % len(self._closing)]
 
     @property
     def matcher(self) -> Matcher | None:
-        """Return the matcher of the next token; None while any token is allowed, or one is `forced`."""
+        """Return the matcher of the next token; None while any token is allowed, or one is
+        `forced`."""
         if self._after or self._compiling is None:
             return None
         if self._matcher is None:
@@ -87,7 +99,8 @@ class Constraint:
         return self._matcher
 
     def forced_drafts(self, most: int) -> Sequence[int]:
-        """Return at most `most` of the next tokens, if the grammar determines them and can check them as drafts."""
+        """Return at most `most` of the next tokens, if the grammar determines them and can check
+        them as drafts."""
         if (
             self.backend is None
             or self.matcher is None
@@ -101,8 +114,11 @@ class Constraint:
             return ()
 
     def checkable(self, drafts: Sequence[int]) -> int:
-        """Return how many of `drafts` a step can check. Masks begin after the text `after`: a token that completes it comes last in its step, as does
-        the last one before `after` is forced."""
+        """Return how many of `drafts` a step can check.
+
+        Masks begin after the text `after`: a token that completes it comes last in its step, as
+        does the last one before `after` is forced.
+        """
         if not self._after:
             return len(drafts) if self.backend is None or self.backend.capabilities.rollback else 0
         if self._left is not None:
@@ -134,7 +150,10 @@ class Constraint:
         return Finish(EndReason.STOP, keeps_token=True) if matcher.complete else None
 
     def _look_for_beginning(self, text: bytes) -> None:
-        """Look for `after`. The rest of the token that completes it is ignored: a token may hold `>` and line breaks."""
+        """Look for `after`.
+
+        The rest of the token that completes it is ignored: a token may hold `>` and line breaks.
+        """
         seen = self._tail + text
         if self._after in seen:
             self._after = self._tail = b""

@@ -191,8 +191,9 @@ class EngineCore:
         """Plan and submit a step, if possible; collect the oldest, if the device has enough work.
 
         `wait_until`: how to sleep until an instant of the clock; it may return earlier, when there
-        is something to do. None: as the clock does. An error of a component ends the engine: each unfinished request is delivered as finished
-        with "error", and later calls raise `EngineDeadError`.
+        is something to do. None: as the clock does. An error of a component ends the engine: each
+        unfinished request is delivered as finished with "error", and later calls raise
+        `EngineDeadError`.
         """
         delivery = Delivery()
         # Requests that ended outside of a step, perhaps by an error, are delivered first.

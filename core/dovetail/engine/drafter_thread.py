@@ -1,4 +1,5 @@
-"""`DrafterThread`: calls a drafter in a thread of its own, so that nothing it does fails a step or delays one for long."""
+"""`DrafterThread`: calls a drafter in a thread of its own, so that nothing it does fails a step or
+delays one for long."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ MOST_WAITING = 4096  # calls of `on_finished` that may wait for a drafter, each 
 
 
 class DrafterThread:
-    """A drafter's calls, one at a time and in order. A call that raises, returns what it must not, or takes too long yields no drafts; the log names
-    the drafter the first time. One that hasn't returned is left alone; if too many others wait for it, the drafter isn't called any more."""
+    """A drafter's calls, one at a time and in order.
+
+    A call that raises, returns what it must not, or takes too long yields no drafts; the log names
+    the drafter the first time. One that hasn't returned is left alone; if too many others wait for
+    it, the drafter isn't called any more.
+    """
 
     def __init__(self, drafter: Drafter, name: str, vocab_size: int, timeout_s: float) -> None:
         self._drafter, self._name, self._vocab_size, self._timeout_s = (
@@ -66,7 +71,8 @@ class DrafterThread:
         return drafts
 
     def finished(self, request: Request) -> None:
-        """Call `on_finished` after the calls before it, without waiting for them unless very many are left."""
+        """Call `on_finished` after the calls before it, without waiting for them unless very many
+        are left."""
         if self._is_given_up or type(self._drafter).on_finished is Drafter.on_finished:
             return
         if self._room.acquire(timeout=self._timeout_s):

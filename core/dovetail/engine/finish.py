@@ -1,6 +1,9 @@
-"""The start and end of a request. A `Gate` holds an arrived one back from the policy, while a sibling computes its prompt or its grammar is compiled;
-once all gates are open the policy sees it, at its own arrival time. `Finish` is the reason why it ended, and a `TokenWatcher` may end it at a
-token."""
+"""The start and end of a request.
+
+A `Gate` holds an arrived one back from the policy, while a sibling computes its prompt or its
+grammar is compiled; once all gates are open the policy sees it, at its own arrival time. `Finish`
+is the reason why it ended, and a `TokenWatcher` may end it at a token.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class Finish:
 
 
 class TokenWatcher(Protocol):
-    """Sees each token of one request as it arrives, but for one that ended it already: stop strings, a grammar that is complete."""
+    """Sees each token of one request as it arrives, but for one that ended it already: stop
+    strings, a grammar that is complete."""
 
     def see(self, token: int) -> Finish | None:
         """Take the next token. Return the request's `Finish`, or None if it continues."""
@@ -38,7 +42,8 @@ class Gate(Protocol):
 
 
 class Preparation(Gate, Protocol):
-    """A gate that is opened outside of the engine, such as by a compiling thread: the core polls it. `on_arrival` comes after it."""
+    """A gate that is opened outside of the engine, such as by a compiling thread: the core polls
+    it. `on_arrival` comes after it."""
 
     def failed(self) -> Finish | None:
         """Return how its requests end if the preparation failed, once it is open; else None."""

@@ -1,4 +1,7 @@
-"""`LiveRequest`: the engine's state of one request. Policies, managers and observers get it as a read-only `Request`; only the engine writes it."""
+"""`LiveRequest`: the engine's state of one request.
+
+Policies, managers and observers get it as a read-only `Request`; only the engine writes it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class Status(Enum):
 
 
 class LiveRequest(Request):
-    """A request in the engine. Its block tables are the KV-cache manager's; the executor keeps a copy in its rows."""
+    """A request in the engine.
+
+    Its block tables are the KV-cache manager's; the executor keeps a copy in its rows.
+    """
 
     __slots__ = (
         "adapter",
@@ -90,9 +96,13 @@ class LiveRequest(Request):
         adapter: Adapter | None = None,
         **fields: Any,
     ) -> None:
-        """Make a request that hasn't arrived. `sampling` are its parameters for the executor, `stop_ids` the tokens that end it, as any of the
-        `watchers` may. A `constraint` masks each token; it watches, too, and the request waits for it, as for its `adapter`. With `pooling` it ends
-        with its prompt, without a token; `max_tokens` is 1 then. `fields` are those of `Request`."""
+        """Make a request that hasn't arrived.
+
+        `sampling` are its parameters for the executor, `stop_ids` the tokens that end it, as any of
+        the `watchers` may. A `constraint` masks each token; it watches, too, and the request waits
+        for it, as for its `adapter`. With `pooling` it ends with its prompt, without a token;
+        `max_tokens` is 1 then. `fields` are those of `Request`.
+        """
         super().__init__(id, prompt_token_ids, params, max_tokens=max_tokens, **fields)
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
@@ -126,7 +136,8 @@ class LiveRequest(Request):
         self.next_trim = 0  # at this many computed tokens another block may have left a window
         self.row = -1  # in the executor; -1: none
         self.granted = 0  # tokens granted in the step being planned
-        self.yields_token = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
+        # Its grant computes its last known token, so that a new one is sampled; true of decodes
+        self.yields_token = False
         self.decided_in = -1  # the last step that granted, evicted or rejected it
         self.trimmed = (
             False  # it runs, and has released blocks of the prompt that a sibling would need
@@ -134,9 +145,9 @@ class LiveRequest(Request):
         self.lost = 0  # tokens that were computed once, before a preemption
         self.recomputed_tokens: int = 0
         self.preemptions: int = 0
-        self.pauses: Sequence[
-            float
-        ] = ()  # times of preemptions, each followed by that of the next admission; the first `MAX_PAUSES` pairs
+        # Times of preemptions, each followed by that of the next admission; the first `MAX_PAUSES`
+        # pairs
+        self.pauses: Sequence[float] = ()
         self.cached_tokens: int = 0
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None

@@ -27,8 +27,10 @@ DEAD_END = Finish(
 def fill_masks(
     flight: InFlightStep, vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]
 ) -> tuple[Masks, dict[LiveRequest, Finish]]:
-    """Return the masks of a step's constrained lines, and the end of each request that can't continue. `memory` is called with the number of masks
-    and of words in each. A matcher that fails, or allows no token, ends only its own request; after some drafts, that is noted in `flight.cuts`."""
+    """Return the masks of a step's constrained lines, and the end of each request that can't
+    continue. `memory` is called with the number of masks and of words in each. A matcher that
+    fails, or allows no token, ends only its own request; after some drafts, that is noted in
+    `flight.cuts`."""
     at: list[int] = []  # the line of each mask
     owners: list[LiveRequest] = []
     first: list[int] = []  # of each matcher, the mask of its row's first line
@@ -75,7 +77,8 @@ def _fill_first(
     words: NDArray[np.uint32],
     places: Sequence[int],
 ) -> dict[LiveRequest, Finish]:
-    """Fill the masks of the lines without drafts before them, at `places` of `words`; return why some requests can't go on."""
+    """Fill the masks of the lines without drafts before them, at `places` of `words`; return why
+    some requests can't go on."""
     failed: dict[LiveRequest, Finish] = {}
     lines = (
         words if len(places) == len(words) else np.empty((len(places), words.shape[1]), np.uint32)
@@ -118,8 +121,9 @@ def _fill_drafts(
 def _fill_ahead(
     matcher: Matcher, drafts: Sequence[int], words: NDArray[np.uint32], vocab_size: int
 ) -> tuple[int, Finish] | None:
-    """Fill the masks of the lines after each of `drafts`; all ones after one that the grammar forbids, or that completes it. If the matcher can't go
-    on after some drafts, return how many tokens its row may yield, and why."""
+    """Fill the masks of the lines after each of `drafts`; all ones after one that the grammar
+    forbids, or that completes it. If the matcher can't go on after some drafts, return how many
+    tokens its row may yield, and why."""
     words.view(np.uint8)[:] = np.packbits(
         np.arange(32 * words.shape[1]) < vocab_size, bitorder="little"
     )

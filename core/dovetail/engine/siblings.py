@@ -1,4 +1,7 @@
-"""Siblings: the samples of a request with n > 1. The first computes the prompt while the others are held back; then they fork its blocks."""
+"""Siblings: the samples of a request with n > 1.
+
+The first computes the prompt while the others are held back; then they fork its blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ def make_siblings(samples: list[LiveRequest]) -> None:
 
 
 class PromptGate:
-    """A gate that holds samples back while one of them, which the policy sees, computes their prompt."""
+    """A gate that holds samples back while one of them, which the policy sees, computes their
+    prompt."""
 
     __slots__ = ("_samples",)
 
@@ -33,8 +37,9 @@ class PromptGate:
 
 
 def fork_source(sample: LiveRequest, admitted: Container[LiveRequest]) -> LiveRequest | None:
-    """Return a sibling that holds the prompt's K and V (the last token's may be missing), written by steps already submitted. So it is none of the
-    requests `admitted` in the step being planned, whose own copies may still have to run. None: there is no such sibling."""
+    """Return a sibling that holds the prompt's K and V (the last token's may be missing), written
+    by steps already submitted. So it is none of the requests `admitted` in the step being planned,
+    whose own copies may still have to run. None: there is no such sibling."""
     if sample.prompt_tokens < 2 or sample.generated or sample.params.prompt_logprobs is not None:
         return None
     for sibling in sample.siblings:
@@ -51,7 +56,8 @@ def has_fresh(samples: Sequence[LiveRequest]) -> bool:
 
 
 def is_awaited(finished: LiveRequest) -> bool:
-    """Return True if a sibling has yet to begin that could fork the blocks of the request `finished`."""
+    """Return True if a sibling has yet to begin that could fork the blocks of the request
+    `finished`."""
     return _holds_prompt(finished) and has_fresh(finished.siblings)
 
 

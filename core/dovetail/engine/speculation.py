@@ -346,8 +346,11 @@ def _moved(mean: float, value: float, least: float) -> float:
 
 
 def _cost(measured: NDArray[np.float64], counts: NDArray[Any] | int) -> NDArray[np.float64]:
-    """Return the seconds of work on `counts` lines or rows, in the shape of `counts`. They are interpolated between those `measured`, [2, n] numbers
-    and seconds, and extrapolated beyond."""
+    """Return the seconds of work on `counts` lines or rows, in the shape of `counts`.
+
+    They are interpolated between those `measured`, [2, n] numbers and seconds, and extrapolated
+    beyond.
+    """
     known, seconds = measured
     beyond = (
         np.maximum(0, counts - known[-1])

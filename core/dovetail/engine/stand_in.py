@@ -1,4 +1,5 @@
-"""`plan_by_arrival`: plans a step in place of a policy that would let the engine wait forever. `EngineCore` calls it."""
+"""`plan_by_arrival`: plans a step in place of a policy that would let the engine wait forever.
+`EngineCore` calls it."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from dovetail.engine.step import PlannedStep
 
 
 def plan_by_arrival(step: PlannedStep) -> None:
-    """Grant the running requests, older ones evicting younger ones; without any, the oldest waiting request. Reject the oldest request if that grants
-    nothing, so that the others go on."""
+    """Grant the running requests, older ones evicting younger ones; without any, the oldest waiting
+    request. Reject the oldest request if that grants nothing, so that the others go on."""
     for request in step.grant_each(step.running):
         step.grant(request, evict=reversed(step.running))
     if step.granted:

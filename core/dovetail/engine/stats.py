@@ -1,5 +1,6 @@
-"""An engine's reports: `EngineStats`, its counts; `ObserverHub`, which notifies observers and contains their errors, except a
-`ConfigError` at start; `StormWatch`, a warning of excessive recomputation."""
+"""An engine's reports: `EngineStats`, its counts; `ObserverHub`, which notifies observers and
+contains their errors, except a `ConfigError` at start; `StormWatch`, a warning of excessive
+recomputation."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from dovetail.errors import ConfigError
 
 logger = logging.getLogger("dovetail")
 
-STORM_STEPS = 1_000  # a recompute storm: over this many steps, more tokens are recomputed than computed for the first time
+# A recompute storm: over this many steps, more tokens are recomputed than computed the first time
+STORM_STEPS = 1_000
 MAX_ERRORS = 5  # an observer that raises more often is dropped
 
 
@@ -66,7 +68,8 @@ class EngineStats:
 
 
 class StormWatch:
-    """Warns once if, over a thousand steps, more tokens were recomputed after preemptions than computed for the first time."""
+    """Warns once if, over a thousand steps, more tokens were recomputed after preemptions than
+    computed for the first time."""
 
     def __init__(self, policy_name: str) -> None:
         self._policy_name = policy_name
@@ -82,7 +85,8 @@ class StormWatch:
         if self._recomputed > self._computed and not self.seen:
             self.seen = True
             logger.warning(
-                "scheduler %s preempts so much that %d tokens were recomputed and only %d computed anew in the last %d steps",
+                "scheduler %s preempts so much that %d tokens were recomputed and only %d computed "
+                "anew in the last %d steps",
                 self._policy_name,
                 self._recomputed,
                 self._computed,
@@ -102,8 +106,11 @@ class ObserverHub:
         self._note_wishes()
 
     def start(self, event: EngineStarted) -> None:
-        """Call `on_started` of every observer. If one can't do what its options say, its `ConfigError` is raised, and those before it are told that
-        the engine stops."""
+        """Call `on_started` of every observer.
+
+        If one can't do what its options say, its `ConfigError` is raised, and those before it are
+        told that the engine stops.
+        """
         started: list[tuple[str, Observer]] = []
         for name, observer in tuple(self._observers):
             try:
@@ -118,7 +125,10 @@ class ObserverHub:
             started.append((name, observer))
 
     def add(self, name: str, observer: Observer) -> None:
-        """Add an observer while the engine runs, between steps. It gets no earlier events; a step in flight may have no decisions."""
+        """Add an observer while the engine runs, between steps.
+
+        It gets no earlier events; a step in flight may have no decisions.
+        """
         self._observers.append((name, observer))
         self._note_wishes()
 

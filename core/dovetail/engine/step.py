@@ -1,7 +1,9 @@
-"""`PlannedStep`: a step being planned. It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
+"""`PlannedStep`: a step being planned.
 
-A policy's call takes effect in full, or changes nothing and returns the reason. Lack of memory, budget or seats is refused; misuse raises
-`PolicyError` naming the policy, the request and the rule.
+It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
+
+A policy's call takes effect in full, or changes nothing and returns the reason. Lack of memory,
+budget or seats is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ _REFUSED = {refusal: Grant(0, refusal) for refusal in Refusal}
 
 
 class PlannedStep:
-    """The `Step` of `dovetail.api.scheduler`, over the core's `Books`. The core reads its grants when `schedule` has returned.
+    """The `Step` of `dovetail.api.scheduler`, over the core's `Books`.
 
-    A grant counts at once: a request's `num_computed` and `in_flight` include it, and preempting in the same step takes it back.
+    The core reads its grants when `schedule` has returned.
+
+    A grant counts at once: a request's `num_computed` and `in_flight` include it, and preempting in
+    the same step takes it back.
     """
 
     def __init__(
@@ -84,7 +89,8 @@ class PlannedStep:
         self.recomputed: dict[
             LiveRequest, int
         ] = {}  # request -> how many of this step's tokens were computed once, before a preemption
-        self.freed = False  # the core released blocks after this planning, so that planning again may grant more
+        # The core released blocks after this planning, so that planning again may grant more
+        self.freed = False
 
     # For a policy to read
 
@@ -251,7 +257,8 @@ class PlannedStep:
                 request.granted = 1
                 request.decided_in = index
                 granted[request] = 1
-                self._tokens_left -= 1  # now, because `requests` may be a generator that reads the step, or acts on it
+                # Now, because `requests` may be a generator that reads the step, or acts on it.
+                self._tokens_left -= 1
                 self._seqs_left -= 1
             elif not self.grant(request):
                 refused.append(request)
@@ -265,7 +272,9 @@ class PlannedStep:
             raise self._misuse(
                 request, "preempted, but it is waiting and holds no blocks to give back"
             )
-        else:  # preempted with another already, or its last token is in flight: the policy could see neither
+        else:
+            # Preempted with another already, or its last token is in flight: the policy could see
+            # neither.
             self._log(request, "refused", why=Refusal.NOT_NOW.name)
 
     def reject(self, request: Request, reason: str) -> None:
@@ -295,7 +304,8 @@ class PlannedStep:
             or time <= self.now
         ):
             raise PolicyError(
-                f"scheduler {self._books.policy_name}: wake_at needs a finite time after now ({self.now:.6f}), got {time!r}"
+                f"scheduler {self._books.policy_name}: wake_at needs a finite time after now "
+                f"({self.now:.6f}), got {time!r}"
             )
         self.wake_time = min(self.wake_time, time)
 
@@ -320,8 +330,9 @@ class PlannedStep:
         return self._tokens_left
 
     def give_blocks(self, request: LiveRequest, drafts: int) -> int:
-        """Give a decode granted in this step room for `drafts` tokens after its known ones, from what the policy has left over: a page for each
-        running request stays. Return how many of them fit."""
+        """Give a decode granted in this step room for `drafts` tokens after its known ones, from
+        what the policy has left over: a page for each running request stays. Return how many of
+        them fit."""
         end = request.num_tokens + drafts
         if end > request.capacity:
             spare = self._kv.available_pages - len(self._books.running)
@@ -429,7 +440,8 @@ class PlannedStep:
         return fork_source(request, self.admitted)
 
     def _span(self, request: LiveRequest, source: LiveRequest | None) -> tuple[int, int]:
-        """Return the range of its tokens still to compute: from the first without K and V up to the last one known or in flight."""
+        """Return the range of its tokens still to compute: from the first without K and V up to the
+        last one known or in flight."""
         end = request.prompt_tokens + len(request.output_token_ids) + request.in_flight
         if request.status is Status.RUNNING:
             return request.num_computed, end
@@ -458,7 +470,8 @@ class PlannedStep:
             request.capacity = self._books.layout.capacity(max(num_tokens, cached))
         self.admitted[request] = cached
         request.num_computed = cached
-        # It was preempted after its prompt, and what a hit beyond the prompt leaves out may be what a fork of the prompt needs.
+        # It was preempted after its prompt, and what a hit beyond the prompt leaves out may be what
+        # a fork of the prompt needs.
         request.trimmed = cached >= request.prompt_tokens and self._books.layout.has_windows
         return True
 
@@ -478,7 +491,8 @@ class PlannedStep:
         num_tokens: int,
         evict: Iterable[Request],
     ) -> bool:
-        """Preempt from `evict` until `num_tokens` tokens of `request` fit; none, if all of them wouldn't free enough."""
+        """Preempt from `evict` until `num_tokens` tokens of `request` fit; none, if all of them
+        wouldn't free enough."""
         victims: list[LiveRequest] = []
         layout = self._books.layout
         short_of = (
@@ -512,8 +526,9 @@ class PlannedStep:
     def _builds_on(
         self, request: LiveRequest, source: LiveRequest | None, candidate: LiveRequest
     ) -> bool:
-        """Return True if evicting `candidate` may take from `request` the very tokens that it would start from: those of the sibling that it forks,
-        or tokens in the cache that are computed in this step."""
+        """Return True if evicting `candidate` may take from `request` the very tokens that it would
+        start from: those of the sibling that it forks, or tokens in the cache that are computed in
+        this step."""
         if candidate is source:
             return True
         if (
@@ -530,7 +545,8 @@ class PlannedStep:
         )
 
     def _may_find(self, request: LiveRequest, found: int, other: LiveRequest) -> bool:
-        """Return True if the first block that `other` fills in this step may be among the `found` tokens."""
+        """Return True if the first block that `other` fills in this step may be among the `found`
+        tokens."""
         before = self.prefilled[other]
         end = min(
             (before // group.block_tokens + 1) * group.block_tokens
@@ -582,7 +598,8 @@ class PlannedStep:
                 self.recomputed[request] = again = min(request.num_computed, request.lost) - before
                 self.recomputed_tokens += again
                 request.recomputed_tokens += again
-            # Others planned in this very step may share its blocks: a backend writes the whole batch's K and V before it attends.
+            # Others planned in this very step may share its blocks: a backend writes the whole
+            # batch's K and V before it attends.
             self.prefilled[request] = before
             self._books.commit(request)
         if self.decisions is not None:
@@ -623,7 +640,8 @@ class PlannedStep:
             self._kv.uncommit(request, before)
 
     def _dependents(self, request: LiveRequest) -> list[LiveRequest]:
-        """Return the requests admitted in this step that found tokens in the cache which `request` was going to compute in it."""
+        """Return the requests admitted in this step that found tokens in the cache which `request`
+        was going to compute in it."""
         if request not in self.prefilled:
             return []
         certain = self.prefilled[request]
@@ -648,7 +666,8 @@ class PlannedStep:
     def _check_open(self) -> None:
         if not self._open:
             raise PolicyError(
-                f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only"
+                f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; "
+                "it holds for one call only"
             )
 
     def _check_known(self, request: Request) -> LiveRequest:

@@ -35,13 +35,16 @@ LATE_SHARE = 0.7  # plan at this share of the running step's estimated time
 
 
 class StepTimeFit:
-    """A least-squares fit of seconds on (1, prefill tokens, decodes, context tokens), with non-negative weights, that forgets slowly.
+    """A least-squares fit of seconds on (1, prefill tokens, decodes, context tokens), with
+    non-negative weights, that forgets slowly.
 
-    It minimises the relative error, so that a decode of 10 ms counts as much as a prefill of 1 s, and a step that took a hundred times too long
-    (a compilation, a hiccup) hardly at all. The last `KEPT` steps with prefills, and as many without, are forgotten only as newer steps of their
-    own kind come: otherwise a long run of decodes would leave nothing known of prefills. The fit keeps the sums of the normal equations rather
-    than update an inverse: they stay positive whatever comes. Terms that no step tells apart share their effect (ridge). It is pure Python,
-    since numpy would cost more than it saves at four weights.
+    It minimises the relative error, so that a decode of 10 ms counts as much as a prefill of 1 s,
+    and a step that took a hundred times too long (a compilation, a hiccup) hardly at all. The last
+    `KEPT` steps with prefills, and as many without, are forgotten only as newer steps of their own
+    kind come: otherwise a long run of decodes would leave nothing known of prefills. The fit keeps
+    the sums of the normal equations rather than update an inverse: they stay positive whatever
+    comes. Terms that no step tells apart share their effect (ridge). It is pure Python, since numpy
+    would cost more than it saves at four weights.
     """
 
     SCALE = (1.0, 1e-3, 1e-2, 1e-5)  # scales the terms to about one
@@ -64,7 +67,10 @@ class StepTimeFit:
     def update(
         self, seconds: float, prefill_tokens: int, decodes: int, context_tokens: int
     ) -> None:
-        """Learn from a finished step. An impossible duration (negative, infinite, not a number) is ignored."""
+        """Learn from a finished step.
+
+        An impossible duration (negative, infinite, not a number) is ignored.
+        """
         if not 0.0 <= seconds < math.inf:
             return
         self.steps += 1
@@ -90,7 +96,8 @@ class StepTimeFit:
         ]
 
     def estimate_s(self, prefill_tokens: int, decodes: int, context_tokens: int) -> float:
-        """Return the seconds that such a step takes, at least `MIN_SECONDS`; 0.0 before the first step was seen."""
+        """Return the seconds that such a step takes, at least `MIN_SECONDS`; 0.0 before the first
+        step was seen."""
         if not self.steps:
             return 0.0
         self._refresh()
@@ -98,7 +105,8 @@ class StepTimeFit:
         return max(MIN_SECONDS, sum(w * v for w, v in zip(self._weights, terms, strict=True)))
 
     def error(self) -> float:
-        """Return the standard error of the fit, relative to the seconds of each step; infinity until there are more steps than terms."""
+        """Return the standard error of the fit, relative to the seconds of each step; infinity
+        until there are more steps than terms."""
         freedom = sum(self._counts) - _TERMS
         if freedom <= 0.0:
             return math.inf
@@ -127,7 +135,10 @@ class StepTimeFit:
         return (1.0, prefill_tokens * a, decodes * b, context_tokens * c)
 
     def _solve(self) -> list[float]:
-        """Solve for the weights. A term whose weight would be negative is left out, the most negative first."""
+        """Solve for the weights.
+
+        A term whose weight would be negative is left out, the most negative first.
+        """
         active = list(range(_TERMS))
         while active:
             weights = self._solve_for(active)
@@ -138,7 +149,8 @@ class StepTimeFit:
         return [0.0] * _TERMS
 
     def _solve_for(self, active: list[int]) -> list[float]:
-        """Solve the normal equations of the `active` terms by Cholesky decomposition; the others weigh 0."""
+        """Solve the normal equations of the `active` terms by Cholesky decomposition; the others
+        weigh 0."""
         matrix = dict(zip(_PAIRS, map(sum, zip(*self._products, strict=True)), strict=True))
         targets = [sum(of_kinds) for of_kinds in zip(*self._targets, strict=True)]
         ridge = self.RIDGE * max(matrix[i, i] for i in active)
@@ -167,10 +179,12 @@ class StepTimeFit:
 def prompt_tokens_within(
     pace: float, decoding: Sequence[Request], fit: StepTimeFit, budget: int
 ) -> int:
-    """Return how many prompt tokens, at most `budget`, make a step last at most `pace` times as long as decoding the requests `decoding` alone.
+    """Return how many prompt tokens, at most `budget`, make a step last at most `pace` times as
+    long as decoding the requests `decoding` alone.
 
-    At least `LEAST_PROMPT_TOKENS`, so that prompts make progress; no more than that while finished steps don't show the cost of a prompt token; and
-    all of `budget` while no request streams, or nothing is known of the device yet.
+    At least `LEAST_PROMPT_TOKENS`, so that prompts make progress; no more than that while finished
+    steps don't show the cost of a prompt token; and all of `budget` while no request streams, or
+    nothing is known of the device yet.
     """
     if budget <= LEAST_PROMPT_TOKENS or all(
         request.params.output_kind is OutputKind.FINAL for request in decoding
@@ -185,14 +199,17 @@ def prompt_tokens_within(
 
 
 class PromptLimit:
-    """Caps the prompt tokens of a step on a slow device, so that it takes about `LONGEST_STEP_S`: requests arrive and are aborted between steps.
+    """Caps the prompt tokens of a step on a slow device, so that it takes about `LONGEST_STEP_S`:
+    requests arrive and are aborted between steps.
 
-    The cap follows from the tokens per second of finished steps. These are proportional to a step's size at worst, since part of its time doesn't
-    depend on it, so a step after a small one is rather too small than too large. Quick small steps never lower it.
+    The cap follows from the tokens per second of finished steps. These are proportional to a step's
+    size at worst, since part of its time doesn't depend on it, so a step after a small one is
+    rather too small than too large. Quick small steps never lower it.
     """
 
     def __init__(self, rate: float | None) -> None:
-        """`rate`: prompt tokens per second, a cautious guess until a step is measured; None: there is no cap."""
+        """`rate`: prompt tokens per second, a cautious guess until a step is measured; None: there
+        is no cap."""
         self._most = math.inf if rate is None else LONGEST_STEP_S * rate
 
     def update(self, seconds: float, tokens: int) -> None:
@@ -204,7 +221,8 @@ class PromptLimit:
             self._most = measured
 
     def most_tokens(self, decodes: int) -> float:
-        """Return the most prompt tokens of a step with this number of decodes; infinity: only its budget limits them."""
+        """Return the most prompt tokens of a step with this number of decodes; infinity: only its
+        budget limits them."""
         return max(FEWEST_TOKENS, self._most - decodes)
 
 

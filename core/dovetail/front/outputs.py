@@ -1,4 +1,5 @@
-"""From what the core delivers to what users get: one `RequestOutput` a request and step, as its `output_kind` asks."""
+"""From what the core delivers to what users get: one `RequestOutput` a request and step, as its
+`output_kind` asks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class SampleState(Protocol):
-    """The progress of one sample, as outputs tell of it: a `LiveRequest`, or what is known of one that is in another process."""
+    """The progress of one sample, as outputs tell of it: a `LiveRequest`, or what is known of one
+    that is in another process."""
 
     output_token_ids: array[int]
     first_scheduled_time: float | None
@@ -50,14 +52,18 @@ class SampleState(Protocol):
     def cached_tokens(self) -> int: ...
 
 
-READ_TOGETHER = 32  # tokens of an answer that is delivered at its end: one by one they take several times as long
+# Tokens of an answer that is delivered at its end: one by one they take several times as long
+READ_TOGETHER = 32
 
 S = TypeVar("S", bound=SampleState)
 K = TypeVar("K")
 
 
 class News(Protocol):
-    """The news of a step: a `Delivery`, or what a frame of another process says. The keys of `finished` are `SampleState`s."""
+    """The news of a step: a `Delivery`, or what a frame of another process says.
+
+    The keys of `finished` are `SampleState`s.
+    """
 
     @property
     def requests(self) -> Sequence[SampleState]: ...
@@ -225,7 +231,8 @@ class SampleOutput:
 
 
 class OutputBuilder:
-    """Feeds text and log-probabilities of each delivery to the samples that it expects, and makes the outputs."""
+    """Feeds text and log-probabilities of each delivery to the samples that it expects, and makes
+    the outputs."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, as_ids: Callable[[Iterable[int]], Sequence[int]] = tuple
@@ -247,8 +254,8 @@ class OutputBuilder:
             self._samples.pop(request, None)
 
     def text_of(self, request: SampleState) -> IncrementalText | None:
-        """Return the text of a sample whose deltas may be taken by its `delta_of`, instead of by deliveries: of a request for text and nothing else.
-        None for another."""
+        """Return the text of a sample whose deltas may be taken by its `delta_of`, instead of by
+        deliveries: of a request for text and nothing else. None for another."""
         sample = self._samples[request]
         return (
             sample.text
@@ -308,7 +315,8 @@ class OutputBuilder:
     def _output(
         self, group: RequestGroup[Any], fresh: Sequence[SampleOutput]
     ) -> RequestOutput | None:
-        """A request's output after this delivery, in which the samples `fresh` changed; None, if its kind says to wait."""
+        """A request's output after this delivery, in which the samples `fresh` changed; None, if
+        its kind says to wait."""
         kind, finished = group.kind, not group.unfinished
         if kind is OutputKind.FINAL and not finished:
             return None
@@ -431,7 +439,8 @@ class OutputBuilder:
 def by_sample(
     samples: Sequence[K], token_ids: Sequence[int]
 ) -> Iterable[tuple[K, tuple[int, ...]]]:
-    """Return each sample with its new tokens, as those of one follow each other: nearly always a single one."""
+    """Return each sample with its new tokens, as those of one follow each other: nearly always a
+    single one."""
     if not any(map(is_, samples, islice(samples, 1, None))):
         return zip(samples, zip(token_ids, strict=True), strict=True)
     pairs = groupby(zip(samples, token_ids, strict=True), key=itemgetter(0))

@@ -1,11 +1,14 @@
-"""The draft model: a small model of the target's vocabulary that proposes drafts (see `dovetail.api.drafter.ModelDrafter`).
+"""The draft model: a small model of the target's vocabulary that proposes drafts (see
+`dovetail.api.drafter.ModelDrafter`).
 
-Its attention layers are in the target's cache groups, so that block tables, prefix reuse and preemption serve it as well. It fills its K and V
+Its attention layers are in the target's cache groups, so that block tables, prefix reuse and
+preemption serve it as well. It fills its K and V
 
   - right after the target, with the same tokens, in steps with prefills;
   - before it proposes: the known tokens of a row that it hasn't seen, mostly one or two. Plain decode steps don't run it.
 
-It draws with the target's sampler, at the same output positions, so with the same noise: where both are about equally sure, both draw the same token.
+It draws with the target's sampler, at the same output positions, so with the same noise: where both
+are about equally sure, both draw the same token.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class DraftPlan(FeaturePlan):
     ) -> DraftPlan:
         """Return the plan for `config.draft_model` in the dtypes and length of the `target`.
 
-        Raises `ModelLoadError`, `UnsupportedError` or `ConfigError` that name the draft model if it can't be served, or doesn't fit the target.
+        Raises `ModelLoadError`, `UnsupportedError` or `ConfigError` that name the draft model if it
+        can't be served, or doesn't fit the target.
         """
         assert config.draft_model is not None
         own = replace(
@@ -81,7 +85,8 @@ class DraftPlan(FeaturePlan):
         why = []
         if plan.vocab_size != target.vocab_size:
             why.append(
-                f"it has a vocabulary of {plan.vocab_size} tokens, and the model one of {target.vocab_size}"
+                f"it has a vocabulary of {plan.vocab_size} tokens, and the model one of "
+                f"{target.vocab_size}"
             )
         if plan.states:
             why.append("it has recurrent layers, whose states can't take back a rejected draft")
@@ -187,7 +192,8 @@ class DraftModel(Proposer):
         self._max_tokens = max_tokens
         # Of each row, leading known tokens whose K and V are in the cache
         self._computed = np.zeros(self._rows.max_rows, np.int64)
-        # Blocks before a window belong to others: earlier tokens of a row are left out, as if their K and V were those that happen to be there.
+        # Blocks before a window belong to others: earlier tokens of a row are left out, as if their
+        # K and V were those that happen to be there.
         self._reach = min(
             (spec.window for spec in specs if spec.window is not None), default=self._rows.max_len
         )
@@ -236,7 +242,8 @@ class DraftModel(Proposer):
         self._computed[drafting] = self._rows.known[drafting] + counts - 1
 
     def _propose_first(self, rows: Int64, graphs: Graphs | None) -> None:
-        """Compute the known tokens of `rows` [n] that lack K and V, and draw the first draft of each."""
+        """Compute the known tokens of `rows` [n] that lack K and V, and draw the first draft of
+        each."""
         known = self._rows.known[rows]
         starts = np.maximum(self._computed[rows], known - self._reach)
         if known.min() >= 2 and (known - starts).max() <= 2:
@@ -263,8 +270,11 @@ class DraftModel(Proposer):
         return graph is not None
 
     def _launch(self, rows: Int64, starts: Int64, counts: Int64, ahead: int | None) -> None:
-        """Run the model over `counts` tokens of `rows` [n] from `starts` on. Draw the draft that follows them, with `ahead` others before it; None:
-        only K and V are needed."""
+        """Run the model over `counts` tokens of `rows` [n] from `starts` on.
+
+        Draw the draft that follows them, with `ahead` others before it; None: only K and V are
+        needed.
+        """
         host = HostInputs.of_tokens(rows, starts, counts, self._rows)
         inputs = host.to_device(self._rows)
         self._backend.plan(host.attention_batch(self._rows, inputs))

@@ -1,8 +1,9 @@
 """Features of a step, each in its own place: adapters, pooling, prompt log-probabilities, drafts.
 
-A feature's host side (`StepFeature`) runs once a step, whether the step is replayed or launched. Its
-device work (`DeviceWork`) runs at a launch and while a step is recorded, never in a replay: it gets
-tensors at fixed addresses, and no step. Before any weights are read, a feature is a `FeaturePlan`.
+A feature's host side (`StepFeature`) runs once a step, whether the step is replayed or launched.
+Its device work (`DeviceWork`) runs at a launch and while a step is recorded, never in a replay: it
+gets tensors at fixed addresses, and no step. Before any weights are read, a feature is a
+`FeaturePlan`.
 
 Sampling, attention, recurrent states, and drafts as the geometry of a step aren't features: every
 step has them.
@@ -54,9 +55,11 @@ class FinalStates(NamedTuple):
 
 
 class StepFeature(ABC, Generic[Note]):
-    """The host's side of a feature. Its methods are called with the steps for which `begin` returned
-    a note, in the order of features. Decisions depend on batches and rows alone, so that all ranks
-    decide alike."""
+    """The host's side of a feature.
+
+    Its methods are called with the steps for which `begin` returned a note, in the order of
+    features. Decisions depend on batches and rows alone, so that all ranks decide alike.
+    """
 
     part: type | None = None  # of a batch, that it reads; None: it reads none
     # Rows that ask for it, which it may keep: while there are none, it needn't see batches without
@@ -88,8 +91,10 @@ class StepFeature(ABC, Generic[Note]):
         return False
 
     def collect(self, step: Step, note: Note, failed: dict[int, str]) -> Any | None:
-        """Return a part of the result, once the device has passed the step; None: there is none. May
-        add rows to `failed`, index in the batch -> reason."""
+        """Return a part of the result, once the device has passed the step; None: there is none.
+
+        May add rows to `failed`, index in the batch -> reason.
+        """
         return None
 
     def recordings(self, parts: StepParts, most_lines: int) -> Sequence[Builder]:

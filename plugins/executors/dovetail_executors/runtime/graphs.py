@@ -1,9 +1,9 @@
 """CUDA graphs of a model's steps: one list of recordings by key and size.
 
-A step is replayed with the smallest recording that fits; the rest of its inputs is padding. To add a
-kind: name its key, write its `Builder` (inputs of a size, and the device work on them), add it to
-the list in `Graphs.of` or to a feature's `DeviceWork.recordings`, and have the runner or the feature
-`find`, fill and `replay` it.
+A step is replayed with the smallest recording that fits; the rest of its inputs is padding. To add
+a kind: name its key, write its `Builder` (inputs of a size, and the device work on them), add it to
+the list in `Graphs.of` or to a feature's `DeviceWork.recordings`, and have the runner or the
+feature `find`, fill and `replay` it.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Builder(ABC):
 
     @abstractmethod
     def inputs(self, size: int) -> Any:
-        """Create the inputs of a padding-only step, which reads and writes nothing, at the addresses
-        that replays will read, and plan it for all layers."""
+        """Create the inputs of a padding-only step, which reads and writes nothing, at the
+        addresses that replays will read, and plan it for all layers."""
 
     @abstractmethod
     def run(self, inputs: Any) -> Any:
@@ -219,8 +219,10 @@ class DecodeSteps(Builder):
 
 
 class SamplingSteps(Builder):
-    """The rest of a step after its model, for `size` sampled lines. Launching its kernels one by one
-    takes longer than a small step."""
+    """The rest of a step after its model, for `size` sampled lines.
+
+    Launching its kernels one by one takes longer than a small step.
+    """
 
     def __init__(
         self, key: GraphKey, sizes: Sequence[int], parts: StepParts, model: DecodeSteps
@@ -299,8 +301,8 @@ def decode_builders(
 
 
 def with_axes_of_features(builders: Sequence[Builder], parts: StepParts) -> list[Builder]:
-    """Return the builders of the same steps for each feature that has recordings of its own, and for
-    all such features at once."""
+    """Return the builders of the same steps for each feature that has recordings of its own, and
+    for all such features at once."""
     axes = parts.model.axes
     wanted = [frozenset({axis}) for axis in axes] + ([frozenset(axes)] if len(axes) > 1 else [])
     return [
@@ -322,12 +324,17 @@ class Graph:
 
     @property
     def whole(self) -> bool:
-        """True if attention is recorded, too: mixed steps are then planned with `AttentionBatch.mixed_graph`."""
+        """True if attention is recorded, too: mixed steps are then planned with
+        `AttentionBatch.mixed_graph`."""
         return len(self.recording.pieces) == 1
 
 
 class Graphs:
-    """Table of recordings. Call `compile_ahead`, then `capture` once the KV pool is allocated, then `find` and `replay` for each step."""
+    """Table of recordings.
+
+    Call `compile_ahead`, then `capture` once the KV pool is allocated, then `find` and `replay` for
+    each step.
+    """
 
     def __init__(self, builders: Sequence[Builder], parts: StepParts) -> None:
         """Keys are recorded in the order of `builders`."""
@@ -368,7 +375,10 @@ class Graphs:
         return ", ".join(key.part for key in (DECODE, MIXED) if key in keys) or "none"
 
     def compile_ahead(self, prepare: Callable[[], None], progress: Progress | None = None) -> None:
-        """Compile what recording will launch, many kernels in parallel. `prepare` prepares the backend, for a pool of any size."""
+        """Compile what recording will launch, many kernels in parallel.
+
+        `prepare` prepares the backend, for a pool of any size.
+        """
         if not has_triton():
             return
         tell = None if progress is None else partial(progress, "compiling kernels")
@@ -448,8 +458,11 @@ class Graphs:
         return keys
 
     def for_model(self, num_tokens: int, axes: frozenset[str], *, all_states: bool) -> Graph | None:
-        """Return the graph for the model of any step. `axes`: of its features, and "shared". None if
-        the step is too large, or needs `all_states` but only wanted ones are computed."""
+        """Return the graph for the model of any step.
+
+        `axes`: of its features, and "shared". None if the step is too large, or needs `all_states`
+        but only wanted ones are computed.
+        """
         if self._parts.backend.capabilities.cuda_graph != "mixed":
             axes -= SHARED
         graph = self.find(GraphKey("mixed", axes=axes), num_tokens)
@@ -470,9 +483,11 @@ class Graphs:
     def for_sampling(
         self, host_rows: Int64, *, masked: bool, asks: Asks | None = None
     ) -> Graph | None:
-        """Return the graph that samples for lines of these rows, some of which may be `masked`. None
-        if no graph supports everything that they need: e.g. log-probabilities are of raw logits,
-        which a graph with masks doesn't keep."""
+        """Return the graph that samples for lines of these rows, some of which may be `masked`.
+
+        None if no graph supports everything that they need: e.g. log-probabilities are of raw
+        logits, which a graph with masks doesn't keep.
+        """
         if masked and (self._parts.rows.logprobs[host_rows] >= 0).any():
             return None
         return self._sampling("sampling", host_rows, frozenset(), asks)

@@ -1,4 +1,7 @@
-"""`LogitsProcessors`: the logits processors of a rank. Tracks which rows ask for which, and makes the function with which a sampler applies them."""
+"""`LogitsProcessors`: the logits processors of a rank.
+
+Tracks which rows ask for which, and makes the function with which a sampler applies them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class LogitsProcessors:
     def update(
         self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]
     ) -> dict[int, str]:
-        """Pass changed rows to the processors. Returns the rows of `added` that one of them rejected, and why; ignore their tokens."""
+        """Pass changed rows to the processors.
+
+        Returns the rows of `added` that one of them rejected, and why; ignore their tokens.
+        """
         changed = [*removed, *(row for row, _ in added)]
         if not self._asks[changed].any() and not any(
             sampling.logits_processors for _, sampling in added
@@ -102,8 +108,9 @@ class LogitsProcessors:
         words: torch.Tensor,
         failures: dict[int, str],
     ) -> Process:
-        """Return the function that applies what a step asks for, then the masks: `masked` [n] int64 are the lines' rows in `words`, or -1.
-        Adds processors that raise to `failures`, index -> reason; the requests that ask for them end."""
+        """Return the function that applies what a step asks for, then the masks: `masked` [n] int64
+        are the lines' rows in `words`, or -1. Adds processors that raise to `failures`, index ->
+        reason; the requests that ask for them end."""
         indices = np.flatnonzero(asks.any(0)).tolist()
         failures |= {index: reason for index, reason in self._lost.items() if index in indices}
         indices = [index for index in indices if index not in self._lost]
@@ -112,24 +119,33 @@ class LogitsProcessors:
     def process_captured(
         self, lines: Lines, masked: torch.Tensor | None, words: torch.Tensor
     ) -> Process:
-        """Return the function for all processors that a graph can apply. It raises `PluginError` for one that raises."""
+        """Return the function for all processors that a graph can apply.
+
+        It raises `PluginError` for one that raises.
+        """
         return partial(
             self._process, lines, np.flatnonzero(self._capturable).tolist(), masked, words, None
         )
 
     def add_wrong(self, tokens: torch.Tensor) -> None:
-        """Add `WRONG` to row 1 of tokens [3, n] (see `sampling.append`) for lines whose largest logit wasn't finite."""
+        """Add `WRONG` to row 1 of tokens [3, n] (see `sampling.append`) for lines whose largest
+        logit wasn't finite."""
         tokens[1] += self._wrong[: tokens.shape[1]]
 
     def reason(self, asks: Asks, line: int) -> str:
         """Return why the line failed, for a client."""
         names = ", ".join(name for name, asked in zip(self.names, asks[line], strict=True) if asked)
-        return f"the logits are NaN, infinite or all -inf after the logits processors that it asks for: {names}"
+        return (
+            "the logits are NaN, infinite or all -inf after the logits processors that it asks for: "
+            f"{names}"
+        )
 
     @contextmanager
     def asked_by_all(self) -> Iterator[Mapping[str, Mapping[str, Any]]]:
-        """Apply every processor in each step, to measure their memory. Yields what rows should ask for: the processors whose arguments have
-        defaults."""
+        """Apply every processor in each step, to measure their memory.
+
+        Yields what rows should ask for: the processors whose arguments have defaults.
+        """
         self._all_ask = True
         try:
             yield {
@@ -143,7 +159,8 @@ class LogitsProcessors:
     def _validated(
         self, index: int, asking: Sequence[tuple[int, RowSampling]]
     ) -> tuple[list[ProcessedRow], dict[int, str]]:
-        """Return the rows with their arguments, and the rows whose arguments are invalid here although they were valid on arrival."""
+        """Return the rows with their arguments, and the rows whose arguments are invalid here
+        although they were valid on arrival."""
         rows, wrong, name = list[ProcessedRow](), dict[int, str](), self.names[index]
         for row, sampling in asking:
             try:
@@ -158,13 +175,18 @@ class LogitsProcessors:
                 )
             except Exception as error:
                 wrong[row] = (
-                    f"logits processor {name} rejects arguments that it accepted on arrival: {describe(error)}"
+                    f"logits processor {name} rejects arguments that it accepted on arrival: "
+                    f"{describe(error)}"
                 )
                 logger.warning("ending a request: %s", wrong[row])
         return rows, wrong
 
     def _forget(self, index: int, rows: Sequence[int]) -> None:
-        """Remove rows. If the processor raises, never use it again: it might change the logits of a row that doesn't ask."""
+        """Remove rows.
+
+        If the processor raises, never use it again: it might change the logits of a row that
+        doesn't ask.
+        """
         self._asks[rows, index] = False
         if not rows or index in self._lost:
             return
@@ -189,7 +211,8 @@ class LogitsProcessors:
 
     def _lose(self, index: int, error: Exception) -> None:
         self._lost[index] = (
-            f"logits processor {self.names[index]} is no longer used: it raised in update() when a row was removed: {describe(error)}"
+            f"logits processor {self.names[index]} is no longer used: it raised in update() when a "
+            f"row was removed: {describe(error)}"
         )
         logger.error(self._lost[index], exc_info=error)
 
@@ -212,7 +235,8 @@ class LogitsProcessors:
             except Exception as error:
                 if failures is None:
                     raise PluginError(
-                        f"logits processor {name} declares cuda_graph, but can't be recorded: {describe(error)}"
+                        f"logits processor {name} declares cuda_graph, but can't be recorded: "
+                        f"{describe(error)}"
                     ) from error
                 failures[index] = f"logits processor {name} raised in apply(): {describe(error)}"
                 logger.warning("ending requests: %s", failures[index], exc_info=error)

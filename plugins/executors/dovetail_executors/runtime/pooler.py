@@ -1,11 +1,12 @@
-"""Pools the states of rows on the device: `Pooler` gathers what each row needs of the steps that compute its prompt, and applies the layers of a
-`PoolingPlan` in float32.
+"""Pools the states of rows on the device: `Pooler` gathers what each row needs of the steps that
+compute its prompt, and applies the layers of a `PoolingPlan` in float32.
 
     last       the state of the last token, in the last step
     cls, mean  `_held` [rows, hidden] keeps the first token's state, or the sum of all, from one step to the next
     token_…    each step's results go to the host, which puts them together
 
-So a prompt in chunks gives what it gives at once. Steps without rows that pool cost one look at an empty dictionary.
+So a prompt in chunks gives what it gives at once. Steps without rows that pool cost one look at an
+empty dictionary.
 """
 
 from __future__ import annotations
@@ -280,7 +281,8 @@ class Pooler(StepFeature[PooledStep]):
     def _gathered(
         self, members: Sequence[_Member], hidden: torch.Tensor, places: Int64
     ) -> torch.Tensor:
-        """Return what is pooled of each member's tokens up to now, [n, hidden] float32: of a mean that isn't due, the sum."""
+        """Return what is pooled of each member's tokens up to now, [n, hidden] float32: of a mean
+        that isn't due, the sum."""
         vectors = _sums(
             _taken(hidden, _places(members, places)), [member.count for member in members]
         )
@@ -435,7 +437,8 @@ def _layer(layer: HeadLayer, tensors: Mapping[str, torch.Tensor], x: torch.Tenso
 def _token_scores(
     plan: PoolingPlan, vocab_size: int, hidden_size: int, device: torch.device, seed: int | None
 ) -> Vectors:
-    """Return the layer that computes the logit of the first of `plan.score_tokens`, less that of the second."""
+    """Return the layer that computes the logit of the first of `plan.score_tokens`, less that of
+    the second."""
     ids = [token for token in plan.score_tokens or () if token is not None]
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
         raise ModelLoadError(f"scores of the tokens {wrong}: the vocabulary has {vocab_size}")

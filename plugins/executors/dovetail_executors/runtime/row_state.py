@@ -1,12 +1,15 @@
 """State of each row between steps: tokens, lengths, block tables. A step sends only changes.
 
-The tokens and tables live on the device, because the next step is planned before the host knows the ids that this one samples. Lengths need no
-ids to be known, so the host counts them itself, in numpy, and never has to ask the device.
+The tokens and tables live on the device, because the next step is planned before the host knows the
+ids that this one samples. Lengths need no ids to be known, so the host counts them itself, in
+numpy, and never has to ask the device.
 
-A block of a cache group is one or more pages; each page of it has a table of its own here, in which a block is one number. The tables of a group
-lie behind each other, those of all groups in one array: a step gathers its rows of all of them at once. Slots and small tables are made from the
-host's copy, without asking the device. It can't be the manager's, which is a step ahead and, with several ranks, in another process. Slots of many
-tokens in several groups are computed on the device (`slots_on_device`): there a kernel takes as long for many tables as for one.
+A block of a cache group is one or more pages; each page of it has a table of its own here, in which
+a block is one number. The tables of a group lie behind each other, those of all groups in one
+array: a step gathers its rows of all of them at once. Slots and small tables are made from the
+host's copy, without asking the device. It can't be the manager's, which is a step ahead and, with
+several ranks, in another process. Slots of many tokens in several groups are computed on the device
+(`slots_on_device`): there a kernel takes as long for many tables as for one.
 """
 
 from __future__ import annotations
@@ -38,9 +41,13 @@ MOST_UNSENT = 64  # maximum number of steps with unsent blocks
 
 
 class RowState:
-    """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`. Device tensors have fixed addresses. `states`: if the layout has a
-    recurrent group, which has no tables here. `max_lines`: most that a step samples (see `dovetail.api.executor.Batch`); at least `max_rows`.
-    `columns`: numbers of features, int32 of each row, and how a batch's new rows get theirs."""
+    """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`.
+
+    Device tensors have fixed addresses. `states`: if the layout has a recurrent group, which has no
+    tables here. `max_lines`: most that a step samples (see `dovetail.api.executor.Batch`); at least
+    `max_rows`. `columns`: numbers of features, int32 of each row, and how a batch's new rows get
+    theirs.
+    """
 
     def __init__(
         self,
@@ -80,7 +87,8 @@ class RowState:
         self.row_width = (
             max_len + 1
         )  # so that a row at its end may sample once more, into an unused place
-        # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates it.
+        # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates
+        # it.
         count = max_rows + 1
         numbers = (
             count,
@@ -125,7 +133,10 @@ class RowState:
 
     @property
     def tables(self) -> torch.Tensor:
-        """[tables, max_rows + 1, max_blocks] int32. New pages are sent on access, since many steps send small tables of their own."""
+        """[tables, max_rows + 1, max_blocks] int32.
+
+        New pages are sent on access, since many steps send small tables of their own.
+        """
         if self._unsent:
             self._send([])
         return self._tables
@@ -148,7 +159,10 @@ class RowState:
         return self.waste_page * self.block_tokens
 
     def update(self, batch: Batch) -> None:
-        """Apply removed rows, added rows and new pages. Raises `DovetailError` if they, or the batch's drafts, don't fit."""
+        """Apply removed rows, added rows and new pages.
+
+        Raises `DovetailError` if they, or the batch's drafts, don't fit.
+        """
         self._check_added(batch.added)
         if len(batch.removed):
             self.known[batch.removed] = self.computed[batch.removed] = 0
@@ -170,12 +184,16 @@ class RowState:
             self._send(changes)
 
     def put_drafts(self, rows: NDArray[np.int32], drafts: Drafts) -> None:
-        """Write drafts after the known tokens of `rows` [b]. Those of recorded steps come with their inputs."""
+        """Write drafts after the known tokens of `rows` [b].
+
+        Those of recorded steps come with their inputs.
+        """
         starts = self._token_ids_at + rows.astype(np.int64) * self.row_width + self.known[rows]
         self._send([(ranges(starts, drafts.counts), drafts.token_ids)])
 
     def check(self, batch: Batch) -> None:
-        """Raise `DovetailError` that names a request with too few tokens or blocks for the batch, or says what is wrong with its drafts."""
+        """Raise `DovetailError` that names a request with too few tokens or blocks for the batch,
+        or says what is wrong with its drafts."""
         ends, known = self.computed[batch.rows] + batch.num_tokens, self.known[batch.rows]
         if batch.drafts is not None:
             known = known + self._checked_drafts(batch, batch.drafts)
@@ -186,13 +204,16 @@ class RowState:
             row, count = (int(values[wrong.argmax()]) for values in (batch.rows, batch.num_tokens))
             drafts = int(known[wrong.argmax()] - self.known[row])
             raise DovetailError(
-                f"step {batch.step}: request {self.request_ids[row]!r} (row {row}) can't compute {count} tokens after {self.computed[row]}: "
-                f"{self.known[row]} are known{f' and {drafts} drafted' if drafts else ''}, its blocks hold {capacity[wrong.argmax()]}, a row holds "
-                f"{self.max_len}, and only the last known token and drafts can sample"
+                f"step {batch.step}: request {self.request_ids[row]!r} (row {row}) can't compute "
+                f"{count} tokens after {self.computed[row]}: {self.known[row]} are known"
+                f"{f' and {drafts} drafted' if drafts else ''}, its blocks hold "
+                f"{capacity[wrong.argmax()]}, a row holds {self.max_len}, and only the last known "
+                "token and drafts can sample"
             )
 
     def slots(self, rows: Int64, positions: Int64) -> Int64:
-        """Return the slots in the paged cache of the K and V of these tokens [n] of these rows [n]: page * block size + offset. [tables, n]."""
+        """Return the slots in the paged cache of the K and V of these tokens [n] of these rows [n]:
+        page * block size + offset. [tables, n]."""
         slots = np.empty((self.num_tables, len(rows)), np.int64)
         for tables, group in zip(self._tables_of, self._paged, strict=True):
             blocks, offsets = np.divmod(positions, group.block_tokens)
@@ -203,8 +224,9 @@ class RowState:
         return slots
 
     def put_slots(self, token_indices: torch.Tensor, count: int, slots: torch.Tensor) -> None:
-        """Enqueue the computation of slots [tables, n] int64, of the first `count` of token_indices [n] int64 (flat, in `token_ids`). The others are
-        padding; their slots are in the waste page."""
+        """Enqueue the computation of slots [tables, n] int64, of the first `count` of token_indices
+        [n] int64 (flat, in `token_ids`). The others are padding; their slots are in the waste page.
+        """
         tables = self.tables
         if use_kernels(token_indices):
             from dovetail_executors.runtime import slots_kernel
@@ -247,11 +269,13 @@ class RowState:
                 )
             if len(new.pages) != len(self.layout.groups):
                 raise DovetailError(
-                    f"request {new.request_id!r} has {len(new.pages)} block tables; the layout has {len(self.layout.groups)} groups"
+                    f"request {new.request_id!r} has {len(new.pages)} block tables; the layout has "
+                    f"{len(self.layout.groups)} groups"
                 )
             if self.states is not None and len(new.pages[-1]) != self.layout.state_pages:
                 raise DovetailError(
-                    f"request {new.request_id!r} has a state of {len(new.pages[-1])} pages, not {self.layout.state_pages}"
+                    f"request {new.request_id!r} has a state of {len(new.pages[-1])} pages, not "
+                    f"{self.layout.state_pages}"
                 )
             for pages, group in zip(new.pages, self._paged, strict=False):
                 if (
@@ -259,8 +283,8 @@ class RowState:
                     or len(pages) > self.max_blocks * group.pages_per_block
                 ):
                     raise DovetailError(
-                        f"request {new.request_id!r} has {len(new.token_ids)} tokens in {len(pages)} pages of a group; a row holds {self.max_len} "
-                        f"tokens in {self.max_blocks * group.pages_per_block} pages"
+                        f"request {new.request_id!r} has {len(new.token_ids)} tokens in "
+                        f"{len(pages)} pages of a group; a row holds {self.max_len} tokens in {self.max_blocks * group.pages_per_block} pages"
                     )
 
     def _checked_drafts(self, batch: Batch, drafts: Drafts) -> NDArray[np.int32]:
@@ -268,15 +292,18 @@ class RowState:
         counts, count = drafts.counts, len(drafts.token_ids)
         if counts.shape != batch.rows.shape or (counts < 0).any() or counts.sum() != count:
             raise DovetailError(
-                f"step {batch.step} has {count} drafts for {len(batch.rows)} rows; by its counts there should be {counts.tolist()}"
+                f"step {batch.step} has {count} drafts for {len(batch.rows)} rows; by its counts "
+                f"there should be {counts.tolist()}"
             )
         if ((counts > 0) & ~(batch.yields_token & (batch.num_tokens == 1 + counts))).any():
             raise DovetailError(
-                f"step {batch.step}: a row with drafts computes these and its last known token, and samples"
+                f"step {batch.step}: a row with drafts computes these and its last known token, "
+                "and samples"
             )
         if batch.num_lines.sum() > self.max_lines:
             raise DovetailError(
-                f"step {batch.step} samples {batch.num_lines.sum()} lines; there is memory for {self.max_lines}"
+                f"step {batch.step} samples {batch.num_lines.sum()} lines; there is memory for "
+                f"{self.max_lines}"
             )
         return counts
 
@@ -324,7 +351,8 @@ class RowState:
         if excess.any():
             row = int(rows[excess.argmax()])
             raise DovetailError(
-                f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds"
+                f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} "
+                "blocks that a row holds"
             )
         np.add.at(self.num_pages[group], rows, 1)
         self._put_pages(tables, rows, nth, pages[order])
@@ -354,13 +382,15 @@ class RowState:
 
 
 def ranges(starts: Int64 | int, counts: NDArray[np.integer[Any]]) -> Int64:
-    """Return the ranges of `counts` [n] numbers from `starts` [n] on, one after the other: [5, 6, 7, 0, 1] for [5, 0] and [3, 2]."""
+    """Return the ranges of `counts` [n] numbers from `starts` [n] on, one after the other: [5, 6,
+    7, 0, 1] for [5, 0] and [3, 2]."""
     before: Int64 = (starts - (counts.cumsum() - counts)).repeat(counts)
     return before + np.arange(len(before))
 
 
 def counts_within(groups: Int64) -> Int64:
-    """Return each element's index within its group of equal neighbours: [0, 1, 2, 0, 1] for [2, 2, 2, 5, 5]."""
+    """Return each element's index within its group of equal neighbours: [0, 1, 2, 0, 1] for [2, 2,
+    2, 5, 5]."""
     index = np.arange(len(groups))
     begins = np.concatenate([[True], groups[1:] != groups[:-1]])
     return index - np.maximum.accumulate(np.where(begins, index, 0))

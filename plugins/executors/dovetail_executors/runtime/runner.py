@@ -1,8 +1,9 @@
-"""One step on one device: `Runner` turns a `Batch` into the flat inputs of a model, runs it, samples,
-and copies the results to the host.
+"""One step on one device: `Runner` turns a `Batch` into the flat inputs of a model, runs it,
+samples, and copies the results to the host.
 
-`submit` only enqueues; waiting for the device happens in `collect`. On a CPU `submit` computes. What
-features add to a step is in `features` and in the files of each; what follows the model is `sampling`.
+`submit` only enqueues; waiting for the device happens in `collect`. On a CPU `submit` computes.
+What features add to a step is in `features` and in the files of each; what follows the model is
+`sampling`.
 """
 
 from __future__ import annotations
@@ -83,8 +84,11 @@ class Runner:
         *,
         generates: bool = True,
     ) -> None:
-        """`model`: a `CausalLM`. `features`: in the order in which they take part. `generates`: False
-        if no row yields a token."""
+        """`model`: a `CausalLM`.
+
+        `features`: in the order in which they take part. `generates`: False if no row yields a
+        token.
+        """
         self.model: Any = model
         self.backend, self.pool, self.sampling, self.clock = backend, pool, sampling, clock
         self.rows, self.device = sampling.rows, sampling.rows.device
@@ -99,8 +103,10 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> Step:
-        """Enqueue a step; for a late one, only the model. Raises `DovetailError` if it doesn't match
-        the rows' state."""
+        """Enqueue a step; for a late one, only the model.
+
+        Raises `DovetailError` if it doesn't match the rows' state.
+        """
         step = self._begin(batch)
         graph = None if self.graphs is None else self._whole_graph(step, self.graphs)
         if batch.drafts is not None:

@@ -121,9 +121,9 @@ class Sampling:
     # Device work
 
     def draw(self, step: Step, logits: torch.Tensor, lines: Lines, hidden: torch.Tensor) -> None:
-        """Launch the sampling of the step's lines [n] from logits [n, vocab], and fetch the results.
-        `hidden` [n, hidden]: of the lines' last tokens. Log-probabilities are those of the unmasked
-        logits."""
+        """Launch the sampling of the step's lines [n] from logits [n, vocab], and fetch the
+        results. `hidden` [n, hidden]: of the lines' last tokens. Log-probabilities are those of the
+        unmasked logits."""
         host_rows, asks, masked, process, raw = step.lines.rows, step.asks, None, None, logits
         if step.masked is not None:
             masked = to_device(step.masked, self.rows.device)
@@ -175,9 +175,12 @@ class Sampling:
         host_rows: Int64 | None = None,
         capture: Capture | None = None,
     ) -> tuple[torch.Tensor, TopLogprobs | None]:
-        """Mask the logits, sample the lines, and extend their rows. Samplers don't know about masks:
-        a forbidden token looks like one that the model finds impossible. Returns the tokens as
-        `append` does, and the log-probabilities of the masked logits."""
+        """Mask the logits, sample the lines, and extend their rows.
+
+        Samplers don't know about masks: a forbidden token looks like one that the model finds
+        impossible. Returns the tokens as `append` does, and the log-probabilities of the masked
+        logits.
+        """
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
         sampled = self.sampler.sample(
@@ -235,8 +238,8 @@ def put_drafts(
     state: RowState, lines: Lines, positions: torch.Tensor, token_ids: torch.Tensor, vocab_size: int
 ) -> None:
     """Write token_ids [n] int64 as the drafts that follow lines [n], whose last tokens are at
-    `positions` [n] int64. Unlike `append` it leaves the number of known tokens as it is. Ids sampled
-    from NaN may be any; drafts are in the vocabulary."""
+    `positions` [n] int64. Unlike `append` it leaves the number of known tokens as it is. Ids
+    sampled from NaN may be any; drafts are in the vocabulary."""
     places = lines.rows * state.row_width + positions + 1
     state.token_ids.view(-1)[places] = token_ids.clamp(0, vocab_size - 1).to(torch.int32)
 
@@ -249,9 +252,9 @@ def append(
     hidden: torch.Tensor,
 ) -> torch.Tensor:
     """Append to each row the token_ids [n] int64 of its lines [n] up to the first that differs from
-    its draft, that one included. The lines' last tokens are at `positions` [n] int64. All lines of a
-    row are neighbours; the padding row may occur repeatedly, keeps its length of 1, and is undefined
-    after that. The caller updates the host's counts.
+    its draft, that one included. The lines' last tokens are at `positions` [n] int64. All lines of
+    a row are neighbours; the padding row may occur repeatedly, keeps its length of 1, and is
+    undefined after that. The caller updates the host's counts.
 
     Returns [3, n] int64: the ids; whether `hidden` [n, hidden] holds NaN in that line; and how many
     tokens its row got, 0 except in its first line.

@@ -44,8 +44,10 @@ class Sampled:
 
 
 class SampledCopy:
-    """`Sampled` being copied to the host. Values may be read once the device has passed the point of
-    its creation."""
+    """`Sampled` being copied to the host.
+
+    Values may be read once the device has passed the point of its creation.
+    """
 
     __slots__ = ("_columns", "_copy", "_order", "_size")
 

@@ -17,7 +17,9 @@ from dovetail.api.state import StateBatch
 from dovetail.nn.transfer import Mirror, all_to_device
 from dovetail_executors.runtime.row_state import RowState, ranges
 
-TABLE_ENTRIES = 4096  # up to this size, a step's block table is sent with its other inputs, which saves a gathering kernel
+# Up to this size, a step's block table is sent with its other inputs, which saves a gathering
+# kernel
+TABLE_ENTRIES = 4096
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -27,9 +29,10 @@ class HostLines(NamedTuple):
 
     rows: Int64  # [n]
     ahead: Int32  # [n] drafts of its row before each
-    drafts: Int32 | None = (
-        None  # [n] drafts that are the lines' last tokens, if they aren't in the rows yet; -1, or None for all: they are
-    )
+    # [n] drafts that are the lines' last tokens, if they aren't in the rows yet; -1, or None for
+    # all:
+    # they are
+    drafts: Int32 | None = None
 
     @classmethod
     def of(cls, batch: Batch) -> HostLines:
@@ -68,7 +71,8 @@ class HostInputs:
 
     token_indices: Int64  # [tokens] indices of the tokens' ids in the flat ids of all rows
     positions: Int64  # [tokens] within their sequences
-    slots: Int64  # [tables, tokens] slots of their K and V; [0, tokens] if these are computed on the device
+    # [tables, tokens] slots of their K and V; [0, tokens] if these are computed on the device
+    slots: Int64
     rows: Int64  # [b]
     query_starts: Int32  # [b + 1] start of each row's tokens, and the end
     kv_lens: Int32  # [b] tokens in a row's cache, including this step's
@@ -138,7 +142,8 @@ class HostInputs:
         *,
         mixed_graph: bool = False,
     ) -> AttentionBatch:
-        """Return the step for attention; if it is replayed, including its padding. `inputs`: these on the device."""
+        """Return the step for attention; if it is replayed, including its padding. `inputs`: these
+        on the device."""
         tables = inputs.tables
         if tables is None:
             tables = state.tables[..., : self.max_blocks].index_select(1, inputs.rows)
@@ -175,7 +180,8 @@ class HostInputs:
 
 
 class _Slots:
-    """Slots of up to `size` tokens of a recorded step, at fixed addresses: sent with its other inputs, or computed on the device from these."""
+    """Slots of up to `size` tokens of a recorded step, at fixed addresses: sent with its other
+    inputs, or computed on the device from these."""
 
     def __init__(self, size: int, state: RowState) -> None:
         self._state = state
@@ -199,10 +205,12 @@ class _Slots:
 
 
 class MixedInputs:
-    """Inputs of a recorded step of up to `size` tokens of up to `max_rows` rows, at fixed addresses. Padding tokens are the first token of row 0,
-    and their K and V go to the waste page.
+    """Inputs of a recorded step of up to `size` tokens of up to `max_rows` rows, at fixed
+    addresses. Padding tokens are the first token of row 0, and their K and V go to the waste page.
 
-    `wanted` [most_wanted] int64: indices, in the step, of the tokens with final states; empty if all have them."""
+    `wanted` [most_wanted] int64: indices, in the step, of the tokens with final states; empty if
+    all have them.
+    """
 
     def __init__(self, size: int, state: RowState, most_wanted: int) -> None:
         tokens, rows, short = (
@@ -246,7 +254,8 @@ class MixedInputs:
         )
 
     def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
-        """Enqueue the copy of a step's inputs, and of the indices of wanted tokens, unless all are wanted."""
+        """Enqueue the copy of a step's inputs, and of the indices of wanted tokens, unless all are
+        wanted."""
         token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = (
             self._mirror.arrays
         )
@@ -275,8 +284,9 @@ class MixedInputs:
 
 
 class DecodeInputs:
-    """Inputs of a recorded decode step of up to `size` lines of rows of `state`, at fixed addresses. To attention each line is a row with one query:
-    K and V of all are written before any attends. Padding uses row `max_rows`, whose token goes to the waste page."""
+    """Inputs of a recorded decode step of up to `size` lines of rows of `state`, at fixed
+    addresses. To attention each line is a row with one query: K and V of all are written before any
+    attends. Padding uses row `max_rows`, whose token goes to the waste page."""
 
     def __init__(self, size: int, state: RowState) -> None:
         self.size, self._state = size, state
@@ -294,8 +304,9 @@ class DecodeInputs:
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
 
     def fill(self, lines: HostLines, shared_prefix_blocks: int) -> AttentionBatch:
-        """Enqueue the copy of a step in which each of `lines` [n], n <= size, computes its last token. Returns the step for attention. Block tables
-        are copied with the other inputs if they fit, otherwise gathered on the device."""
+        """Enqueue the copy of a step in which each of `lines` [n], n <= size, computes its last
+        token. Returns the step for attention. Block tables are copied with the other inputs if they
+        fit, otherwise gathered on the device."""
         state, count, host_rows = self._state, len(lines.rows), lines.rows
         kv_lens = state.known[host_rows] + lines.ahead
         all_rows, all_ahead, all_slots, all_lens, all_drafts, blocks = self._mirror.arrays
@@ -347,7 +358,8 @@ class DecodeInputs:
 
 
 class SamplingInputs:
-    """Inputs of the recorded sampling of up to `size` lines, at fixed addresses. `nobody` is the index of padding rows."""
+    """Inputs of the recorded sampling of up to `size` lines, at fixed addresses. `nobody` is the
+    index of padding rows."""
 
     def __init__(self, size: int, nobody: int, states: torch.Tensor) -> None:
         """`states` [any, hidden] are hidden states of the model, for their width and dtype."""
@@ -362,8 +374,9 @@ class SamplingInputs:
     def fill(
         self, hidden: torch.Tensor, host_indices: Int64, lines: HostLines, masked: Int64 | None
     ) -> None:
-        """Enqueue the copy: each of `lines` [n], n <= size, is sampled from the hidden state hidden[host_indices]. `masked` [n] are indices of the
-        lines' masks, or -1; None: no line is masked."""
+        """Enqueue the copy: each of `lines` [n], n <= size, is sampled from the hidden state
+        hidden[host_indices]. `masked` [n] are indices of the lines' masks, or -1; None: no line is
+        masked."""
         count = len(lines.rows)
         rows, ahead, indices, all_masked = self._mirror.arrays
         for array, own, padding in (

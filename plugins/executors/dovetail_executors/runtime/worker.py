@@ -1,5 +1,6 @@
-"""One rank: a model with its attention, sampler, rows and KV pool, on one device. Executors consist of workers: `local` is one, in the engine's own
-process.
+"""One rank: a model with its attention, sampler, rows and KV pool, on one device.
+
+Executors consist of workers: `local` is one, in the engine's own process.
 """
 
 from __future__ import annotations
@@ -46,19 +47,21 @@ from dovetail_executors.runtime.sampling import Sampling
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.trial import TrialRun
 
-SLOW_CPU_FLOPS = 2e10  # floating-point operations per second that any core reaches: a guess until the first step has been measured
+# Floating-point operations per second that any core reaches: a guess until a step is measured
+SLOW_CPU_FLOPS = 2e10
 
 
 class Worker:
-    """Computes the steps of one rank: `load`, then `allocate`, then `submit`, `sample` of late steps and `collect` in turn, `stop` at the end. Call
-    it from one thread at a time; the thread may change between calls.
+    """Computes the steps of one rank: `load`, then `allocate`, then `submit`, `sample` of late
+    steps and `collect` in turn, `stop` at the end. Call it from one thread at a time; the thread
+    may change between calls.
 
     A failed step ends it: the device's state can no longer be trusted.
     """
 
     def __init__(self, context: ExecutorContext, group: ParallelGroup, executor: str) -> None:
-        """`group`: ranks that share the model's weights; `dovetail.nn.parallel.SINGLE` if this one has the whole model. `executor`: the
-        executor's name in errors. Loads nothing yet."""
+        """`group`: ranks that share the model's weights; `dovetail.nn.parallel.SINGLE` if this one
+        has the whole model. `executor`: the executor's name in errors. Loads nothing yet."""
         self.context, self.group, self.executor = context, group, executor
         self.runner: Runner | None = None  # None unless the model is loaded
         self._graphs: Graphs | None = None  # the runner's, once captured
@@ -74,11 +77,11 @@ class Worker:
         """Choose dtype and attention, load the model, compile its kernels, and return what fits on
         `device` (see `choose_device`).
 
-        `num_pages`: as requested or, if None, as many as fit into memory. Cooperating ranks allocate
-        the smallest number of them. `max_in_flight` suits the device. Raises `ModelLoadError` if the
-        model's files can't be used, `UnsupportedError` if no architecture or attention backend can
-        serve it here, and `ConfigError` if there is no sampler, or if the pool can't hold one
-        sequence of `max_model_len` tokens.
+        `num_pages`: as requested or, if None, as many as fit into memory. Cooperating ranks
+        allocate the smallest number of them. `max_in_flight` suits the device. Raises
+        `ModelLoadError` if the model's files can't be used, `UnsupportedError` if no architecture
+        or attention backend can serve it here, and `ConfigError` if there is no sampler, or if the
+        pool can't hold one sequence of `max_model_len` tokens.
         """
         context, config = self.context, self.context.config
         plan = ModelPlan.of(config, context.models, self.group, device, context.quantizations)
@@ -202,8 +205,9 @@ class Worker:
         return capacity
 
     def allocate(self, num_pages: int) -> None:
-        """Allocate the KV pool with `num_pages` pages, record the CUDA graphs, measure `line_costs` for speculation, and let a model with a
-        self-check run it. Raises `DovetailError` if `load` hasn't been called, and `UnsupportedError` if such a model computes wrong numbers."""
+        """Allocate the KV pool with `num_pages` pages, record the CUDA graphs, measure `line_costs`
+        for speculation, and let a model with a self-check run it. Raises `DovetailError` if `load`
+        hasn't been called, and `UnsupportedError` if such a model computes wrong numbers."""
         runner = self._running()
         self._make_pool(num_pages)
         if self._graphs is not None:
@@ -227,8 +231,11 @@ class Worker:
             gc.freeze()  # also objects from compilation and recording
 
     def submit(self, batch: Batch) -> Step:
-        """Enqueue a step and return its handle; on a CPU, compute it. Raises `DovetailError` with the step and its requests if it fails, and for each
-        step after that."""
+        """Enqueue a step and return its handle; on a CPU, compute it.
+
+        Raises `DovetailError` with the step and its requests if it fails, and for each step after
+        that.
+        """
         self.check()
         try:
             runner = self._running()
@@ -274,7 +281,10 @@ class Worker:
             ) from self._failure
 
     def stop(self) -> None:
-        """Release all resources. Idempotent; may be called before, or after a failed, `load` or `allocate`."""
+        """Release all resources.
+
+        Idempotent; may be called before, or after a failed, `load` or `allocate`.
+        """
         had_cuda = self.runner is not None and self.runner.device.type == "cuda"
         self.runner = self._graphs = self._scales = None
         if had_cuda:
@@ -299,7 +309,8 @@ class Worker:
     ) -> DovetailError:
         requests = ", ".join(names[row] for row in rows if row < len(names))
         self._failure = DovetailError(
-            f"step {step} failed: {type(error).__name__}: {error}; requests in it: {requests or 'none'}"
+            f"step {step} failed: {type(error).__name__}: {error}; requests in it: "
+            f"{requests or 'none'}"
         )
         return self._failure
 
@@ -420,4 +431,5 @@ def _show_progress(model: torch.nn.Module) -> None:
 
 
 def _states_in_words(layout: KVLayout, pages: int) -> str:
-    return f"{readable_bytes(layout.state_pages * layout.page_bytes)} a request, at most {pages // layout.pages(1)} requests at a time"
+    size = readable_bytes(layout.state_pages * layout.page_bytes)
+    return f"{size} a request, at most {pages // layout.pages(1)} requests at a time"
