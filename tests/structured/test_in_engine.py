@@ -41,12 +41,12 @@ def no_processes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def toy_engine(**config: Any) -> tuple[LLMEngine, Assembly]:
     assembly = assemble({"model": "demo", "max_num_seqs": 8, **config}, {})
-    assembly.grammar = ToyPart()  # type: ignore[assignment]
+    assembly.rules.backend = ToyPart()  # type: ignore[assignment]
     return LLMEngine(assembly), assembly
 
 
 def toy_of(assembly: Assembly) -> Toy:
-    backend = assembly.grammars().backend
+    backend = assembly.rules.compiler().backend
     assert isinstance(backend, Toy)
     return backend
 
@@ -215,7 +215,7 @@ def test_a_time_limit_is_reported_by_its_name() -> None:
 
 def test_without_a_backend_a_request_that_needs_one_is_refused_and_no_other() -> None:
     engine, assembly = toy_engine()
-    assembly.grammar = None
+    assembly.rules.backend = None
     with engine:
         with pytest.raises(UnsupportedError, match="no grammar backend"):
             engine.add_request("a", "ROMEO:", SamplingParams(structured={"choice": ["a"]}))

@@ -206,7 +206,7 @@ class EngineHost:
 
     def _constraints(self, rule: AnswerRule, n: int, owner: Hashable) -> Sequence[Constraint]:
         try:
-            return self._assembly.constraints(rule, n, owner)
+            return self._assembly.rules.constraints(rule, n, owner)
         except (RequestError, UnsupportedError):
             raise
         except DovetailError:  # `Assembly.prepare_grammars` has logged the cause

@@ -68,7 +68,7 @@ class Admission:
         self._values = assembly.values
         self._limits = assembly.config.limits
         self._counted: set[LiveRequest] = set()  # the first sample of each, until `ended`
-        self._constraints_of = constraints_of or assembly.constraints
+        self._constraints_of = constraints_of or assembly.rules.constraints
         self._adapter_of = adapter_of or assembly.adapter
 
     def admit(

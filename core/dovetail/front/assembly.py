@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from dovetail.errors import (
     UnsupportedError,
 )
 from dovetail.front.adapters import AdapterStore, RequestedAdapter
+from dovetail.front.answer_rules import AnswerRules
 from dovetail.front.assembly_checks import (
     check_groups,
     check_pool,
@@ -45,16 +45,13 @@ from dovetail.front.assembly_checks import (
 from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.component_values import ComponentValues
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.grammars import AnswerRule, GrammarCompiler, bounds, token_bytes
 from dovetail.front.intake import IntakeFacts
 from dovetail.front.pooling import PoolingFacts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
 
 if TYPE_CHECKING:
-    from dovetail.engine.constraint import Constraint
     from dovetail.front.tokenizer import Tokenizer
-    from dovetail.registry.resolved import ResolvedComponent
     from dovetail.request.lora import LoRARequest
 
 
@@ -73,86 +70,30 @@ class Assembly:
     defaults: GenerationDefaults
     values: ComponentValues  # what requests carry for components
     tokenizer: Callable[[], Tokenizer]  # loads it once; raises `ModelLoadError` if there is none
+    rules: AnswerRules
     has_logprobs: bool = True
-    parts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # kind -> "distribution:name" of the component in use, without attention
+    # kind -> "distribution:name" of the component in use, without attention
+    parts: Mapping[str, str] = field(default_factory=dict)
     pooling: PoolingFacts | None = None  # None: it can't pool
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
-    grammar: ResolvedComponent | None = (
-        None  # the grammar backend, neither imported nor made before a request asks for it
-    )
     adapters: AdapterStore | None = None
     own_tokenizer: ComponentTokenizer | None = None  # None: that of `tokenizer_dir`
-    _grammars: GrammarCompiler | DovetailError | None = None  # None: not made yet
-    _making_grammars: threading.Lock = field(default_factory=threading.Lock)
-
-    def constraints(self, rule: AnswerRule, n: int, client: Hashable = None) -> list[Constraint]:
-        """Return what holds each of `n` samples to a rule.
-
-        The first call that needs the grammar backend makes it, which may take a second for a large
-        vocabulary; a bound without a spec needs none. `client`: in whose turn the rule is compiled.
-
-        Raises:
-
-        - `RequestError` if the backend can't do what is asked;
-        - `MissingExtraError` without its package;
-        - `UnsupportedError` if the model's tokenizer is of an unknown kind;
-        - `ModelLoadError` if there is none.
-        """
-        if rule.spec is None:
-            encode = partial(self.tokenizer().encode, special_tokens=False)
-            return bounds(rule, n, self._spelled, encode)
-        return self.grammars().constraints(rule, n, client)
 
     def adapter(self, request: LoRARequest) -> RequestedAdapter:
         """Return a request's adapter, which is being looked for. There must be `adapters`."""
         assert self.adapters is not None
         return self.adapters.get(request)
 
-    @cached_property
-    def _spelled(self) -> list[bytes]:
-        return token_bytes(self.tokenizer(), self.capacity.vocab_size)[1]
-
-    def grammars(self) -> GrammarCompiler:
-        """Return the compiler of rules, made by the first call. Raises as `constraints`; a failure is remembered."""
-        with self._making_grammars:
-            if self._grammars is None:
-                try:
-                    self._grammars = GrammarCompiler.make(
-                        self.grammar,
-                        self.tokenizer(),
-                        self.capacity.vocab_size,
-                        self.defaults.eos_token_ids,
-                        self.config.limits,
-                    )
-                except DovetailError as error:
-                    self._grammars = error
-        if isinstance(self._grammars, DovetailError):
-            raise self._grammars.with_traceback(None)
-        return self._grammars
-
     def prepare_grammars(self) -> None:
-        """Make the grammar backend in a thread, so that no request waits for it. Log a warning if that fails: requests that need it will, too."""
-
-        def prepare() -> None:
-            try:
-                _ = self._spelled
-                self.grammars().prepare()
-            except DovetailError as error:
-                logger.warning(
-                    "no answer can be held to a rule, and no tool call demanded: %s", error
-                )
-
+        """Make the grammar backend in a thread, if it can be used."""
         if self.has_masks:
-            threading.Thread(target=prepare, name="dovetail-prepares-grammars", daemon=True).start()
+            self.rules.prepare()
 
     def close(self) -> None:
         """End the threads that compile rules and load adapters. The core has its own end."""
         if self.adapters is not None:
             self.adapters.close()
-        if isinstance(self._grammars, GrammarCompiler):
-            self._grammars.close()
+        self.rules.close()
 
     @property
     def intake_facts(self) -> IntakeFacts:
@@ -244,7 +185,13 @@ def assemble(
             },
             pooling=_pooling_facts(config, capacity, model_dir),
             has_masks=executor.capabilities.masks,
-            grammar=parts.grammar,
+            rules=AnswerRules(
+                parts.grammar,
+                tokenizer,
+                capacity.vocab_size,
+                defaults.eos_token_ids,
+                config.limits,
+            ),
             adapters=_make_adapters(config, capacity, parts),
             own_tokenizer=own_tokenizer,
         )

@@ -481,7 +481,7 @@ class LLMEngine(SaysWhatIsMissing):
 
     def get_decoding_config(self) -> DecodingConfig:
 
-        return engine_info.decoding_config(self._assembly.grammar)
+        return engine_info.decoding_config(self._assembly.rules.backend)
 
     def get_lora_config(self) -> LoRAConfig | None:
         """Return the settings of adapters; None without `adapters`."""
