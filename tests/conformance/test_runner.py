@@ -393,6 +393,7 @@ def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> No
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
         "dovetail",
+        "dovetail.base",
         "dovetail.base.logs",
         "dovetail.testing",
         "dovetail.testing.pytest_plugin",
