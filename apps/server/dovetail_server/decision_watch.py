@@ -55,7 +55,7 @@ class DecisionWatch:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._log = DecisionLog()
-        self._noting = False
+        self.is_noting = False
         self._asked = -math.inf
 
     def ask(self) -> Decisions:
@@ -64,13 +64,13 @@ class DecisionWatch:
         if now - self._asked >= REST_S:
             self._asked = now
             self._log.left = NOTED_STEPS
-            if not self._noting:
-                self._noting = True
+            if not self.is_noting:
+                self.is_noting = True
                 self._core.observers.add("of the page", self._log)
         return Decisions(self._core.settings.scheduler_name, tuple(self._log.steps))
 
     def rest(self) -> None:
         """Stop recording once enough steps are recorded."""
-        if self._noting and self._log.left <= 0:
-            self._noting = False
+        if self.is_noting and self._log.left <= 0:
+            self.is_noting = False
             self._core.observers.remove(self._log)

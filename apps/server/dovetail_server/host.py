@@ -107,7 +107,7 @@ class EngineHost:
 
     def _idle_s(self) -> float:
         """Return for how long an idle engine may wait."""
-        if self._adapters.is_loading:
+        if self._adapters.loading:
             return LOADING_S
         return LOST_S if self._lost() else IDLE_CHECK_S
 
@@ -142,8 +142,9 @@ class EngineHost:
         for front_end in self._lost():
             if self._post.send(front_end.name, Dropped(front_end.lost_below)):
                 front_end.lost_below = 0
-        self._watch.rest()
-        if self._adapters.is_loading:
+        if self._watch.is_noting:
+            self._watch.rest()
+        if self._adapters.loading:
             for answered in self._adapters.loaded():
                 self._tell_adapters(answered)
 

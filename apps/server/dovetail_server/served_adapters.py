@@ -25,11 +25,7 @@ class ServedAdapters:
         self._store = assembly.adapters  # None if the engine takes no adapters
         # by name, with the folder in which their files must be
         self._served: dict[str, tuple[LoRARequest, Path | None]] = {}
-        self._loading: list[tuple[FrontEnd, LoadAdapter, RequestedAdapter]] = []
-
-    @property
-    def is_loading(self) -> bool:
-        return bool(self._loading)
+        self.loading: list[tuple[FrontEnd, LoadAdapter, RequestedAdapter]] = []
 
     @property
     def paths(self) -> Adapters:
@@ -54,13 +50,13 @@ class ServedAdapters:
             adapter = self._store.get(*_request_of(message))
         except RequestError as error:
             return Answered(front_end, Refused(message.number, error.reason, str(error)))
-        self._loading.append((front_end, message, adapter))
+        self.loading.append((front_end, message, adapter))
         return None
 
     def loaded(self) -> list[Answered]:
         """Serve the adapters that have been loaded, and return the answers."""
-        done = [one for one in self._loading if not one[2].closed()]
-        self._loading = [one for one in self._loading if one not in done]
+        done = [one for one in self.loading if not one[2].closed()]
+        self.loading = [one for one in self.loading if one not in done]
         answers = []
         for front_end, message, adapter in done:
             answer: Accepted | Refused = Accepted(message.number)
