@@ -4,6 +4,7 @@ each front end's share of a step's results.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from dovetail.serving import Delivery, Finish, LiveRequest
@@ -35,8 +36,8 @@ class Share:
     __slots__ = ("extra", "finished", "first", "numbers", "tokens")
 
     def __init__(self) -> None:
-        self.numbers: Sequence[int] = []
-        self.tokens: Sequence[int] = []
+        self.numbers: list[int] = []
+        self.tokens: list[int] = []
         self.first: list[First] = []
         self.finished: list[Finished] = []
         self.extra: Extra | None = None
@@ -72,7 +73,7 @@ class FrontEndSamples:
         self, delivery: Delivery, finished: dict[LiveRequest, Finish]
     ) -> dict[FrontEnd, Share]:
         """Return what each front end gets of a delivery, in which these samples have finished."""
-        shares: dict[FrontEnd, Share] = {}
+        shares = defaultdict[FrontEnd, Share](Share)
         self._put_tokens(delivery, shares)
         self._put_first(delivery, shares)
         for sample, finish in finished.items():
@@ -85,7 +86,7 @@ class FrontEndSamples:
                 finish.keeps_token,
                 tuple(sample.pauses),
             )
-            _share(shares, front_end).finished.append(ended)
+            shares[front_end].finished.append(ended)
         if delivery.logprobs or delivery.prompt_logprobs or delivery.pooled:
             self._put_extra(delivery, shares)
         return shares
@@ -94,20 +95,15 @@ class FrontEndSamples:
         places = self._places
         if len(self.front_ends) == 1:  # fast path
             [front_end] = self.front_ends.values()
-            share = _share(shares, front_end)
+            share = shares[front_end]
             share.numbers = [places[sample][1] for sample in delivery.requests]
             share.tokens = delivery.token_ids
             return
-        numbers: dict[FrontEnd, list[int]] = {}
-        tokens: dict[FrontEnd, list[int]] = {}
         for sample, token in zip(delivery.requests, delivery.token_ids, strict=True):
             front_end, number = places[sample]
-            numbers.setdefault(front_end, []).append(number)
-            tokens.setdefault(front_end, []).append(token)
-        for front_end in numbers:
-            share = _share(shares, front_end)
-            share.numbers = numbers[front_end]
-            share.tokens = tokens[front_end]
+            share = shares[front_end]
+            share.numbers.append(number)
+            share.tokens.append(token)
 
     def _put_first(self, delivery: Delivery, shares: dict[FrontEnd, Share]) -> None:
         """Tell of samples with their first result."""
@@ -118,35 +114,28 @@ class FrontEndSamples:
             front_end, number = self._places[sample]
             times = sample.first_scheduled_time, sample.first_token_time
             first = First(number, sample.cached_tokens, *times)
-            _share(shares, front_end).first.append(first)
+            shares[front_end].first.append(first)
             self._new.discard(sample)
 
     def _put_extra(self, delivery: Delivery, shares: dict[FrontEnd, Share]) -> None:
-        rows: dict[FrontEnd, list[tuple[int, int]]] = {}  # number, row
-        prompts: dict[FrontEnd, list[tuple[int, PackedLogprobs]]] = {}
-        pooled: dict[FrontEnd, list[PackedResult]] = {}
+        rows = defaultdict[FrontEnd, list[tuple[int, int]]](list)  # number, row
+        prompts = defaultdict[FrontEnd, list[tuple[int, PackedLogprobs]]](list)
+        pooled = defaultdict[FrontEnd, list[PackedResult]](list)
         for sample, _, row in delivery.logprobs:
             front_end, number = self._places[sample]
-            rows.setdefault(front_end, []).append((number, row))
+            rows[front_end].append((number, row))
         for sample, hosts in delivery.prompt_logprobs:
             front_end, number = self._places[sample]
-            prompts.setdefault(front_end, []).append((number, PackedLogprobs.of(hosts)))
+            prompts[front_end].append((number, PackedLogprobs.of(hosts)))
         for sample, data in delivery.pooled:
             front_end, number = self._places[sample]
-            pooled.setdefault(front_end, []).append(PackedResult.of(number, data))
+            pooled[front_end].append(PackedResult.of(number, data))
         for front_end in {**rows, **prompts, **pooled}:
             packed = None
             if front_end in rows:
                 numbers, kept = zip(*rows[front_end], strict=True)
                 hosts = delivery.logprobs[0][1]  # all of one step
                 packed = PackedLogprobs.of(hosts, pack_numbers(numbers), kept)
-            _share(shares, front_end).extra = Extra(
-                packed, tuple(prompts.get(front_end, ())), tuple(pooled.get(front_end, ()))
+            shares[front_end].extra = Extra(
+                packed, tuple(prompts[front_end]), tuple(pooled[front_end])
             )
-
-
-def _share(shares: dict[FrontEnd, Share], front_end: FrontEnd) -> Share:
-    share = shares.get(front_end)
-    if share is None:
-        share = shares[front_end] = Share()
-    return share
