@@ -27,7 +27,7 @@ from typing import Any
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.front.assembly import assemble
-from dovetail_server.front_end import FrontEnd
+from dovetail_server.front_end import FrontEnd, log_to_stderr
 from dovetail_server.one_process import HostThread
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
@@ -85,6 +85,7 @@ def calls_of_prompt() -> list[Call]:
 def calls_of_completion() -> list[Call]:
     """Return the calls of one completion over HTTP, in a front end and in the engine's host."""
     calls = Calls()
+    log_to_stderr()
     sockets, url = bind(ServerSettings(port=0))
     host = HostThread(assemble({"model": "demo"}, {}), lambda reason: print(reason))
     ready = threading.Event()

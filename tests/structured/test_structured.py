@@ -47,10 +47,9 @@ JSON = st.recursive(
 
 def spec_of(structured: Structured) -> GrammarSpec:
     """The spec that a backend compiles."""
-    rule = AnswerRule.of(structured)
-    assert rule is not None
-    assert rule.spec is not None
-    return rule.spec
+    spec = AnswerRule.of(structured).spec
+    assert spec is not None
+    return spec
 
 
 class Person(BaseModel):

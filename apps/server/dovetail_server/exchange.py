@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from dovetail.errors import DovetailError
 from dovetail.request.outputs import RequestMetrics, RequestOutput
 from dovetail.request.pooling import PoolingParams, PoolingRequestOutput
 from dovetail.request.sampling_params import SamplingParams
+from dovetail.request.structured import Structured
 from dovetail.serving import (
     PROMPT_COST,
     JsonBounds,
@@ -374,6 +375,18 @@ class Exchange:
         self._held_bytes = 0
         if self._ticket is not None:
             self._ticket.leave(begun=False)
+
+    def constrained(
+        self, params: SamplingParams, param: str, rule: Structured | None
+    ) -> SamplingParams:
+        """Return the parameters with a rule, which the API's parameter `param` demands.
+
+        Raises `RequestError`.
+        """
+        if rule is None:
+            return params
+        self.renamed = {**self.renamed, "structured": param}
+        return replace(params, structured=rule)
 
     def check_samples(self, prompts: int, n: int) -> None:
         """Validate the number of samples before anything is allocated for each. Raises `RequestError`."""

@@ -210,16 +210,6 @@ class Answer(OutputListener):
                 self._stream.write(data)
 
 
-def constrained(
-    exchange: Exchange, params: SamplingParams, param: str, rule: Structured | None
-) -> SamplingParams:
-    """Return the parameters with a rule, which the API's parameter `param` demands. Raises `RequestError`."""
-    if rule is None:
-        return params
-    exchange.renamed = {**exchange.renamed, "structured": param}
-    return dataclasses.replace(params, structured=rule)
-
-
 def constrained_chat(
     exchange: Exchange,
     params: SamplingParams,
@@ -247,7 +237,7 @@ def constrained_chat(
             begun = f"{begin}\n"
             ids = exchange.engine.tokenizer.encode(begun, special_tokens=False)
             prompt = TokenizedText(prompt.text + begun, [*prompt.token_ids, *ids])
-    return constrained(exchange, params, param, rule), prompt
+    return exchange.constrained(params, param, rule), prompt
 
 
 def _rule_of_calls(

@@ -23,7 +23,6 @@ from dovetail_server.protocol.openai_common import (
     token_bytes,
 )
 from dovetail_server.protocol.structured import read_demand
-from dovetail_server.routes.answering import constrained
 from dovetail_server.routes.choices import Choices, ChunkStream, token_ids_of_prompt, usage_of
 
 
@@ -33,7 +32,7 @@ async def completions(exchange: Exchange) -> None:
     params = await exchange.beside(body.params)
     prompts = body.prompts()
     demand = await exchange.beside(partial(read_demand, body, body.response_format))
-    params = constrained(exchange, params, demand.param, demand.rule)
+    params = exchange.constrained(params, demand.param, demand.rule)
     exchange.check_samples(len(prompts), params.n)
     exchange.prompt_copies = params.n if body.echo or body.return_token_ids else 1
     prompts = await exchange.made(exchange.engine.source(prompts, cut=cuts(params)))
