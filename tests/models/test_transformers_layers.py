@@ -13,25 +13,32 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from dovetail import LLMEngine, SamplingParams
+from dovetail.api.model import BuildContext
 from dovetail.errors import UnsupportedError
-from dovetail_models.transformers import full_float32, traced_model
-from dovetail_models.transformers_layers import OwnBlock, find_layers
+from dovetail.nn.parallel import SINGLE
+from dovetail_models.transformers import traced_model
+from dovetail_models.transformers_layers import (
+    KINDS,
+    OwnBlock,
+    OwnExperts,
+    OwnFeedForward,
+    OwnNorm,
+    find_layers,
+)
+from tests.models.oracle import CPU, DenseAttention
 from tests.models.tiny_configs import random_model, tiny
 
 MAX_LEN = 200
 TOKENS = 12
 
 
-def kinds(model_type: str = "qwen3", **changes: Any) -> dict[str, str]:
+def kinds(model_type: str, max_len: int = MAX_LEN, **changes: Any) -> dict[str, str]:
     """Return the replaced modules: module -> kind."""
     config = tiny(model_type)
     for key, value in changes.items():
         setattr(config, key, value)
     traced = traced_model(config)
-    with full_float32():
-        layers = find_layers(
-            traced.base, traced.calls, traced.seen, MAX_LEN, torch.device("cpu"), traced.keeps
-        )
+    layers = find_layers(traced.base, traced.calls, max_len, CPU, traced.keeps)
     return {found.name: found.kind.__name__ for found in layers.found}
 
 
@@ -53,22 +60,101 @@ def test_what_computes_the_same_is_replaced(model_type: str, expected: dict[str,
     assert Counter(kinds(model_type).values()) == expected
 
 
+CAUSAL = """
+    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
+    deepseek_v3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
+    gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+    hy_v3 hyperclovax jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2
+    ministral ministral3 mistral mixtral moshi olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+"""
+UNSERVED = ["llama4_text", "phi4_multimodal"]  # at all lengths, or as text alone
+MAGNITUDES = (0.01, 1.0, 30.0)  # small inputs reveal an epsilon, large ones a clamp
+
+
+def off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference, in root mean squares."""
+    return float((ours - theirs).abs().max() / theirs.square().mean().sqrt())
+
+
+@torch.no_grad()
+def compare_module(found: Any, theirs: Any, generator: torch.Generator) -> None:
+    """Compare a norm, a feed-forward or experts with a layer of ours, with random weights."""
+    for parameter in theirs.parameters():
+        parameter.uniform_(-1, 1, generator=generator)
+        parameter.mul_((3 / parameter.shape[-1]) ** 0.5 if parameter.ndim > 1 else 1)
+    ours = found.make(BuildContext(SINGLE, torch.float32, CPU, DenseAttention))
+    for rule in ours.rules(""):
+        weight = theirs.get_parameter(rule.source.removeprefix("."))
+        rule.parameter.load(weight.data, rule.shard_id)
+    is_mixture = found.kind is OwnExperts
+    size = theirs.hidden_dim if is_mixture and hasattr(theirs, "hidden_dim") else None
+    size = size or (theirs.hidden_size if is_mixture else next(theirs.parameters()).shape[-1])
+    for magnitude in MAGNITUDES:
+        x = (torch.rand((9, size), generator=generator) * 2 - 1) * magnitude
+        if is_mixture:
+            count = theirs.num_experts
+            ids = torch.rand((9, count), generator=generator).argsort(1)[:, :2]
+            shares = torch.rand((9, 2), generator=generator)
+            got, expected = ours(x, ids, shares), theirs(x, ids, shares)
+        else:
+            got, expected = ours(x[None]), theirs(x[None])
+        assert off(got, expected) < 2e-5, found.name
+
+
+def classes(base: Any, found: Any) -> set[str]:
+    modules = base.get_submodule(found.name).modules()
+    return {type(module).__name__ for module in modules} & set(KINDS)
+
+
+def compare(model_type: str) -> set[str]:
+    """Compare replaced modules of a type, but for attention and blocks. Returns the classes of all
+    that are replaced."""
+    traced = traced_model(tiny(model_type))
+    generator = torch.Generator().manual_seed(0)
+    layers = find_layers(traced.base, traced.calls, MAX_LEN, CPU, traced.keeps)
+    by_kind: dict[Any, Any] = {}
+    seen = set[str]()
+    for found in layers.found:
+        seen |= classes(traced.base, found)
+        by_kind.setdefault((found.kind, type(traced.base.get_submodule(found.name))), found)
+    for found in by_kind.values():
+        if found.kind in (OwnNorm, OwnFeedForward, OwnExperts):
+            theirs = traced.base.get_submodule(found.name).to_empty(device=CPU).float()
+            compare_module(found, theirs, generator)
+    return seen
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "gemma2", "olmo2"])
+def test_modules_compute_what_layers_of_their_kind_do(model_type: str) -> None:
+    assert compare(model_type)
+
+
+@pytest.mark.slow("traces all types")
+def test_each_class_of_the_table_computes_what_its_layer_does() -> None:
+    seen = set[str]()
+    for model_type in (*CAUSAL.split(), *UNSERVED):
+        seen |= compare(model_type)
+    assert seen == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(one, marks=pytest.mark.slow("loads all types")) for one in CAUSAL.split()],
+)
+def test_a_type_is_served_with_its_layers(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention and blocks, too, compute the same: the check at load finds no difference."""
+    random_model(tiny(model_type)).save_pretrained(tmp_path)
+    tokens_of(tmp_path, "transformers", max_model_len=64)
+    assert "none of its layers is replaced" not in caplog.text
+
+
 def clamped(self: Any, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = self.down_proj(
-        self.act_fn(self.gate_proj(x)).clamp(max=7) * self.up_proj(x)
-    )
-    return result
-
-
-def swapped(self: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = self.down_proj(self.gate_proj(x) * self.up_proj(x).tanh())
-    return result
-
-
-def centred(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    x = hidden_states - hidden_states.mean(-1, keepdim=True)
-    result: torch.Tensor = (
-        self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        self.act_fn(self.gate_proj(x)).clamp(max=0.01) * self.up_proj(x)
     )
     return result
 
@@ -82,55 +168,38 @@ def one_plus(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize(
-    ("module", "forward", "kind"),
-    [
-        ("Qwen3MLP", clamped, "OwnFeedForward"),
-        ("Qwen3MLP", swapped, "OwnFeedForward"),
-        ("Qwen3RMSNorm", centred, "OwnNorm"),
-        ("Qwen3RMSNorm", one_plus, "OwnNorm"),
-    ],
-)
-def test_what_only_looks_the_same_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, module: str, forward: Callable[..., Any], kind: str
+@pytest.mark.parametrize(("module", "forward"), [("Qwen3MLP", clamped), ("Qwen3RMSNorm", one_plus)])
+def test_a_class_that_has_changed_since_is_noticed_at_load(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    module: str,
+    forward: Callable[..., Any],
 ) -> None:
     monkeypatch.setattr(getattr(qwen3, module), "forward", forward)
-    assert not {kind, "OwnBlock"} & set(kinds().values())
+    model = random_model(tiny("qwen3"))
+    model.save_pretrained(tmp_path)
+    [prompt] = PROMPTS[:1]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)
+    assert tokens_of(tmp_path, "transformers", [prompt]) == [expected[0, len(prompt) :].tolist()]
+    assert "none of its layers is replaced" in caplog.text
 
 
-@pytest.mark.parametrize("at", [100, MAX_LEN - 1])
-def test_attention_that_scales_by_position_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, at: int
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("olmo", {"clip_qkv": 8.0}),
+        ("smollm3", {"no_rope_layers": [0, 0]}),
+        ("ministral3", {"max_position_embeddings": 1 << 16}),
+    ],
+)
+def test_attention_that_does_more_than_rotate_is_left_alone(
+    model_type: str, changes: dict[str, Any]
 ) -> None:
-    own = qwen3.Qwen3Attention.forward
-
-    def scaled(
-        self: Any,
-        hidden_states: torch.Tensor,
-        position_embeddings: Any,
-        attention_mask: Any,
-        position_ids: Any = None,
-        **others: Any,
-    ) -> Any:
-        hidden_states = torch.where(position_ids[..., None] >= at, 2 * hidden_states, hidden_states)
-        return own(self, hidden_states, position_embeddings, attention_mask, **others)
-
-    monkeypatch.setattr(qwen3.Qwen3Attention, "forward", scaled)
-    assert not {"OwnAttention", "OwnBlock"} & set(kinds().values())
-
-
-def test_a_layer_that_differs_by_its_index_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = qwen3.Qwen3Attention.forward
-
-    def second_is_halved(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out, weights = own(self, *args, **kwargs)
-        return (out / 2 if self.layer_idx == 1 else out), weights
-
-    monkeypatch.setattr(qwen3.Qwen3Attention, "forward", second_is_halved)
-    found = kinds()
-    assert found["layers.0"] == "OwnBlock"
-    assert "layers.1" not in found
-    assert "layers.1.self_attn" not in found
+    assert {"OwnAttention", "OwnBlock"} & set(kinds(model_type).values())
+    longest = changes.get("max_position_embeddings", MAX_LEN)
+    changed = kinds(model_type, max_len=longest, **changes)
+    assert not {"OwnAttention", "OwnBlock"} & set(changed.values())
 
 
 def test_a_block_that_scales_what_it_adds_is_left_alone() -> None:
@@ -205,15 +274,11 @@ def test_a_model_is_served_as_it_is_where_replaced_layers_fail(
 ) -> None:
     expected = tokens_of(checkpoint, "qwen3")
     own = OwnBlock.forward
-    proof = [
-        True
-    ]  # the first two calls, of a block at the beginning and of another, prove that it may replace
 
-    def wrong_later(self: OwnBlock, hidden: torch.Tensor, **others: Any) -> torch.Tensor:
-        proof.append(True)
-        return own(self, hidden) * (1 if len(proof) <= 3 else 2)
+    def wrong(self: OwnBlock, hidden: torch.Tensor, **others: Any) -> torch.Tensor:
+        return own(self, hidden) * 2
 
-    monkeypatch.setattr(OwnBlock, "forward", wrong_later)
+    monkeypatch.setattr(OwnBlock, "forward", wrong)
     assert tokens_of(checkpoint, "transformers") == expected
     assert "none of its layers is replaced" in caplog.text
 

@@ -10,7 +10,7 @@ import torch
 from dovetail.errors import UnsupportedError
 from dovetail_models import transformers as served
 from dovetail_models import transformers_check
-from dovetail_models.transformers import full_float32, traced_model
+from dovetail_models.transformers import traced_model
 from dovetail_models.transformers_layers import find_layers, reasons_against_split
 from tests.models.test_transformers_layers import tokens_of
 from tests.models.tiny_configs import random_model, tiny
@@ -55,10 +55,7 @@ def test_quantized_weights_are_refused_on_several_ranks(checkpoint: Path) -> Non
 def reasons(model_type: str) -> list[str]:
     config = tiny(model_type)
     traced = traced_model(config)
-    with full_float32():
-        layers = find_layers(
-            traced.base, traced.calls, traced.seen, 200, torch.device("cpu"), traced.keeps
-        )
+    layers = find_layers(traced.base, traced.calls, 200, torch.device("cpu"), traced.keeps)
     return reasons_against_split(traced.base, traced.calls, layers, config.base_model_tp_plan)
 
 

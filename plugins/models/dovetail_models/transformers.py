@@ -36,6 +36,7 @@ from dovetail.api.model import (
     WeightRule,
 )
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.format.stored import StoredWeight
 from dovetail.nn.weights import (
     OTHER_PARTS,
@@ -61,11 +62,8 @@ from dovetail_models.transformers_layers import (
     Layers,
     OwnExperts,
     OwnHead,
-    Seen,
     find_layers,
     reasons_against_split,
-    spec_of_rank,
-    watching,
 )
 from dovetail_models.transformers_verdicts import Verdict
 
@@ -135,13 +133,9 @@ class Transformers(ModelArch):
         max_len = context.max_len or int(config.max_position_embeddings)
         _check_rope(config, max_len)
         _check_lengths(config, traced.calls, max_len)
-        with full_float32():
-            layers = find_layers(
-                traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps
-            )
-        if (
-            context.weights_later
-        ):  # each format stores experts in its own way, which transformers' stacked weights aren't
+        layers = find_layers(traced.base, traced.calls, max_len, context.device, traced.keeps)
+        # Each format stores experts in its own way, which transformers' stacked weights aren't.
+        if context.weights_later:
             layers = replace(
                 layers, found=tuple(found for found in layers.found if found.kind is not OwnExperts)
             )
@@ -192,12 +186,12 @@ def _why_not_causal(config: Any, serves: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A model on the meta device, and a trace of its forward pass."""
+    """A model on the meta device, and the attention calls of its forward pass."""
 
     model: PreTrainedModel
     base: nn.Module  # the model without its head
     calls: list[AttentionCall]
-    seen: Mapping[str, list[Seen]]  # calls of the base's modules, by their names
+    called: frozenset[str]  # names of the base's modules that are called
 
     @property
     def prefix(self) -> str:
@@ -207,8 +201,9 @@ class Traced:
         )
 
     def keeps(self, name: str) -> bool:
-        """Return True for modules of the base with parameters that stay in float32 for any model dtype."""
-        return any(
+        """Return True for modules of the base that must stay as they are: those with parameters that
+        stay in float32 for any model dtype, and those that text doesn't go through."""
+        return name not in self.called or any(
             pattern in name
             for attribute in _IN_FLOAT32
             for pattern in getattr(self.model, attribute, None) or ()
@@ -228,9 +223,15 @@ def traced_model(config: Any) -> Traced:
             f"transformers can't build it as a causal language model: {one_line(error)}"
         ) from error
     base = _base_of(model)
-    with watching(base) as seen:
-        calls = trace(base)
-    return Traced(model, base, calls, seen)
+    called = set[str]()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        for name, module in base.named_modules()
+    ]
+    calls = trace(base)
+    for hook in hooks:
+        hook.remove()
+    return Traced(model, base, calls, frozenset(called))
 
 
 class TransformersModel(nn.Module):
