@@ -58,10 +58,10 @@ class Add(msgspec.Struct, array_like=True, tag=1):
     prompt_ids: bytes  # int32 [prompt tokens]
     sampling: RowSampling
     max_tokens: int
-    fields: RequestFields
     n: int
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: Sequence[int]  # those that the request names, not the model's
     max_drafts: int | None
+    fields: RequestFields
     rule: AnswerRule | None
     pooling: RowPooling | None
     indivisible: bool
@@ -276,16 +276,17 @@ def unpack_tokens(packed: bytes) -> list[int]:
 def add_of(number: int, request: CheckedRequest, owner: int = 0) -> Add:
     """Return the message for a checked request. The engine validates `extra`, so the sender must
     wait for its confirmation."""
+    params = request.params
     return Add(
         number,
         request.request_id,
         request.prompt_ids.tobytes(),
         request.sampling,
         request.max_tokens,
+        params.n,
+        params.stop_token_ids or (),
+        params.max_drafts,
         request.fields,
-        request.n,
-        request.stop_token_ids,
-        request.max_drafts,
         request.rule,
         request.pooling,
         request.indivisible,
@@ -312,7 +313,7 @@ def request_of(add: Add) -> CheckedRequest:
         _STREAMED,
         n=add.n,
         max_tokens=add.max_tokens,
-        stop_token_ids=add.stop_token_ids,
+        stop_token_ids=tuple(add.stop_token_ids),
         max_drafts=add.max_drafts,
         **{name: getattr(sampling, name) for name in _SEEN},
     )
@@ -323,9 +324,6 @@ def request_of(add: Add) -> CheckedRequest:
         add.max_tokens,
         add.fields,
         params,
-        add.n,
-        add.stop_token_ids,
-        add.max_drafts,
         add.rule,
         add.pooling,
         add.indivisible,

@@ -44,10 +44,7 @@ class CheckedRequest:
     sampling: RowSampling  # of the first sample
     max_tokens: int
     fields: RequestFields
-    params: SamplingParams  # as policies and observers see them
-    n: int = 1
-    stop_token_ids: tuple[int, ...] = ()  # those that the request names, to be told as its reason
-    max_drafts: int | None = None
+    params: SamplingParams  # as policies and observers see them; `n` samples
     rule: AnswerRule | None = None
     pooling: RowPooling | None = None  # what it pools; it ends with its prompt then
     indivisible: bool = False  # its prompt is computed in one step
@@ -120,7 +117,7 @@ class Admission:
         self, request: CheckedRequest, watchers: Sequence[TokenWatcher | None], client: Hashable
     ) -> list[LiveRequest]:
         """Return a `LiveRequest` for each sample."""
-        n = request.n
+        n = request.params.n
         fields = request.fields
         lora = fields.lora_request
         came = fields.arrival_time if fields.arrival_time is not None else self._core.clock.now()

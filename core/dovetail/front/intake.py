@@ -164,11 +164,8 @@ class Intake:
             self._sampling.resolve(params),
             max_tokens,
             fields,
-            n=params.n,
-            stop_token_ids=tuple(params.stop_token_ids or ()),
-            max_drafts=params.max_drafts,
+            params,
             rule=rule,
-            params=params,
         )
         return Entered(request, params, text, token_ids.tolist())
 
@@ -210,9 +207,9 @@ class Intake:
             RowSampling(prompt_logprobs=core.prompt_logprobs),
             1,
             fields,
+            core,
             pooling=pooling,
             indivisible=can.capacity.indivisible,
-            params=core,
         )
         return Entered(request, core, text, token_ids.tolist())
 
