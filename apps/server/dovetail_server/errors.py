@@ -1,4 +1,5 @@
-"""`HttpError`, the mapping of exceptions to HTTP statuses, and the error formats of OpenAI's and Anthropic's APIs."""
+"""`HttpError`, the mapping of exceptions to HTTP statuses, and the error formats of OpenAI's and
+Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -92,8 +93,11 @@ class HttpError(DovetailError):
 
 
 def without_paths(text: str) -> str:
-    """Return a text with each absolute path of several names shortened to the last one. A client's paths are shortened, too, so the result
-    doesn't reveal which exist. Paths of this server's API, which begin with /v1, stay."""
+    """Return a text with each absolute path of several names shortened to the last one.
+
+    A client's paths are shortened, too, so the result doesn't reveal which exist. Paths of this
+    server's API, which begin with /v1, stay.
+    """
     return _PATH.sub("…/", text)
 
 
@@ -115,7 +119,7 @@ def anthropic_shape(error: HttpError) -> dict[str, Any]:
 
 
 def shape_for(path: str) -> ErrorShape:
-    """Return the error format of the API at a path, which may begin with the server's `root_path`."""
+    """Return the error format of the API at a path below the server's `root_path`."""
     return anthropic_shape if speaks_anthropic(path) else openai_shape
 
 
@@ -127,9 +131,12 @@ def speaks_anthropic(path: str) -> bool:
 def http_error(
     error: BaseException, fields: Sequence[str] = (), renamed: Mapping[str, str] | None = None
 ) -> HttpError:
-    """Convert any error to an `HttpError`. Unexpected ones are logged, and their text isn't disclosed.
+    """Convert any error to an `HttpError`.
 
-    `fields`: names of the request's parameters, which a `RequestError` may mention. `renamed`: engine name -> API name of parameters that differ.
+    Unexpected ones are logged, and their text isn't disclosed.
+
+    `fields`: names of the request's parameters, which a `RequestError` may mention. `renamed`:
+    engine name -> API name of parameters that differ.
     """
     if isinstance(error, HttpError):
         return error
@@ -164,7 +171,8 @@ def error_of_end(end: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailE
 
 
 def lack_of(error: BaseException) -> str | None:
-    """Return the operating system's message if an error or its cause means that it is out of files, processes or memory."""
+    """Return the operating system's message if an error or its cause means that it is out of files,
+    processes or memory."""
     for one in (error, error.__cause__):
         if isinstance(one, OSError) and one.errno in _EXHAUSTED:
             return one.strerror
@@ -172,7 +180,8 @@ def lack_of(error: BaseException) -> str | None:
 
 
 def _param_of(message: str, fields: Sequence[str], renamed: Mapping[str, str]) -> str | None:
-    """Return the parameter that a message begins with; messages about the prompt contain "prompt" before a colon."""
+    """Return the parameter that a message begins with; messages about the prompt contain "prompt"
+    before a colon."""
     named = _NAME.match(message)
     if named:
         head = re.split(r"[.\[]", named[0], maxsplit=1)[0]

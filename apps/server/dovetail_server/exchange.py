@@ -1,6 +1,8 @@
-"""`Exchange`: one HTTP request and its answer; `OutputListener`: one of its requests to the engine; `Endpoint`: a route.
+"""`Exchange`: one HTTP request and its answer; `OutputListener`: one of its requests to the engine;
+`Endpoint`: a route.
 
-However an exchange ends (answered, rejected, client gone, task cancelled), it leaves nothing in the engine.
+However an exchange ends (answered, rejected, client gone, task cancelled), it leaves nothing in the
+engine.
 """
 
 from __future__ import annotations
@@ -110,8 +112,11 @@ class Server:
         self.outbox.check_health()
 
     def model_named(self, name: str | None, *, adapters: bool = False) -> str:
-        """Return the model name for the answer. Raises `HttpError` 404 for an unknown name. `adapters`: it may be that of an adapter, which the
-        caller then uses."""
+        """Return the model name for the answer.
+
+        Raises `HttpError` 404 for an unknown name. `adapters`: it may be that of an adapter, which
+        the caller then uses.
+        """
         known = (*self.models, *self.engine.adapters) if adapters else self.models
         if name is None or name in known:
             return name or self.models[0]
@@ -172,7 +177,10 @@ class OutputListener:
             self.exchange.listener_ended()
 
     def tell_plainly(self, before: bytes, after: bytes) -> None:
-        """From now on, write the JSON text of each plain token between these bytes. For streams of one sample."""
+        """From now on, write the JSON text of each plain token between these bytes.
+
+        For streams of one sample.
+        """
         self._around = before, after
         self.is_plain = True
 
@@ -252,7 +260,11 @@ class Exchange:
         return self.server.engine
 
     async def body(self, kind: type[T]) -> T:
-        """Decode the body as a msgspec struct. Raises `HttpError` 400 and what `received` raises, and `RequestError` for lists that are too long."""
+        """Decode the body as a msgspec struct.
+
+        Raises `HttpError` 400 and what `received` raises, and `RequestError` for lists that are too
+        long.
+        """
         most = self.server.settings.max_body_bytes
         too_large = HttpError(
             413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large"
@@ -269,15 +281,20 @@ class Exchange:
         return body
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` on the body, beside the event loop if the body is large. Raises what `attended` and `work` raise."""
+        """Return the result of `work` on the body, beside the event loop if the body is large.
+
+        Raises what `attended` and `work` raise.
+        """
         if self._body_bytes <= SIZES[0]:
             return work()
         async with self.attended():
             return await self.server.preparing.decode(self.client, self._body_bytes, work)
 
     async def generation_body(self, kind: type[G]) -> tuple[G, str]:
-        """Decode the body of a generating endpoint; return it and the model name for the answer. Raises what `body`, `ignore` and `model_named`
-        do."""
+        """Decode the body of a generating endpoint; return it and the model name for the answer.
+
+        Raises what `body`, `ignore` and `model_named` do.
+        """
         body = await self.body(kind)
         self.renamed = (
             body.renamed()
@@ -290,11 +307,15 @@ class Exchange:
         return body, model
 
     def ignore(self, one: Advisory) -> None:
-        """Note an advisory field that has no effect. Raises `HttpError` 400 if the server's settings refuse it."""
+        """Note an advisory field that has no effect.
+
+        Raises `HttpError` 400 if the server's settings refuse it.
+        """
         if one.hint and self.server.settings.advisory_fields == "refuse":
             raise unsupported(
                 one.path,
-                f"{one.reason}, so it has no effect, which this server refuses (advisory_fields: refuse)",
+                f"{one.reason}, so it has no effect, which this server refuses (advisory_fields: "
+                "refuse)",
             )
         self.ignored.append(one.path)
         if (named := (self.scope["path"], one.path)) not in self.server.ignored:
@@ -304,8 +325,12 @@ class Exchange:
     def received(
         self, most: int, too_large: HttpError, most_held: int | None = None
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the body in chunks. `most_held`: the most bytes of it kept in memory, if not all. Raises `HttpError` 408 on timeout, 429 if the
-        bodies of all requests exceed the limit, `too_large` if this one does, and `ClientGone`."""
+        """Yield the body in chunks.
+
+        `most_held`: the most bytes of it kept in memory, if not all. Raises `HttpError` 408 on
+        timeout, 429 if the bodies of all requests exceed the limit, `too_large` if this one does,
+        and `ClientGone`.
+        """
 
         def hold(size: int) -> None:
             held = size if most_held is None else min(size, most_held)
@@ -323,16 +348,22 @@ class Exchange:
         return self.scope.get("dovetail.key"), address[0], self._client
 
     async def prepared(self, work: Callable[[], T], *, given_template: bool = False) -> T:
-        """Admit the request, and return the result of `work`, run in a thread in its client's turn. `given_template`: it renders a chat template
-        from the request. Raises `HttpError` 429, and 503 while draining, what `attended` raises, and what `work` raises."""
+        """Admit the request, and return the result of `work`, run in a thread in its client's turn.
+
+        `given_template`: it renders a chat template from the request. Raises `HttpError` 429, and
+        503 while draining, what `attended` raises, and what `work` raises.
+        """
         async with self._admitted(self._body_bytes):
             return await self.server.preparing.run(
                 self.client, self._body_bytes, work, given_template=given_template
             )
 
     async def made(self, source: PromptSource) -> list[Prompt]:
-        """Make prompts in slices, each in a thread in its client's turn; short ones are made here. The request is charged by the characters that
-        are tokenized, however few its body has. Raises `RequestError` for more than one request may have, and what `prepared` raises."""
+        """Make prompts in slices, each in a thread in its client's turn; short ones are made here.
+
+        The request is charged by the characters that are tokenized, however few its body has.
+        Raises `RequestError` for more than one request may have, and what `prepared` raises.
+        """
         limits = self.engine.info.intake.limits
         at_most(
             "the prompts: the characters of all together",
@@ -352,7 +383,10 @@ class Exchange:
 
     @asynccontextmanager
     async def _admitted(self, size: int) -> AsyncIterator[None]:
-        """Admit the request while its prompt is prepared, which takes time and memory, too. `size`: in bytes or characters."""
+        """Admit the request while its prompt is prepared, which takes time and memory, too.
+
+        `size`: in bytes or characters.
+        """
         self.check_open()
         tokens = size // _CHARS_A_TOKEN
         self.server.admission.check(1, tokens)
@@ -389,7 +423,10 @@ class Exchange:
         return replace(params, structured=rule)
 
     def check_samples(self, prompts: int, n: int) -> None:
-        """Validate the number of samples before anything is allocated for each. Raises `RequestError`."""
+        """Validate the number of samples before anything is allocated for each.
+
+        Raises `RequestError`.
+        """
         at_most(
             "n: the samples of all prompts together",
             prompts * n,
@@ -399,7 +436,8 @@ class Exchange:
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
-        """Interrupt the block with `ClientGone` when the client disconnects, or `HttpError` 504 on timeout. The body must have been read."""
+        """Interrupt the block with `ClientGone` when the client disconnects, or `HttpError` 504 on
+        timeout. The body must have been read."""
         timeout_s = self.server.settings.request_timeout_s
         watch = asyncio.create_task(until_disconnected(self.receive))
         try:
@@ -434,8 +472,11 @@ class Exchange:
         fields: Mapping[str, Any],
         requests: Sequence[tuple[Prompt, OutputListener]],
     ) -> None:
-        """Submit a request for each prompt, and wait for their end; send a stream to its end. `answer_id` begins the request ids. Raises what
-        `attended` raises, and the error of the first request that fails before an event was written."""
+        """Submit a request for each prompt, and wait for their end; send a stream to its end.
+
+        `answer_id` begins the request ids. Raises what `attended` raises, and the error of the
+        first request that fails before an event was written.
+        """
         async with self.attended():
             tokens = [_tokens_of(prompt) for prompt, _ in requests]
             if isinstance(params, SamplingParams):
@@ -549,8 +590,10 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data})
 
     async def reply_in_parts(self, value: Any) -> None:
-        """Answer with JSON that is encoded part by part, at the pace of the reader. Other requests are served between parts. Raises what `attended`
-        raises."""
+        """Answer with JSON that is encoded part by part, at the pace of the reader.
+
+        Other requests are served between parts. Raises what `attended` raises.
+        """
         parts = parts_of(value)
         first = next(parts)
         second = next(parts, None)

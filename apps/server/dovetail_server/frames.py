@@ -1,6 +1,8 @@
-"""Messages between front ends and the engine's process: requests and aborts in, one `StepFrame` per step and front end out.
+"""Messages between front ends and the engine's process: requests and aborts in, one `StepFrame` per
+step and front end out.
 
-Frames are columnar, so that encoding a step of 1,024 tokens takes microseconds. Both ends are of one installation: messages have no version.
+Frames are columnar, so that encoding a step of 1,024 tokens takes microseconds. Both ends are of
+one installation: messages have no version.
 """
 
 from __future__ import annotations
@@ -81,14 +83,20 @@ class Ask(msgspec.Struct, array_like=True, tag=3):
 
 
 class Reset(msgspec.Struct, array_like=True, tag=4):
-    """Request to empty the prefix cache, answered by `Accepted`. `number`: used once, and for no sample."""
+    """Request to empty the prefix cache, answered by `Accepted`.
+
+    `number`: used once, and for no sample.
+    """
 
     number: int
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, tag=5):
-    """Request to serve an adapter under a name, or, without a path, no longer. Answered by `Accepted` once it is loaded, or by `Refused`. `number`:
-    used once, and for no sample."""
+    """Request to serve an adapter under a name, or, without a path, no longer.
+
+    Answered by `Accepted` once it is loaded, or by `Refused`. `number`: used once, and for no
+    sample.
+    """
 
     number: int
     name: str
@@ -126,7 +134,8 @@ class Refused(msgspec.Struct, array_like=True, tag=12):
 
 
 class Dropped(msgspec.Struct, array_like=True, tag=13):
-    """The front end didn't read its frames: the engine has aborted its samples with numbers below `below`."""
+    """The front end didn't read its frames: the engine has aborted its samples with numbers below
+    `below`."""
 
     below: int
 
@@ -226,7 +235,8 @@ class Extra(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
-    """Results of one step for one front end: `token_ids[i]` is a new token of sample `numbers[i]`; those of one sample follow each other."""
+    """Results of one step for one front end: `token_ids[i]` is a new token of sample `numbers[i]`;
+    those of one sample follow each other."""
 
     step: int
     time: float  # of its results, seconds on the engine's clock

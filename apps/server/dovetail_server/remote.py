@@ -1,4 +1,6 @@
-"""`RemoteEngine`: a front end's engine. It validates and tokenizes requests, and converts the frames of the engine's host to text.
+"""`RemoteEngine`: a front end's engine.
+
+It validates and tokenizes requests, and converts the frames of the engine's host to text.
 
 Outputs come from the same `OutputBuilder` as offline, so that a request's text is the same.
 """
@@ -176,8 +178,12 @@ class RemoteEngine:
     async def connect(
         cls, line: Line, name: str, failed: Callable[[str], None] | None = None
     ) -> RemoteEngine:
-        """Wait for the engine, load the tokenizer, and warm up. `name`: the front end's, which makes default seeds differ between front ends.
-        `failed`: called instead of `fail` if a message of the engine can't be decoded. Raises `ModelLoadError` if the model has no tokenizer."""
+        """Wait for the engine, load the tokenizer, and warm up.
+
+        `name`: the front end's, which makes default seeds differ between front ends. `failed`:
+        called instead of `fail` if a message of the engine can't be decoded. Raises
+        `ModelLoadError` if the model has no tokenizer.
+        """
         answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         engine: RemoteEngine | None = None
         early: list[ToFrontEnd] = []
@@ -284,7 +290,8 @@ class RemoteEngine:
         extra = fields.pop("extra", None)
         if unknown := sorted(set(fields) - set(_FIELDS)):
             raise RequestError(
-                f"{unknown[0]}: unknown field of a request; valid fields are {', '.join((*_FIELDS, 'extra'))}"
+                f"{unknown[0]}: unknown field of a request; valid fields are "
+                f"{', '.join((*_FIELDS, 'extra'))}"
             )
         if fields.get("arrival_time") is None and self._wall_clock:
             fields["arrival_time"] = self.now()
@@ -312,8 +319,8 @@ class RemoteEngine:
     # On its way in
 
     def _warm_up(self) -> None:
-        """Do slow first-time work: tokenize a text, search the vocabulary for its longest token, start a rendering process, and probe the chat
-        template."""
+        """Do slow first-time work: tokenize a text, search the vocabulary for its longest token,
+        start a rendering process, and probe the chat template."""
         self.tokenizer.encode("Hello")
         _ = self.tokenizer.longest_token
         with suppress(DovetailError):  # no template, or it rejects this conversation
@@ -432,7 +439,8 @@ class RemoteEngine:
             self._break_off(entry)
 
     def _break_off(self, entry: _Open) -> None:
-        """Abort a request whose listener has just failed, and tell it: whoever waits for its outputs would wait forever."""
+        """Abort a request whose listener has just failed, and tell it: whoever waits for its
+        outputs would wait forever."""
         logger.exception("a listener failed")
         self.abort(entry.group.request_id)
         self._tell(

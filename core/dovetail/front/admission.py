@@ -161,7 +161,7 @@ class Admission:
 
 
 def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of one sample; only the first returns the prompt's log-probabilities."""
+    """Return those of one sample; only the first returns the prompt's log-probabilities."""
     if params.n == 1:
         return params
     prompt_logprobs = params.prompt_logprobs if index == 0 else None

@@ -1,5 +1,5 @@
-"""`ComponentValues`: what requests carry for components (`extra`, `extra_args`, and the arguments of
-logits processors), validated by the components' own pydantic models.
+"""`ComponentValues`: what requests carry for components (`extra`, `extra_args`, and the arguments
+of logits processors), validated by the components' own pydantic models.
 
 Only the engine's process has these models: `Admission` asks them when a request is admitted.
 """

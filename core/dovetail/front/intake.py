@@ -69,7 +69,10 @@ class Intake:
     def __init__(
         self, facts: IntakeFacts, tokenizer: Callable[[], Tokenizer], seeds: random.Random
     ) -> None:
-        """`tokenizer` loads it when first called. `seeds` draws those of requests that name none."""
+        """`tokenizer` loads it when first called.
+
+        `seeds` draws those of requests that name none.
+        """
         self.facts = facts
         pools = facts.pooling
         cuts_all = pools is not None and pools.cut_at is not None
@@ -176,7 +179,7 @@ class Intake:
         return room if asked is None else min(asked, room)
 
     def _with_min_tokens(self, params: SamplingParams, max_tokens: int) -> SamplingParams:
-        """Return the parameters with the least number of tokens that holds: there may be less room."""
+        """Return the parameters with the `min_tokens` that holds: there may be less room."""
         least = params.min_tokens
         rule = params.structured
         if not least and not (isinstance(rule, Structured) and rule.kind is not None):

@@ -1,4 +1,7 @@
-"""`LLMEngine`: the engine's Python API. Validates and tokenizes requests, steps the core, and builds outputs from its results."""
+"""`LLMEngine`: the engine's Python API.
+
+Validates and tokenizes requests, steps the core, and builds outputs from its results.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +84,9 @@ def exclusive(
 class LLMEngine(SaysWhatIsMissing):
     """Takes requests, computes them step by step, returns outputs.
 
-    Meant for one thread. Concurrent calls are serialized, but a thread that steps in a loop may starve the others. `LLM` and `AsyncLLMEngine` serve
-    many threads: each drives its engine in an `EngineThread`, which also runs the calls of this engine's methods, between two steps.
+    Meant for one thread. Concurrent calls are serialized, but a thread that steps in a loop may
+    starve the others. `LLM` and `AsyncLLMEngine` serve many threads: each drives its engine in an
+    `EngineThread`, which also runs the calls of this engine's methods, between two steps.
 
     ```python
     with LLMEngine.from_config("engine.yaml") as engine:
@@ -109,7 +113,8 @@ class LLMEngine(SaysWhatIsMissing):
         """
         if not isinstance(assembly, Assembly) or others or named:
             raise ConfigError(
-                'an LLMEngine is made by LLMEngine.from_config("demo"), with a model or an engine.yaml, or by '
+                'an LLMEngine is made by LLMEngine.from_config("demo"), with a model or an '
+                "engine.yaml, or by "
                 "LLMEngine.from_engine_args(EngineArgs(model=…))"
             )
         self._assembly = assembly
@@ -143,8 +148,9 @@ class LLMEngine(SaysWhatIsMissing):
     ) -> LLMEngine:
         """Resolve the components that the config names, assemble the engine and load the model.
 
-        `overrides` replace keys of the config. `clock` replaces the engine's clock; `progress(what, done, total)` is called during loading.
-        Raises `ConfigError`, `PluginError`, `UnsupportedError`, `ModelLoadError` or `MissingExtraError`, each saying what to change.
+        `overrides` replace keys of the config. `clock` replaces the engine's clock; `progress(what,
+        done, total)` is called during loading. Raises `ConfigError`, `PluginError`,
+        `UnsupportedError`, `ModelLoadError` or `MissingExtraError`, each saying what to change.
         """
         return cls(assemble(config, overrides, registry=registry, clock=clock, progress=progress))
 
@@ -193,19 +199,23 @@ class LLMEngine(SaysWhatIsMissing):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, loaded when first used. Raises `ModelLoadError` if there is none."""
+        """The model's tokenizer, loaded when first used.
+
+        Raises `ModelLoadError` if there is none.
+        """
         tokenizer = self._assembly.tokenizer()
         self._builder.tokenizer = tokenizer
         return tokenizer
 
     def run_in_thread(self, flush: Callable[[], None] = lambda: None) -> EngineThread:
-        """Return the `EngineThread` that runs all calls from now on, started by the first call: that of `LLM` or `AsyncLLMEngine`."""
+        """Return the `EngineThread` that runs all calls from now on, started by the first call:
+        that of `LLM` or `AsyncLLMEngine`."""
         if self._thread is None:
             self._thread = EngineThread(self, flush)
         return self._thread
 
     def new_ids(self, count: int) -> list[str]:
-        """Return ids for requests of `add_list`: numbers as text, which no unfinished request has."""
+        """Return ids for `add_list`: numbers as text, which no unfinished request has."""
         free = (id for number in self._numbers if (id := str(number)) not in self._groups)
         return list(itertools.islice(free, count))
 
@@ -214,8 +224,10 @@ class LLMEngine(SaysWhatIsMissing):
         self,
         requests: Iterable[tuple[str, Prompt, SamplingParams | PoolingParams, Mapping[str, Any]]],
     ) -> None:
-        """Add all requests (id, prompt, params, other arguments of `add_request` by name), or none. They are exempt from `limits.max_waiting`. Raises
-        as `add_request`."""
+        """Add all requests (id, prompt, params, other arguments of `add_request` by name), or none.
+
+        They are exempt from `limits.max_waiting`. Raises as `add_request`.
+        """
         ids: list[str] = []
         try:
             for request_id, prompt, params, others in requests:
@@ -247,18 +259,23 @@ class LLMEngine(SaysWhatIsMissing):
         trace_headers: Mapping[str, str] | None = None,
         **others: Any,
     ) -> None:
-        """Add a request, which generates, or with `PoolingParams` ends with its prompt and a `PoolingRequestOutput`. Raises, without side effects,
-        `RequestError` if it is invalid, `ModelLoadError` if it needs a tokenizer and the model has none, `EngineDeadError` if the engine has failed
-        or was closed.
+        """Add a request, which generates, or with `PoolingParams` ends with its prompt and a
+        `PoolingRequestOutput`. Raises, without side effects, `RequestError` if it is invalid,
+        `ModelLoadError` if it needs a tokenizer and the model has none, `EngineDeadError` if the
+        engine has failed or was closed.
 
-        `arrival_time`, `deadline` (of the last token) and `ttft_deadline` (of the first) are seconds on the engine's clock (`engine.now()`), from
-        -1e9 to 1e9; larger ones are taken as Unix time (`time.time()`). `tbt_s` is the largest acceptable time between two tokens. How they are used
-        is up to the policy, which sees the request only from its arrival time on. Policies see requests in order of time: an arrival time before that
-        of a request already seen is raised to it, so that backdating gains nothing. `client`: the client that policies charge. `cache_salt`: share
-        cached K and V only with requests of the same salt. `extra`: distribution -> fields for its components. `predicted_tokens`: a predicted length
-        of the output, for policies that use one.
-        `lora_request`: the adapter to compute it with. It is loaded while the request waits; one that can't be used ends its requests as "rejected",
-        with the reason. `trace_headers`: `traceparent` and `tracestate` of the trace that its span belongs to, for the observer `otlp`.
+        `arrival_time`, `deadline` (of the last token) and `ttft_deadline` (of the first) are
+        seconds on the engine's clock (`engine.now()`), from -1e9 to 1e9; larger ones are taken as
+        Unix time (`time.time()`). `tbt_s` is the largest acceptable time between two tokens. How
+        they are used is up to the policy, which sees the request only from its arrival time on.
+        Policies see requests in order of time: an arrival time before that of a request already
+        seen is raised to it, so that backdating gains nothing. `client`: the client that policies
+        charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`:
+        distribution -> fields for its components. `predicted_tokens`: a predicted length of the
+        output, for policies that use one. `lora_request`: the adapter to compute it with. It is
+        loaded while the request waits; one that can't be used ends its requests as "rejected", with
+        the reason. `trace_headers`: `traceparent` and `tracestate` of the trace that its span
+        belongs to, for the observer `otlp`.
         """
         if others:
             from dovetail.front.vllm_calls import check_call
@@ -285,7 +302,8 @@ class LLMEngine(SaysWhatIsMissing):
         self._add(request_id, prompt, params, fields, extra)
 
     def _on_our_clock(self, instant: Any) -> Any:
-        """Convert a Unix time, which vLLM's programs pass, to the engine's clock, unless that is virtual."""
+        """Convert a Unix time, which vLLM's programs pass, to the engine's clock, unless that is
+        virtual."""
         seconds = as_number(instant)
         if seconds is None or seconds <= MAX_TIME_S or isinstance(self.core.clock, VirtualClock):
             return instant
@@ -317,8 +335,9 @@ class LLMEngine(SaysWhatIsMissing):
         self._builder.expect(group, texts)
 
     def tokenized(self, prompt: Prompt, *, cut: bool = False) -> Prompt:
-        """Tokenize a text prompt, so that `add_request` needn't, which takes milliseconds for a long one; return any other prompt unchanged. `cut`:
-        the request's parameters truncate it, so it may be longer. Thread safe. Raises as `add_request` does."""
+        """Tokenize a text prompt, so that `add_request` needn't, which takes milliseconds for a
+        long one; return any other prompt unchanged. `cut`: the request's parameters truncate it, so
+        it may be longer. Thread safe. Raises as `add_request` does."""
         return self._intake.prompts.tokenized(prompt, cut=cut)
 
     def all_tokenized(self, prompts: Sequence[Prompt], *, cut: bool = False) -> list[Prompt]:
@@ -327,7 +346,10 @@ class LLMEngine(SaysWhatIsMissing):
 
     @property
     def pooling(self) -> PoolingIntake:
-        """Return the object that prepares prompts of pooling requests. Raises `RequestError` if the engine can't pool."""
+        """Return the object that prepares prompts of pooling requests.
+
+        Raises `RequestError` if the engine can't pool.
+        """
         return self._intake.pooling
 
     @exclusive
@@ -345,13 +367,17 @@ class LLMEngine(SaysWhatIsMissing):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer by default: those of the model's `generation_config.json` or `config.json`."""
+        """The tokens that end an answer by default: those of the model's `generation_config.json`
+        or `config.json`."""
         return self._assembly.defaults.eos_token_ids
 
     @exclusive
     def abort_request(self, request_id: str | Sequence[str] | Set[str]) -> None:
-        """Abort one request or several: no more outputs are delivered. Unknown ids are ignored. Raises `RequestError` if it is neither an id nor a
-        list, tuple or set of ids."""
+        """Abort one request or several: no more outputs are delivered.
+
+        Unknown ids are ignored. Raises `RequestError` if it is neither an id nor a list, tuple or
+        set of ids.
+        """
         ids = request_ids(request_id)
         if self._thread is not None:
             self._thread.aborted(ids)
@@ -366,18 +392,25 @@ class LLMEngine(SaysWhatIsMissing):
                     self._admission.ended(group.samples)
 
     def step(self) -> list[EngineOutput]:
-        """Run a step, and return the new outputs, if any. Waits for the device, or for the next arrival.
+        """Run a step, and return the new outputs, if any.
 
-        For `llm.llm_engine`, of an `LLM`: return the outputs of requests added by `add_request` only. A call of the `LLM` in another thread computes
-        them too; outputs that came that way are returned first, coalesced per request. If there are none, this runs one step, between two of the
-        `LLM`'s.
+        Waits for the device, or for the next arrival.
 
-        When a component fails, each unfinished request is returned once, finished with "error" and the reason; later calls raise `EngineDeadError`.
-        An interrupt (Ctrl-C) within a step counts as a failure, since it is unknown what was computed.
+        For `llm.llm_engine`, of an `LLM`: return the outputs of requests added by `add_request`
+        only. A call of the `LLM` in another thread computes them too; outputs that came that way
+        are returned first, coalesced per request. If there are none, this runs one step, between
+        two of the `LLM`'s.
+
+        When a component fails, each unfinished request is returned once, finished with "error" and
+        the reason; later calls raise `EngineDeadError`. An interrupt (Ctrl-C) within a step counts
+        as a failure, since it is unknown what was computed.
         """
         if self._thread is not None:
             return self._thread.step()
-        self._calling.acquire()  # `with` would hold an object during the step, and a few more may mean a garbage collection in each
+        # `with` would hold an object during the step, and a few more may mean a garbage collection
+        # in
+        # each
+        self._calling.acquire()
         try:
             return self.compute()
         finally:
@@ -391,7 +424,10 @@ class LLMEngine(SaysWhatIsMissing):
         )
 
     def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
-        """Do what `has_unfinished_requests` does. Raises `RequestError` for a number other than 0: there is one engine."""
+        """Do what `has_unfinished_requests` does.
+
+        Raises `RequestError` for a number other than 0: there is one engine.
+        """
         if virtual_engine != 0:
             raise RequestError(
                 f"virtual_engine must be 0, got {shown(virtual_engine)}: there is one engine"
@@ -416,12 +452,15 @@ class LLMEngine(SaysWhatIsMissing):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Invalidate all cached K and V: later requests reuse nothing computed before. Return True. Raises `RequestError` for an option of vLLM's
-        that isn't False."""
+        """Invalidate all cached K and V: later requests reuse nothing computed before.
+
+        Return True. Raises `RequestError` for an option of vLLM's that isn't False.
+        """
         if reset_running_requests or reset_connector:
             name = "reset_running_requests" if reset_running_requests else "reset_connector"
             raise RequestError(
-                f"reset_prefix_cache(): {name}: running requests keep what they have computed, and no connector holds any: leave it out"
+                f"reset_prefix_cache(): {name}: running requests keep what they have computed, and "
+                "no connector holds any: leave it out"
             )
         self.core.kv.reset()
         return True
@@ -454,7 +493,8 @@ class LLMEngine(SaysWhatIsMissing):
     # vLLM's accessors
 
     def get_tokenizer(self) -> Any:
-        """Return what `tokenizer` wraps: the tokenizer of transformers, or the component that the config names."""
+        """Return what `tokenizer` wraps: the tokenizer of transformers, or the component that the
+        config names."""
         return self.tokenizer.own
 
     def default_sampling_params(self) -> SamplingParams:
@@ -488,7 +528,10 @@ class LLMEngine(SaysWhatIsMissing):
         return engine_info.lora_config(self.config)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter to the host before a request needs it, and wait for it. Raises `RequestError` if it can't be used."""
+        """Load an adapter to the host before a request needs it, and wait for it.
+
+        Raises `RequestError` if it can't be used.
+        """
         self._check_open()
         adapters = self._adapters("add_lora")
         request_checks.check_name("lora_name", lora_request.lora_name, self.config.limits)
@@ -496,7 +539,10 @@ class LLMEngine(SaysWhatIsMissing):
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget the adapters of a `lora_int_id` on the host; running requests keep theirs. Returns False if there are none."""
+        """Forget the adapters of a `lora_int_id` on the host; running requests keep theirs.
+
+        Returns False if there are none.
+        """
         return self._adapters("remove_lora").remove(lora_id)
 
     def list_loras(self) -> set[int]:
@@ -504,7 +550,10 @@ class LLMEngine(SaysWhatIsMissing):
         return self._adapters("list_loras").ids()
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep the adapters of a `lora_int_id` on the host until they are removed. Returns False if there are none."""
+        """Keep the adapters of a `lora_int_id` on the host until they are removed.
+
+        Returns False if there are none.
+        """
         return self._adapters("pin_lora").pin(lora_id)
 
     def _adapters(self, method: str) -> AdapterStore:
@@ -513,7 +562,10 @@ class LLMEngine(SaysWhatIsMissing):
         return self._assembly.adapters
 
     def do_log_stats(self) -> None:
-        """Log a line of statistics at level INFO to the logger "dovetail". The observer `log` does so periodically."""
+        """Log a line of statistics at level INFO to the logger "dovetail".
+
+        The observer `log` does so periodically.
+        """
         logger.info("%s", engine_info.line(self.stats()))
 
     # Steps

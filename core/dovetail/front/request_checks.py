@@ -25,8 +25,8 @@ _COUNTS = {  # of lists and mappings: what an error calls their length, and its 
 
 
 def check_counts(asked: Any, limits: Limits) -> None:
-    """Raise `RequestError` if a list in `SamplingParams`, or in an HTTP body with fields of the same names, is too long. Reads no entry: a body of
-    megabytes is rejected early."""
+    """Raise `RequestError` if a list in `SamplingParams`, or in an HTTP body with fields of the
+    same names, is too long. Reads no entry: a body of megabytes is rejected early."""
     for name, (what, limit) in _COUNTS.items():
         value = getattr(asked, name, None)
         if value is not None and not isinstance(value, str):
@@ -34,15 +34,22 @@ def check_counts(asked: Any, limits: Limits) -> None:
 
 
 def check_template_chars(text: str, limits: Limits) -> None:
-    """Raise `RequestError` if a chat template is too long. Call it before anything else reads one of a request."""
+    """Raise `RequestError` if a chat template is too long.
+
+    Call it before anything else reads one of a request.
+    """
     if (chars := len(text)) > (most := limits.max_template_chars):
         raise RequestError(
-            f"a chat template must have at most {most:,} characters (limits.max_template_chars), got {chars:,}"
+            f"a chat template must have at most {most:,} characters (limits.max_template_chars), "
+            f"got {chars:,}"
         )
 
 
 def check_params(params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` naming the parameter, the limit and its value. `max_bad_word_tokens` is checked later."""
+    """Raise `RequestError` naming the parameter, the limit and its value.
+
+    `max_bad_word_tokens` is checked later.
+    """
     at_most("n", params.n, limits, "max_n")
     check_counts(params, limits)
     if params.stop:
@@ -70,7 +77,10 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
 
 
 def check_structured(structured: Structured, limits: Limits) -> None:
-    """Check a structured-output spec against its limits. Whether it compiles is known only later."""
+    """Check a structured-output spec against its limits.
+
+    Whether it compiles is known only later.
+    """
     if structured.kind is not None:
         at_most(
             f"structured.{structured.kind}: its characters",
@@ -91,14 +101,17 @@ def check_structured(structured: Structured, limits: Limits) -> None:
 def check_prompt_chars(
     chars: int, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False
 ) -> None:
-    """Raise `RequestError` if a prompt's text of `chars` characters is too long to be tokenized. `cut`:
-    `truncate_prompt_tokens` cuts it to what fits."""
+    """Raise `RequestError` if a prompt's text of `chars` characters is too long to be tokenized.
+
+    `cut`: `truncate_prompt_tokens` cuts it to what fits.
+    """
     most = limits.max_prompt_chars
     if most is None and chars > max_model_len:  # otherwise the vocabulary isn't searched
         most = _most_chars(max_model_len, tokenizer, cut=cut)
     if most is not None and chars > most:
         raise RequestError(
-            f"the prompt has {chars} characters: at most {most} are tokenized (limits.max_prompt_chars)"
+            f"the prompt has {chars} characters: at most {most} are tokenized "
+            "(limits.max_prompt_chars)"
         )
 
 
@@ -110,20 +123,27 @@ def _most_chars(max_model_len: int, tokenizer: Tokenizer, *, cut: bool) -> int:
 def check_conversation_chars(
     source: Any, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False
 ) -> None:
-    """Raise `RequestError` if a conversation is too long to be rendered. `source`: its messages, tools and variables. They may have twice the
-    characters of a prompt, since they hold roles, too, and text that the chat template leaves out. `cut`: as in `check_prompt_chars`."""
+    """Raise `RequestError` if a conversation is too long to be rendered.
+
+    `source`: its messages, tools and variables. They may have twice the characters of a prompt,
+    since they hold roles, too, and text that the chat template leaves out. `cut`: as in
+    `check_prompt_chars`.
+    """
     most = limits.max_prompt_chars
     if most is None and _has_more_chars(source, 2 * max_model_len):
         most = _most_chars(max_model_len, tokenizer, cut=cut)
     if most is not None and _has_more_chars(source, 2 * most):
         raise RequestError(
-            f"the prompt's conversation has more than {2 * most} characters: of a prompt, at most {most} are tokenized (limits.max_prompt_chars)"
+            f"the prompt's conversation has more than {2 * most} characters: of a prompt, at most "
+            f"{most} are tokenized (limits.max_prompt_chars)"
         )
 
 
 def _has_more_chars(value: Any, most: int) -> bool:
-    """Return True if a value holds more than `most` characters and items, nested ones included. Unlike `is_larger` it leaves out keys, which
-    templates seldom write."""
+    """Return True if a value holds more than `most` characters and items, nested ones included.
+
+    Unlike `is_larger` it leaves out keys, which templates seldom write.
+    """
     left, counted = [value], 0
     while left and counted <= most:
         one = left.pop()
@@ -135,12 +155,16 @@ def _has_more_chars(value: Any, most: int) -> bool:
 
 
 def check_extra(extra: Any, limits: Limits) -> None:
-    """Raise `RequestError` if `extra` isn't a mapping, or is too large or nested too deeply. Reads no more of it than the limit allows."""
+    """Raise `RequestError` if `extra` isn't a mapping, or is too large or nested too deeply.
+
+    Reads no more of it than the limit allows.
+    """
     if extra is None:
         return
     if not isinstance(extra, Mapping):
         raise RequestError(
-            f"extra must map distributions to what their components want to know, got {shown(extra)}"
+            "extra must map distributions to what their components want to know, got "
+            f"{shown(extra)}"
         )
     _check_size("extra", extra, limits)
     if is_deep(extra):
@@ -150,7 +174,8 @@ def check_extra(extra: Any, limits: Limits) -> None:
 def _check_size(name: str, value: Any, limits: Limits) -> None:
     if value and is_larger(value, limits.max_extra_size):
         raise RequestError(
-            f"{name}: all items and characters in it must be at most {limits.max_extra_size} (limits.max_extra_size) together"
+            f"{name}: all items and characters in it must be at most {limits.max_extra_size} "
+            "(limits.max_extra_size) together"
         )
 
 

@@ -32,7 +32,10 @@ class SamplingIntake:
     def __init__(
         self, facts: IntakeFacts, tokenizer: Callable[[], Tokenizer], seeds: random.Random
     ) -> None:
-        """`tokenizer` loads it when first called. `seeds` draws those of requests that name none."""
+        """`tokenizer` loads it when first called.
+
+        `seeds` draws those of requests that name none.
+        """
         self._facts = facts
         self._tokenizer = tokenizer
         self._seeds = seeds

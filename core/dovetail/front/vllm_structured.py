@@ -12,7 +12,10 @@ from dovetail.request.structured import Structured
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """vLLM's name and spelling of `Structured`; `GuidedDecodingParams` is its older one. `SamplingParams(structured_outputs=…)` takes it."""
+    """vLLM's name and spelling of `Structured`; `GuidedDecodingParams` is its older one.
+
+    `SamplingParams(structured_outputs=…)` takes it.
+    """
 
     json: Any = None
     regex: str | None = None
@@ -27,7 +30,10 @@ class StructuredOutputsParams:
     backend: str | None = None
 
     def structured(self) -> Structured:
-        """Return the equivalent `Structured`. Raises `RequestError`, also for an unsupported option."""
+        """Return the equivalent `Structured`.
+
+        Raises `RequestError`, also for an unsupported option.
+        """
         for name in (
             "disable_any_whitespace",
             "disable_additional_properties",
@@ -35,11 +41,13 @@ class StructuredOutputsParams:
         ):
             if getattr(self, name):
                 raise RequestError(
-                    f"structured_outputs.{name}: it isn't supported; say it in the schema, or in a grammar"
+                    f"structured_outputs.{name}: it isn't supported; say it in the schema, or in a "
+                    "grammar"
                 )
         if self.backend not in (None, "auto"):
             raise RequestError(
-                f"structured_outputs.backend: the engine's config chooses it (grammar), got {shown(self.backend)}"
+                "structured_outputs.backend: the engine's config chooses it (grammar), got "
+                f"{shown(self.backend)}"
             )
         return Structured(
             self.json,
@@ -61,11 +69,13 @@ def structured_of_vllm(value: Any) -> Structured:
         for key in value:
             if key not in known:
                 raise RequestError(
-                    f"structured_outputs.{key[:80] if isinstance(key, str) else shown(key)}: there is no such field; there are {', '.join(known)}"
+                    f"structured_outputs.{key[:80] if isinstance(key, str) else shown(key)}: there "
+                    f"is no such field; there are {', '.join(known)}"
                 )
         value = StructuredOutputsParams(**value)
     if not isinstance(value, StructuredOutputsParams):
         raise RequestError(
-            f"structured_outputs must be StructuredOutputsParams, or a mapping of its fields, got {shown(value)}"
+            "structured_outputs must be StructuredOutputsParams, or a mapping of its fields, got "
+            f"{shown(value)}"
         )
     return value.structured()

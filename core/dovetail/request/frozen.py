@@ -1,4 +1,5 @@
-"""Immutable values: `FrozenDict`; `frozen`, which makes a read-only copy of plain values, and `thawed`, the inverse."""
+"""Immutable values: `FrozenDict`; `frozen`, which makes a read-only copy of plain values, and
+`thawed`, the inverse."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_DEPTH = 32  # nested containers; Python's stack is limited
 
 
 class FrozenDict(dict[K, V]):
-    """Immutable dict: hashable whatever its values are, copyable and picklable; equal dicts have equal hashes."""
+    """Immutable dict: hashable whatever its values are, copyable and picklable; equal dicts have
+    equal hashes."""
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("this mapping was checked and can't be changed any more: make a new one")
@@ -30,9 +32,11 @@ class FrozenDict(dict[K, V]):
 
 
 def frozen(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """Return a read-only copy of a plain value: None, a boolean, a number, text or bytes, or a mapping, list, tuple or set of such values.
+    """Return a read-only copy of a plain value: None, a boolean, a number, text or bytes, or a
+    mapping, list, tuple or set of such values.
 
-    Raises `ValueError` for any other value, since other processes get these, and if containers are nested deeper than `levels`.
+    Raises `ValueError` for any other value, since other processes get these, and if containers are
+    nested deeper than `levels`.
     """
     if isinstance(value, Mapping | list | tuple | set | frozenset) and levels == 0:
         raise ValueError(f"more than {MAX_DEPTH} containers within each other")

@@ -14,9 +14,10 @@ MAX_PATH_CHARS = 4096  # Linux opens no longer path, and resolving one takes qua
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by its name, a number of the caller's, and its directory in the format of PEFT (`adapter_config.json` and
-    `adapter_model.safetensors`). The name decides: the directory is read again if it has changed since the name was last used. Raises `RequestError`
-    for a wrong value."""
+    """An adapter by its name, a number of the caller's, and its directory in the format of PEFT
+    (`adapter_config.json` and `adapter_model.safetensors`). The name decides: the directory is read
+    again if it has changed since the name was last used. Raises `RequestError` for a wrong value.
+    """
 
     lora_name: str
     lora_int_id: int  # above 0; the engine doesn't use it

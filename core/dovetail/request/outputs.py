@@ -13,10 +13,11 @@ from dovetail.end_reason import EndReason, FinishReason
     slots=True, unsafe_hash=True
 )  # not frozen: a step makes thousands, and frozen ones take four times as long
 class Logprob:
-    """The log-probability of a token under the raw distribution (before temperature, filters and penalties). `rank` 1 is the likeliest token.
+    """The log-probability of a token under the raw distribution (before temperature, filters and
+    penalties). `rank` 1 is the likeliest token.
 
-    `decoded_token` is what the token adds to the text before it: nothing if it ends within a character. A special token that the text leaves out has
-    its name instead.
+    `decoded_token` is what the token adds to the text before it: nothing if it ends within a
+    character. A special token that the text leaves out has its name instead.
     """
 
     logprob: float
@@ -43,7 +44,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a request. `text` and `token_ids` hold all of the output or only its new part, as `SamplingParams.output_kind` says."""
+    """One sample of a request.
+
+    `text` and `token_ids` hold all of the output or only its new part, as
+    `SamplingParams.output_kind` says.
+    """
 
     index: int
     text: str
@@ -53,7 +58,8 @@ class CompletionOutput:
         None  # one map for each of `token_ids`, made when it is read
     )
     finish_reason: FinishReason | None = None
-    # the stop token or string that matched (None: EOS), "kv_capacity", or the text of a rejection or
+    # the stop token or string that matched (None: EOS), "kv_capacity", or the text of a rejection
+    # or
     # failure
     stop_reason: int | str | None = None
     end_reason: EndReason | None = None  # `finish_reason` in detail
@@ -63,19 +69,24 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def __getitem__(self, key: str) -> Any:
-        """Return `output["text"]`, or `output["token_ids"]` as a list, as nano-vllm's results do. Raises `KeyError` for any other key."""
+        """Return `output["text"]`, or `output["token_ids"]` as a list, as nano-vllm's results do.
+
+        Raises `KeyError` for any other key.
+        """
         if key == "text":
             return self.text
         if key == "token_ids":
             return list(self.token_ids)
         raise KeyError(
-            f"an output answers to 'text' and 'token_ids', not to {key!r}; its other fields are attributes"
+            f"an output answers to 'text' and 'token_ids', not to {key!r}; its other fields are "
+            "attributes"
         )
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The output of one request, given to its user after each step that brought something, or once at its end (`SamplingParams.output_kind`)."""
+    """The output of one request, given to its user after each step that brought something, or once
+    at its end (`SamplingParams.output_kind`)."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,5 @@
-"""`PoolingParams`: what to make of the states of a prompt; and the results of requests that have them."""
+"""`PoolingParams`: what to make of the states of a prompt; and the results of requests that have
+them."""
 
 from __future__ import annotations
 
@@ -26,16 +27,17 @@ TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """Parameters of a request that ends with its prompt. Checked when made: a wrong value raises `RequestError`."""
+    """Parameters of a request that ends with its prompt.
+
+    Checked when made: a wrong value raises `RequestError`.
+    """
 
     task: Task | None = None  # None: what the model is made for
     dimensions: int | None = None  # of an embedding: that many leading numbers, then normalized
-    use_activation: bool | None = (
-        None  # False: neither normalize an embedding nor turn scores into probabilities; None: True
-    )
-    truncate_prompt_tokens: int | None = (
-        None  # keep the prompt's first k tokens, with the special ones at its end; -1: as many as fit
-    )
+    # False: neither normalize an embedding nor turn scores into probabilities; None: True
+    use_activation: bool | None = None
+    # keep the prompt's first k tokens, with the special ones at its end; -1: as many as fit
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
@@ -47,7 +49,8 @@ class PoolingParams:
             number = 1 if value is None else plain_integer(value)
             if number is None or number < low or number == 0:
                 raise RequestError(
-                    f"{name} must be an integer of 1 or more, or {'-1 or ' if low < 0 else ''}None, got {shown(value)}"
+                    f"{name} must be an integer of 1 or more, or "
+                    f"{'-1 or ' if low < 0 else ''}None, got {shown(value)}"
                 )
         if self.use_activation is not None and type(self.use_activation) is not bool:
             raise RequestError(
@@ -91,7 +94,10 @@ Output = TypeVar("Output")
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[Output]):
-    """The result of one request that pools, given once. `outputs` is None if it failed, was rejected or aborted: `finish_reason` says which."""
+    """The result of one request that pools, given once.
+
+    `outputs` is None if it failed, was rejected or aborted: `finish_reason` says which.
+    """
 
     request_id: str
     outputs: Output | None

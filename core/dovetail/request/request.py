@@ -77,7 +77,8 @@ def _text(name: str, value: Any) -> str:
 def _instant(name: str, value: Any) -> float:
     if (seconds := as_number(value)) is None or abs(seconds) > MAX_TIME_S:
         raise RequestError(
-            f"{name} must be a finite number of seconds or None, got {shown(value)}: on the engine's clock (engine.now()), from "
+            f"{name} must be a finite number of seconds or None, got {shown(value)}: on the "
+            "engine's clock (engine.now()), from "
             f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
         )
     return seconds
@@ -86,7 +87,8 @@ def _instant(name: str, value: Any) -> float:
 def _duration(name: str, value: Any) -> float:
     if (seconds := as_number(value)) is None or not 0 < seconds <= MAX_TIME_S:
         raise RequestError(
-            f"{name} must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got {shown(value)}"
+            f"{name} must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got "
+            f"{shown(value)}"
         )
     return seconds
 
@@ -129,10 +131,13 @@ _CHECKS: dict[
 
 
 class Request:
-    """A request as schedulers, KV-cache managers and observers see it: read-only for them. All times are seconds on the engine's clock.
+    """A request as schedulers, KV-cache managers and observers see it: read-only for them.
 
-    Here its progress stays that of a request that hasn't begun; the engine's `LiveRequest` keeps it up to date. A token is *known* once its id has
-    arrived, and *in flight* while its step is planned and its id hasn't arrived yet.
+    All times are seconds on the engine's clock.
+
+    Here its progress stays that of a request that hasn't begun; the engine's `LiveRequest` keeps it
+    up to date. A token is *known* once its id has arrived, and *in flight* while its step is
+    planned and its id hasn't arrived yet.
     """
 
     __slots__ = (
@@ -197,7 +202,8 @@ class Request:
         self.cache_keys = (
             cache_keys  # salt, adapters: requests share K and V only if theirs are equal
         )
-        self.indivisible = indivisible  # its prompt is computed in one step: `Step.grant` grants all of it, or refuses
+        # its prompt is computed in one step: `Step.grant` grants all of it, or refuses
+        self.indivisible = indivisible
         self.extra: Mapping[str, Any] = MappingProxyType(
             dict(extra or {})
         )  # distribution -> its own validated model
@@ -217,7 +223,10 @@ class Request:
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """The generated ids that have arrived; the sequence grows while the request runs. Don't change it."""
+        """The generated ids that have arrived; the sequence grows while the request runs.
+
+        Don't change it.
+        """
         return ()
 
     @property
@@ -227,7 +236,8 @@ class Request:
 
     @property
     def prefill_left(self) -> int:
-        """Number of tokens to compute before it decodes; planned tokens count as computed. 0 while decoding."""
+        """Number of tokens to compute before it decodes; planned tokens count as computed. 0 while
+        decoding."""
         return self.num_tokens
 
     @property
@@ -268,4 +278,7 @@ class Request:
         return None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.id!r}, prompt_tokens={self.prompt_tokens}, generated={self.generated})"
+        return (
+            f"{type(self).__name__}({self.id!r}, prompt_tokens={self.prompt_tokens}, "
+            f"generated={self.generated})"
+        )

@@ -1,4 +1,5 @@
-"""`SamplingParams`: how to choose the tokens of one request, and when to stop; `BeamSearchParams`: the same for `LLM.beam_search`.
+"""`SamplingParams`: how to choose the tokens of one request, and when to stop; `BeamSearchParams`:
+the same for `LLM.beam_search`.
 
 They check their own values. This file doesn't need torch.
 """
@@ -99,54 +100,46 @@ class SamplingParams:
     temperature: float | None = None  # 0 is greedy; neutral: 1
     top_k: int | None = None  # keep the k most likely; 0 or -1: all
     top_p: float | None = None  # keep the smallest set whose probability reaches p, 0 < p <= 1
-    min_p: float | None = (
-        None  # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
-    )
+    # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
+    min_p: float | None = None
     seed: int | None = None  # same seed, same tokens, whatever else runs
-    max_tokens: int | None = (
-        16  # None: `max_new_tokens` of the model's defaults; its length always holds
-    )
+    # None: `max_new_tokens` of the model's defaults; its length always holds
+    max_tokens: int | None = 16
     min_tokens: int = 0  # nothing but lack of room stops it before this many tokens
     stop: str | Sequence[str] | None = None  # stop strings
     stop_token_ids: Sequence[int] | None = None  # stop when one of these is generated
-    include_stop_str_in_output: bool = (
-        False  # keep the stop string, or the stop token's text, at the end of the text
-    )
+    # keep the stop string, or the stop token's text, at the end of the text
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False  # go on after the model's EOS, unless it is in stop_token_ids
-    repetition_penalty: float | None = (
-        None  # penalty on tokens in prompt and output, 0.01 to 100 (CTRL, arXiv:1909.05858 section 4.1); neutral: 1
-    )
+    # penalty on tokens in prompt and output, 0.01 to 100 (CTRL, arXiv:1909.05858 section 4.1);
+    # neutral: 1
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0  # subtracted once from a generated token's logit, -2 to 2
     frequency_penalty: float = 0.0  # subtracted for each time it was generated, -2 to 2
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit, -100 to 100
     allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
-    # Words that the model can't write with the tokens by which the tokenizer spells them, as they are and after a space, unless no other token is
-    # allowed. Other tokens may still have the same letters: "ll" bans the token "ll", not "'ll" nor "l", "l".
+    # Words that the model can't write with the tokens by which the tokenizer spells them, as they
+    # are and after a space, unless no other token is allowed. Other tokens may still have the same
+    # letters: "ll" bans the token "ll", not "'ll" nor "l", "l".
     bad_words: Sequence[str] | None = None
-    logprobs: int | None = (
-        None  # return log-probabilities of the sampled token and of the k likeliest
-    )
+    # return log-probabilities of the sampled token and of the k likeliest
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     skip_special_tokens: bool = True  # leave special tokens out of the text
     detokenize: bool = True  # False: token ids only, no text
-    output_kind: OutputKind | Literal["cumulative", "delta", "final"] = (
-        OutputKind.CUMULATIVE
-    )  # a string becomes an `OutputKind`
-    extra_args: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # for the sampler; keys that its capabilities don't name are refused
-    logits_processors: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # names of the engine's logits processors -> their arguments
-    truncate_prompt_tokens: int | None = (
-        None  # keep the prompt's last k tokens; -1: as many as fit the model
-    )
-    structured: Structured | Mapping[str, Any] | None = (
-        None  # a rule that the answer follows; a mapping of its fields becomes a `Structured`
-    )
-    max_drafts: int | None = (
-        None  # most drafts that it checks in a step (speculative decoding), at most the engine's own number; 0: none
-    )
+    # a string becomes an `OutputKind`
+    output_kind: OutputKind | Literal["cumulative", "delta", "final"] = OutputKind.CUMULATIVE
+    # for the sampler; keys that its capabilities don't name are refused
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    # names of the engine's logits processors -> their arguments
+    logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # keep the prompt's last k tokens; -1: as many as fit the model
+    truncate_prompt_tokens: int | None = None
+    # a rule that the answer follows; a mapping of its fields becomes a `Structured`
+    structured: Structured | Mapping[str, Any] | None = None
+    # most drafts that it checks in a step (speculative decoding), at most the engine's own number;
+    # 0: none
+    max_drafts: int | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -207,11 +200,13 @@ class SamplingParams:
         """Raise `RequestError` for fields that exclude each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}"
+                f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got "
+                f"{shown(self.min_tokens)}"
             )
         if self.truncate_prompt_tokens == 0:
             raise RequestError(
-                "truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at least one token"
+                "truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at "
+                "least one token"
             )
         if self.structured is not None:
             has_rule = Structured.of(self.structured).kind is not None
@@ -220,7 +215,8 @@ class SamplingParams:
                 contradicts = has_rule or name == "allowed_token_ids"
                 if value and contradicts:
                     raise RequestError(
-                        f"{name} and structured contradict each other: the rule says which tokens may come, and where the end; got {shown(value)}"
+                        f"{name} and structured contradict each other: the rule says which tokens "
+                        f"may come, and where the end; got {shown(value)}"
                     )
         if self.stop and not self.detokenize:
             raise RequestError(
@@ -261,7 +257,9 @@ class BeamSearchParams:
     max_tokens: int  # the most tokens of an answer; the model's length always holds
     ignore_eos: bool = False  # go on after the model's EOS
     temperature: float = 0.0  # only 0: nothing is drawn
-    length_penalty: float = 1.0  # score: log-probability / length ** length_penalty, -10 to 10; larger values favour longer answers
+    # score: log-probability / length ** length_penalty, -10 to 10; larger values favour longer
+    # answers
+    length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # keep the text of EOS at the end
     skip_special_tokens: bool = True  # leave special tokens out of the text
     detokenize: bool = True  # False: token ids only, no text
@@ -279,7 +277,8 @@ class BeamSearchParams:
         )
         if as_number(self.temperature) != 0:
             raise RequestError(
-                f"temperature must be 0: beam search draws nothing, it keeps the most probable answers; got {shown(self.temperature)}"
+                "temperature must be 0: beam search draws nothing, it keeps the most probable "
+                f"answers; got {shown(self.temperature)}"
             )
 
 
@@ -289,7 +288,8 @@ def _integer(name: str, value: Any, low: int, high: int, *, optional: bool = Fal
     number = plain_integer(value)
     if number is None or not low <= number <= high:
         raise RequestError(
-            f"{name} must be an integer >= {low} and <= {high}{' or None' if optional else ''}, got {shown(value)}"
+            f"{name} must be an integer >= {low} and <= {high}{' or None' if optional else ''}, "
+            f"got {shown(value)}"
         )
     return number
 
@@ -311,7 +311,8 @@ def _number(
         upper = "" if high == math.inf else f" and <= {high:g}"
         sign = ">" if open_low else ">="
         raise RequestError(
-            f"{name} must be a finite number {sign} {low:g}{upper}{' or None' if optional else ''}, got {shown(value)}"
+            f"{name} must be a finite number {sign} "
+            f"{low:g}{upper}{' or None' if optional else ''}, got {shown(value)}"
         )
     return number
 
@@ -356,7 +357,8 @@ def _output_kind(value: Any) -> OutputKind:
         return value if isinstance(value, OutputKind) else OutputKind(value)
     except ValueError:
         raise RequestError(
-            f"output_kind must be one of {', '.join(k.value for k in OutputKind)}, got {shown(value)}"
+            f"output_kind must be one of {', '.join(k.value for k in OutputKind)}, got "
+            f"{shown(value)}"
         ) from None
 
 
@@ -373,7 +375,8 @@ def _logit_bias(bias: Any) -> Mapping[int, float] | None:
         number = as_number(value)
         if number is None or not -100 <= number <= 100:
             raise RequestError(
-                f"logit_bias[{shown(token)}] must be a finite number >= -100 and <= 100, got {shown(value)}"
+                f"logit_bias[{shown(token)}] must be a finite number >= -100 and <= 100, got "
+                f"{shown(value)}"
             )
         checked[token] = number
     return FrozenDict(checked)
@@ -397,7 +400,8 @@ def _logits_processors(asked: Any) -> Mapping[str, Mapping[str, Any]]:
         isinstance(name, str) and isinstance(values, Mapping) for name, values in asked.items()
     ):
         raise RequestError(
-            "logits_processors must map names of the engine's, which are plugins (docs/plugins/logits_processor.md), to their arguments, as in "
+            "logits_processors must map names of the engine's, which are plugins "
+            "(docs/plugins/logits_processor.md), to their arguments, as in "
             f'{{"dry": {{"multiplier": 0.8}}}}, got {shown(asked)}'
         )
     try:

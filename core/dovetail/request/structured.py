@@ -1,6 +1,9 @@
-"""`Structured`: structured output as a user requests it in `SamplingParams.structured`. This file doesn't need torch.
+"""`Structured`: structured output as a user requests it in `SamplingParams.structured`.
 
-A `Structured` becomes a `GrammarSpec`, which a grammar backend compiles to a `Grammar`; each sample has a `Matcher`, which fills its token mask.
+This file doesn't need torch.
+
+A `Structured` becomes a `GrammarSpec`, which a grammar backend compiles to a `Grammar`; each sample
+has a `Matcher`, which fills its token mask.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ RULES = (
     "choice",
     "structural_tag",
 )  # the fields of which exactly one is given
-# What may hide brackets, read once: unclosed, it extends to the end, and hides nothing (an empty group).
+# What may hide brackets, read once: unclosed, it extends to the end, and hides nothing (an empty
+# group).
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)  # of JSON
 _ESCAPED = re.compile(
     r"\\(.)|\[\^?\]?(?:[^\]\\]++|\\.)*+(\]?)", re.DOTALL
@@ -40,10 +44,13 @@ _STRUCTURE_KEYS = ("begin", "schema", "end")
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """A structured-output spec: exactly one of the first six fields. Raises `RequestError` naming the field for an invalid value.
+    """A structured-output spec: exactly one of the first six fields.
 
-    With `after`, say `"</think>"`, the spec applies after the first such text in the answer; anything may precede it. With `after_tokens`, the tokens
-    of that text are forced after so many without it, which limits the reasoning of a model; then the first six fields may be missing.
+    Raises `RequestError` naming the field for an invalid value.
+
+    With `after`, say `"</think>"`, the spec applies after the first such text in the answer;
+    anything may precede it. With `after_tokens`, the tokens of that text are forced after so many
+    without it, which limits the reasoning of a model; then the first six fields may be missing.
     """
 
     json_schema: Any = (
@@ -69,7 +76,8 @@ class Structured:
         ]
         if len(given) != 1 and (given or self.after_tokens is None):
             raise RequestError(
-                f"structured must have exactly one of {', '.join(RULES)}; got {' and '.join(given) or 'none'}"
+                f"structured must have exactly one of {', '.join(RULES)}; got "
+                f"{' and '.join(given) or 'none'}"
             )
         for name in given:
             object.__setattr__(self, name, _CHECKS[name](getattr(self, name), name))
@@ -90,7 +98,10 @@ class Structured:
 
     @classmethod
     def of(cls, value: Any) -> Structured:
-        """Return `value` if it is one, or make one of a mapping of its fields. Raises `RequestError`."""
+        """Return `value` if it is one, or make one of a mapping of its fields.
+
+        Raises `RequestError`.
+        """
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -119,7 +130,8 @@ class Structured:
         return "" if self.json_object else str(value)
 
     def depth(self) -> int:
-        """Return the nesting depth of brackets in the text, outside of strings and character classes."""
+        """Return the nesting depth of brackets in the text, outside of strings and character
+        classes."""
         plain = (_ESCAPED if self.kind == "regex" else _STRING).sub(
             lambda found: "" if found[found.re.groups] or found[1] else found[0], self.text
         )
@@ -151,8 +163,11 @@ def _json_object(value: Any, name: str) -> str:
 
 
 def exact_float(text: str) -> float:
-    """Return a decimal number of JSON as a double. Raises `ValueError` if it says more than a double holds: it is too large or too small, or has more
-    than 17 digits, which tell any double, and isn't one."""
+    """Return a decimal number of JSON as a double.
+
+    Raises `ValueError` if it says more than a double holds: it is too large or too small, or has
+    more than 17 digits, which tell any double, and isn't one.
+    """
     value = float(text)
     if len(text) <= _SURE_DIGITS and (0 < abs(value) < math.inf or _ZERO.fullmatch(text)):
         return value
@@ -160,7 +175,8 @@ def exact_float(text: str) -> float:
     out_of_range = math.isinf(value) or (digits and not value)
     if out_of_range or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value)):
         raise ValueError(
-            f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308"
+            f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double "
+            "holds about 17 digits, up to 1e308"
         )
     return value
 
@@ -194,7 +210,8 @@ def _dumped(value: Any, name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`json.dumps` calls this for values that it doesn't know: other mappings and sequences than dicts and lists."""
+    """`json.dumps` calls this for values that it doesn't know: other mappings and sequences than
+    dicts and lists."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, BINARY):
@@ -281,7 +298,10 @@ def _flag(value: bool, name: str) -> bool:
 
 
 def _wrong(name: str, what: str) -> RequestError:
-    """Make an error about a field. Its text begins with "structured", by which front ends recognize it."""
+    """Make an error about a field.
+
+    Its text begins with "structured", by which servers find the parameter.
+    """
     return RequestError(f"structured.{name}: {what}")
 
 

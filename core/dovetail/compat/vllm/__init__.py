@@ -1,7 +1,8 @@
-"""vLLM's names, in the modules where its programs look for them: `from vllm import LLM` becomes `from dovetail.compat.vllm import LLM`.
+"""vLLM's names, in the modules where its programs look for them: `from vllm import LLM` becomes
+`from dovetail.compat.vllm import LLM`.
 
-Everything here is Dovetail's own. Importing a name or a module that isn't here raises `ImportError` that says what to do instead; looking up a
-name, `AttributeError`.
+Everything here is Dovetail's own. Importing a name or a module that isn't here raises `ImportError`
+that says what to do instead; looking up a name, `AttributeError`.
 """
 
 from __future__ import annotations

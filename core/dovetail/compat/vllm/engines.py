@@ -1,4 +1,5 @@
-"""The engines with vLLM's positions of arguments and types of outputs: lists of token ids, and tensors of what was pooled."""
+"""The engines with vLLM's positions of arguments and types of outputs: lists of token ids, and
+tensors of what was pooled."""
 
 from __future__ import annotations
 

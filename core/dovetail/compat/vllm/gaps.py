@@ -87,7 +87,8 @@ class MissingModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> None:
-        """Raise `ModuleNotFoundError` for a module or name of this package; return None for any other."""
+        """Raise `ModuleNotFoundError` for a module or name of this package; return None for any
+        other."""
         if fullname.startswith(f"{PACKAGE}."):
             # `from … import` discards errors whose name is that of the missing submodule
             raise ModuleNotFoundError(sentence(fullname), name=fullname.rpartition(".")[0])

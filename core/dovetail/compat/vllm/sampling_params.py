@@ -1,4 +1,4 @@
-"""vLLM's parameters of requests: Dovetail's, made of vLLM's names, and with fields that may be set."""
+"""vLLM's parameters of requests: Dovetail's, with vLLM's names, and fields that may be set."""
 
 from __future__ import annotations
 
