@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -17,7 +18,7 @@ from dovetail.errors import RequestError
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import Intake, IntakeFacts
 from dovetail.request.request import RequestFields
-from dovetail.request.sampling_params import SamplingParams
+from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 from dovetail_server.engine import Load
 from dovetail_server.frames import (
     Add,
@@ -120,6 +121,58 @@ def test_policies_see_the_same_parameters_at_the_other_end() -> None:
         ):
             assert getattr(seen, name) == getattr(sent.params, name)
         assert seen.temperature == sent.sampling.temperature
+
+
+# Fields of `SamplingParams` that the engine's process has as part of something else, or not at all:
+# what concerns text, and what is resolved where a request enters.
+IN_SAMPLING = {"logit_bias", "bad_words", "ignore_eos"}
+IN_THE_FRONT_END = {
+    "detokenize",
+    "include_stop_str_in_output",
+    "output_kind",
+    "skip_special_tokens",
+    "stop",
+    "structured",  # `CheckedRequest.rule`
+    "truncate_prompt_tokens",
+}
+
+
+def test_each_sampling_parameter_reaches_the_engine_or_is_known_to_stay() -> None:
+    """A new parameter that the loop or a policy reads must be sent: see `frames.request_of`."""
+    changed = {
+        "n": 2,
+        "seed": 1,
+        "top_k": 2,
+        "top_p": 0.5,
+        "max_tokens": 3,
+        "min_tokens": 1,
+        "stop_token_ids": (3,),
+        "allowed_token_ids": (1, 2),
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "extra_args": {"mirostat": 1},
+        "logits_processors": {"dovetail-llm/samplers:x": {}},
+        "max_drafts": 1,
+    }
+    usual = SamplingParams()
+    for field in dataclasses.fields(SamplingParams):
+        if field.name in IN_SAMPLING | IN_THE_FRONT_END:
+            continue
+        value = changed.get(field.name, 1.5 if field.name.endswith("penalty") else 0.25)
+        given = changed_unchecked(usual, **{field.name: value})
+        sent = intake().check("name", [1], usual, RequestFields()).request
+        sampling = sent.sampling
+        if hasattr(sampling, field.name):
+            sampling = dataclasses.replace(sampling, **{field.name: value})
+        named = {
+            name: value
+            for name in ("n", "max_tokens", "stop_token_ids", "max_drafts")
+            if name == field.name
+        }
+        sent = dataclasses.replace(sent, sampling=sampling, params=given, **named)
+        received = decode_to_engine(encode(add_of(1, sent)))
+        assert isinstance(received, Add)
+        assert getattr(request_of(received).params, field.name) == value, field.name
 
 
 def test_what_no_message_can_hold_is_a_wrong_request() -> None:

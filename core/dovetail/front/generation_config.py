@@ -71,7 +71,7 @@ KEYS: dict[str, KeyRule] = {
     "forced_bos_token_id": Refused("it forces the first token"),
     "forced_eos_token_id": Refused("it forces the last token"),
     "guidance_scale": Refused("classifier-free guidance", (1.0,)),
-    "max_time": Refused("a limit in seconds; requests have `deadline`"),
+    "max_time": Refused("it ends an answer after some seconds; abort the request instead"),
     "min_length": Refused("it counts the prompt; `min_new_tokens` is served", (0,)),
     "no_repeat_ngram_size": Refused("it bans n-grams of the text so far", (0,)),
     "num_beam_groups": Refused("diverse beam search", (1,)),

@@ -266,9 +266,9 @@ class LLMEngine(SaysWhatIsMissing):
 
         `arrival_time`, `deadline` (of the last token) and `ttft_deadline` (of the first) are
         seconds on the engine's clock (`engine.now()`), from -1e9 to 1e9; larger ones are taken as
-        Unix time (`time.time()`). `tbt_s` is the largest acceptable time between two tokens. How
-        they are used is up to the policy, which sees the request only from its arrival time on.
-        Policies see requests in order of time: an arrival time before that of a request already
+        Unix time (`time.time()`). `tbt_s` is the largest acceptable time between two tokens. They
+        are objectives for the policy: no request ends because of them. Policies see a request only
+        from its arrival time on, and requests in order of time: an arrival time before that of a request already
         seen is raised to it, so that backdating gains nothing. `client`: the client that policies
         charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`:
         distribution -> fields for its components. `predicted_tokens`: a predicted length of the
