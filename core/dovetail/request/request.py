@@ -192,7 +192,9 @@ class Request:
         self.arrival_time = arrival_time
         self.client = client
         self.priority = priority  # smaller is more important
-        self.deadline = deadline  # absolute, for the last token; an objective, which ends no request
+        self.deadline = (
+            deadline  # absolute, for the last token; an objective, which ends no request
+        )
         self.ttft_deadline = ttft_deadline  # absolute, for the first token
         self.tbt_s = tbt_s  # the most seconds between two of its tokens that its user asks for
         self.predicted_tokens = (
