@@ -134,7 +134,7 @@ class BatchStore:
             for name in (_LOCK, _DATABASE):
                 (directory / name).touch(mode=0o600)
             with self._connected() as database:
-                database.executescript(_SCHEMA)
+                database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
         except OSError as error:
             raise ConfigError(
                 f"--batch-directory: {directory}: can't be written to: {error.strerror or error}"
@@ -152,6 +152,8 @@ class BatchStore:
             try:
                 with open(self.content(file_id), "xb", opener=_private) as file:
                     copy(file)
+                    file.flush()
+                    os.fsync(file.fileno())
                 return self._finish_file(file_id, name, "batch", expires)
             except BaseException:
                 self.content(file_id).unlink(missing_ok=True)
@@ -387,7 +389,7 @@ class BatchStore:
         """Yield a connection. SQLite's errors become `OSError`s."""
         path = self._directory / _DATABASE
         try:
-            with closing(sqlite3.connect(path, BUSY_S, isolation_level=None)) as connection:
+            with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as connection:
                 yield connection
         except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
             raise
