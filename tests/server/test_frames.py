@@ -164,12 +164,8 @@ def test_each_sampling_parameter_reaches_the_engine_or_is_known_to_stay() -> Non
         sampling = sent.sampling
         if hasattr(sampling, field.name):
             sampling = dataclasses.replace(sampling, **{field.name: value})
-        named = {
-            name: value
-            for name in ("n", "max_tokens", "stop_token_ids", "max_drafts")
-            if name == field.name
-        }
-        sent = dataclasses.replace(sent, sampling=sampling, params=given, **named)
+        max_tokens = given.max_tokens or 0
+        sent = dataclasses.replace(sent, sampling=sampling, params=given, max_tokens=max_tokens)
         received = decode_to_engine(encode(add_of(1, sent)))
         assert isinstance(received, Add)
         assert getattr(request_of(received).params, field.name) == value, field.name
