@@ -68,12 +68,12 @@ def words(value: Any) -> list[str]:
 async def test_a_question_has_a_few_steps_noted_and_no_more(tmp_path: Path) -> None:
     async with served("thread", tmp_path) as engine:
         await run(engine, "one")
-        assert not engine.core.observers
+        assert not engine.core.observers.listens
         await engine.until(lambda: engine.engine.decisions() is not None)
         assert engine.core.observers.wants_decisions
         await run(engine, "two")
         await engine.until_all_is_free()
-        assert not engine.core.observers
+        assert not engine.core.observers.listens
         assert not engine.core.observers.wants_decisions
 
 

@@ -7,8 +7,8 @@ file-<id>    a file's content; for answers of an unfinished batch, what has come
 
 Ids begin with their creation time, so that they are in the order of lists. A file's content is
 complete before its row is written, and removed after it: a killed process leaves at most content
-without a row, which `tidy` removes. A row that can't be decoded is treated as a failed batch, or a
-file in error, so that it can be listed and deleted.
+without a row, which `tidy` removes. A batch that can't be decoded is treated as a failed one, so
+that it can be listed and deleted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args
+from typing import IO, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -74,12 +74,12 @@ _ERRNO_OF = {  # by SQLite's result codes; others are EIO
     sqlite3.SQLITE_CANTOPEN: errno.EAGAIN,
     sqlite3.SQLITE_NOMEM: errno.ENOMEM,
 }
-# `value` is the struct as JSON; the other columns are what queries need of it. `batches.bytes`:
-# of the answers so far; those of a finished batch are files. `cancelling_at`: when it was asked for.
+# `batches.value` is the struct as JSON; the other columns are what queries need of it. `bytes`: of
+# its answers so far; those of a finished batch are files. `cancelling_at`: when it was asked for.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
-    id TEXT PRIMARY KEY, bytes INTEGER NOT NULL, purpose TEXT NOT NULL, expires_at INTEGER,
-    value BLOB NOT NULL
+    id TEXT PRIMARY KEY, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL,
+    filename TEXT NOT NULL, purpose TEXT NOT NULL, expires_at INTEGER
 );
 CREATE INDEX IF NOT EXISTS bytes_of_files ON files (bytes);
 CREATE TABLE IF NOT EXISTS batches (
@@ -90,6 +90,7 @@ CREATE INDEX IF NOT EXISTS bytes_of_batches ON batches (bytes);
 CREATE INDEX IF NOT EXISTS open_batches ON batches (id, cancelling_at, input_file_id)
     WHERE ended_at IS NULL;
 """
+_FILE = "SELECT id, bytes, created_at, filename, purpose, expires_at FROM files"
 _STORED = """
 SELECT (SELECT count(*) FROM files) + (SELECT count(*) FROM batches),
     (SELECT coalesce(sum(bytes), 0) FROM files) + (SELECT coalesce(sum(bytes), 0) FROM batches)
@@ -189,8 +190,7 @@ class BatchStore:
 
     def file(self, file_id: str) -> FileObject:
         """Return the metadata of a complete file."""
-        found = self._found("SELECT id, value FROM files WHERE id = ?", file_id, "file")
-        return _read_file(*found)
+        return _file_of(*self._found(f"{_FILE} WHERE id = ?", file_id, "file"))
 
     def content(self, file_id: str) -> Path:
         """Return the path of a file's content."""
@@ -217,11 +217,11 @@ class BatchStore:
     ) -> Page[FileObject]:
         """Return a page of complete files after the id `after`, newest first unless `ascending`."""
         order = "> ? ORDER BY id" if ascending else "< ? ORDER BY id DESC"
-        query = f"SELECT id, value FROM files WHERE ? IN ('', purpose) AND id {order} LIMIT ?"
+        query = f"{_FILE} WHERE ? IN ('', purpose) AND id {order} LIMIT ?"
         start = _start(after, "" if ascending else "~")
         with _disk():
             rows = self._rows(query, purpose or "", start, limit + 1)
-        items = [_read_file(*row) for row in rows[:limit]]
+        items = [_file_of(*row) for row in rows[:limit]]
         return Page(items, len(rows) > limit)
 
     def delete_file(self, file_id: str) -> None:
@@ -245,12 +245,9 @@ class BatchStore:
     def add_batch(self, batch: Batch) -> None:
         """Store a new batch for processing. Raises `HttpError` 400 for an unusable input file."""
         file = self.file(batch.input_file_id)
-        if file.status == "error":
-            _refuse_input(
-                "what the server kept of this file can't be read any more: upload it again"
-            )
         if file.purpose != "batch":
-            _refuse_input("this file holds answers")
+            why = "input_file_id: this file holds answers"
+            raise HttpError(400, why, param="input_file_id")
         with _disk():
             self._check_room()
             with self._changing() as database:
@@ -441,20 +438,21 @@ class BatchStore:
         keep_s = self._keep_s if expires is None else expires.seconds
         expires_at = None if keep_s is None else int(time.time()) + keep_s
         size = self.content(file_id).stat().st_size
-        known = FileObject(file_id, size, _made_at(file_id), name, purpose, expires_at=expires_at)
+        row = (file_id, size, _made_at(file_id), name, purpose, expires_at)
         with self._changing() as database:
-            database.execute(
-                "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)",
-                (file_id, size, purpose, expires_at, msgspec.json.encode(known)),
-            )
-        return known
+            database.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
+        return _file_of(*row)
 
 
-def _read_file(file_id: str, value: bytes) -> FileObject:
-    try:
-        return msgspec.json.decode(value, type=FileObject)
-    except (msgspec.MsgspecError, RecursionError):
-        return FileObject(file_id, 0, _made_at(file_id), file_id, status="error")
+def _file_of(
+    file_id: str,
+    size: int,
+    created_at: int,
+    name: str,
+    purpose: Literal["batch", "batch_output"],
+    expires_at: int | None,
+) -> FileObject:
+    return FileObject(file_id, size, created_at, name, purpose, expires_at=expires_at)
 
 
 def _read_batch(batch_id: str, cancelling_at: int | None, value: bytes) -> Batch:
@@ -505,10 +503,6 @@ def _start(after: str | None, otherwise: str) -> str:
 def is_transient(error: BaseException) -> bool:
     """Return True if retrying may succeed."""
     return isinstance(error, OSError) and error.errno in _TRANSIENT
-
-
-def _refuse_input(why: str) -> NoReturn:
-    raise HttpError(400, f"input_file_id: {why}", param="input_file_id")
 
 
 def _checked_id(name: str, what: str) -> str:

@@ -37,7 +37,7 @@ class ExpiresAfter(Struct, forbid_unknown_fields=True):
 
 
 class FileObject(Struct):
-    """An uploaded file, or a batch's answers. Its status is `error` if its metadata is damaged."""
+    """An uploaded file, or a batch's answers."""
 
     id: str
     bytes: int
@@ -45,7 +45,7 @@ class FileObject(Struct):
     filename: str
     purpose: Literal["batch", "batch_output"] = "batch"
     object: Literal["file"] = "file"
-    status: Literal["processed", "error"] = "processed"
+    status: Literal["processed"] = "processed"
     expires_at: int | None = None
 
 
