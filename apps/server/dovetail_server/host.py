@@ -62,7 +62,10 @@ logger = logging.getLogger("dovetail")
 
 
 class EngineHost:
-    """`run` is called once, in the thread that owns the engine from then on. `stop`, `busy_s` and `busy_since` are thread-safe."""
+    """`run` is called once, in the thread that owns the engine from then on.
+
+    `stop`, `busy_s` and `busy_since` are thread-safe.
+    """
 
     def __init__(self, assembly: Assembly, post: ZmqPost) -> None:
         self._assembly = assembly
@@ -85,7 +88,10 @@ class EngineHost:
         self._wait = self._wait_until if type(self._core.clock) is WallClock else None
 
     def run(self) -> None:
-        """Serve until `stop` is called. Raises `EngineDeadError` if the engine fails, after delivering earlier results."""
+        """Serve until `stop` is called.
+
+        Raises `EngineDeadError` if the engine fails, after delivering earlier results.
+        """
         core = self._core
         try:
             while not self._stopping:
@@ -116,7 +122,8 @@ class EngineHost:
         self._stopping = True
 
     def busy_s(self) -> float:
-        """Return for how many seconds the current turn of the loop has been running; 0 while it waits."""
+        """Return for how many seconds the current turn of the loop has been running; 0 while it
+        waits."""
         since = self.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -232,8 +239,11 @@ class EngineHost:
             self._admission.ended(sample.siblings or (sample,))
 
     def _wait_until(self, instant: float) -> None:
-        """Wait on behalf of the core. New requests are added meanwhile, so that the next step includes them; if the core is idle they end the wait.
-        Other messages are processed after the step."""
+        """Wait on behalf of the core.
+
+        New requests are added meanwhile, so that the next step includes them; if the core is idle
+        they end the wait. Other messages are processed after the step.
+        """
         core = self._core
         while (
             (remaining := instant - core.clock.now()) > 0 and not self._stopping and not self._later
@@ -336,7 +346,10 @@ class EngineHost:
             self._send(front_end, frame)
 
     def _send(self, front_end: FrontEnd, message: ToFrontEnd) -> None:
-        """Send a message. If the front end doesn't read, abort its samples, and tell it once it reads again."""
+        """Send a message.
+
+        If the front end doesn't read, abort its samples, and tell it once it reads again.
+        """
         if front_end.lost_below or not self._post.send(front_end.name, message):
             front_end.lost_below = max(front_end.lost_below, front_end.top)
             self._end(front_end)

@@ -1,4 +1,5 @@
-"""`dovetail serve --in-process`: the engine in a thread of the server's process, for debugging and tests."""
+"""`dovetail serve --in-process`: the engine in a thread of the server's process, for debugging and
+tests."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class HostThread:
     """`EngineHost` in a thread, reached through `line`."""
 
     def __init__(self, assembly: Assembly, failed: Callable[[str], None]) -> None:
-        """`failed`: called in the thread if the engine dies, to fail the requests that wait for it."""
+        """`failed`: called in the thread if the engine dies, to fail the requests that wait for
+        it."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._post = ZmqPost(ADDRESS, context)
         self._failed = failed
@@ -56,7 +58,10 @@ class HostThread:
 
 
 def serve_in_one_process(source: str, overrides: list[str], settings: ServerSettings) -> int:
-    """Serve until a signal arrives; return the exit code. Raises `DovetailError` if it can't start or the engine dies."""
+    """Serve until a signal arrives; return the exit code.
+
+    Raises `DovetailError` if it can't start or the engine dies.
+    """
     if settings.front_ends != 1:
         raise DovetailError("--in-process runs one front end: --front-ends must be 1")
     log_to_stderr()

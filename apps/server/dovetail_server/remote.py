@@ -508,7 +508,8 @@ class RemoteEngine:
 
     def _tell_text(self, sample: Sample, text: IncrementalText, token_ids: Sequence[int]) -> None:
         try:
-            sample.listener.on_text(text.delta_of(token_ids), len(token_ids))  # type: ignore[union-attr]  # set together with `text`
+            # the listener is set together with `text`
+            sample.listener.on_text(text.delta_of(token_ids), len(token_ids))  # type: ignore[union-attr]
         except Exception:
             if sample.entry is not None:
                 self._break_off(sample.entry)

@@ -1,7 +1,7 @@
 """`in_deep_thread`: calls that recurse as deep as a user's text is long.
 
-llguidance follows references between the rules of a grammar by recursion when it compiles: with a thread's usual stack, a
-chain of 3,000 rules ends the process.
+llguidance follows references between the rules of a grammar by recursion when it compiles: with a
+thread's usual stack, a chain of 3,000 rules ends the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _starting = threading.Lock()  # `threading.stack_size` is of all threads that ar
 
 
 def in_deep_thread(work: Callable[[], T], chars: int) -> T:
-    """Return what `work` does, called in a thread whose stack suffices for a text of `chars` characters. Raises what it raises."""
+    """Return what `work` does, called in a thread whose stack suffices for a text of `chars`
+    characters. Raises what it raises."""
     result: Future[T] = Future()
 
     def run() -> None:

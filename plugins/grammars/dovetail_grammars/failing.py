@@ -19,7 +19,8 @@ FORCED_AT_MOST = 16  # tokens per call
 
 
 class Failing(Matcher):
-    """`failure`: the reason why it can't continue, once a method decorated with `may_fail` has raised it. From then on all of them raise it."""
+    """`failure`: the reason why it can't continue, once a method decorated with `may_fail` has
+    raised it. From then on all of them raise it."""
 
     failure: str | None = None
 
@@ -49,8 +50,11 @@ def require_none_failed(matchers: Iterable[Failing]) -> None:
 
 
 def forced_tokens(matcher: Failing, context: GrammarContext) -> list[int]:
-    """Return the next tokens while only one is allowed. Advances the matcher and rolls it back, even if it can't continue after some of them. Raises
-    `DovetailError` if it can't continue from its present state."""
+    """Return the next tokens while only one is allowed.
+
+    Advances the matcher and rolls it back, even if it can't continue after some of them. Raises
+    `DovetailError` if it can't continue from its present state.
+    """
     words = np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
     tokens: list[int] = []
     while len(tokens) < FORCED_AT_MOST:

@@ -1,7 +1,8 @@
-"""Backend `llguidance`: the library parses incrementally, so compiling only validates and takes about a millisecond.
+"""Backend `llguidance`: the library parses incrementally, so compiling only validates and takes
+about a millisecond.
 
-Every grammar is written in the library's Lark dialect, with `no_forcing`: by default the library would force one tokenization of certain text and
-forbid all others.
+Every grammar is written in the library's Lark dialect, with `no_forcing`: by default the library
+would force one tokenization of certain text and forbid all others.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 ESCAPES = 'nrbtf\\"'
-MAX_MULTIPLE = 10_000  # largest `multipleOf`: it needs a state per remainder, and 20 ms to compile; a million would take ten seconds
+# Largest `multipleOf`: it needs a state per remainder, and 20 ms to compile; a million would take
+# ten seconds.
+MAX_MULTIPLE = 10_000
 MOST_ITEMS = (
     20_000  # of the parser for one mask: an ambiguous grammar takes time that is quadratic in them
 )
@@ -105,7 +108,8 @@ class LLGuidance(GrammarBackend):
         )
 
     def _made(self, tokenizer: Any, lark: str, most_states: int) -> Any:
-        # Limits per request, in the library's units: some 20 ms to compile, and 30 ms per mask. Exceeding them is an error.
+        # Limits per request, in the library's units: some 20 ms to compile, and 30 ms per mask.
+        # Exceeding them is an error.
         limits = llguidance.LLParserLimits(
             verbose_errors=False, max_lexer_states=most_states, step_max_items=MOST_ITEMS
         )
@@ -122,11 +126,12 @@ class LLGuidance(GrammarBackend):
         return None
 
     def _blamed(self, spec: GrammarSpec, options: Mapping[str, Any], reason: str) -> str:
-        """Return why a schema can't be compiled, with the place and the values that the library doesn't report: those of the first part that fails on
-        its own."""
+        """Return why a schema can't be compiled, with the place and the values that the library
+        doesn't report: those of the first part that fails on its own."""
         parts = _parts(spec)
         if reason.startswith("oneOf: "):
-            return f"{' or '.join([part.place for part in parts if 'oneOf' in part.schema][:3])}: {reason}"
+            places = [part.place for part in parts if "oneOf" in part.schema]
+            return f"{' or '.join(places[:3])}: {reason}"
         until = time.monotonic() + BLAMING_S
         for part in parts:
             for rule in _rules_of(part.schema):
@@ -137,7 +142,8 @@ class LLGuidance(GrammarBackend):
                         f"{HEAD}start: {_schema([Subschema('#', rule, rule)], options)}\n"
                     )
                 except DovetailError as error:
-                    return f"{part.place}: {', '.join(shown(key, value) for key, value in rule.items())}: {error}"
+                    keywords = ", ".join(shown(key, value) for key, value in rule.items())
+                    return f"{part.place}: {keywords}: {error}"
         return reason.replace(
             "nothing follows it", "no value satisfies the schema: its parts contradict each other"
         )
@@ -146,7 +152,8 @@ class LLGuidance(GrammarBackend):
         self._fill(cast("Sequence[LLMatcher]", matchers), words)
 
     def _json_options(self) -> Mapping[str, Any]:
-        """Options for white space and string escapes: with \\u, a key of the schema could be spelled differently, with another value."""
+        """Options for white space and string escapes: with \\u, a key of the schema could be
+        spelled differently, with another value."""
         if self.options.whitespace == "compact":
             return {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
         return {
@@ -180,7 +187,10 @@ class _Vocabulary:
 
 
 def _ends(context: GrammarContext) -> list[int]:
-    """Return the ids that end an answer. The library requires one; the default is an id beyond the vocabulary."""
+    """Return the ids that end an answer.
+
+    The library requires one; the default is an id beyond the vocabulary.
+    """
     return sorted(context.stop_ids) or [context.vocab_size]
 
 
@@ -217,8 +227,9 @@ def _rules_of(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Sequence[Subschema]:
-    """Return the parts of a schema, itself first, modified in place: formats that the library checks too loosely become patterns. Raises
-    `RequestError` for features that the library doesn't support or gets wrong."""
+    """Return the parts of a schema, itself first, modified in place: formats that the library
+    checks too loosely become patterns. Raises `RequestError` for features that the library doesn't
+    support or gets wrong."""
     parts = checked_parts(spec, schema, place)
     for part in parts:
         refuse_others(spec, part)
@@ -249,7 +260,8 @@ _OF_VALUES = frozenset(
 
 
 def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
-    """Reject numbers that the library would round: it reads them as doubles, some as the next one, with 64 bits for integers and 32 for multiples."""
+    """Reject numbers that the library would round: it reads them as doubles, some as the next one,
+    with 64 bits for integers and 32 for multiples."""
     inexact = "the backend llguidance can't keep this number exactly"
     for key in BOUNDS & part.schema.keys():
         if not _is_kept(part.schema[key], excluded=key in EXCLUSIVE_BOUNDS):
@@ -273,7 +285,8 @@ def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
 
 
 def _is_kept(value: float, *, excluded: bool = False) -> bool:
-    """Return True if the library rounds neither the number nor, if it is `excluded`, its successor."""
+    """Return True if the library rounds neither the number nor, if it is `excluded`, its
+    successor."""
     if isinstance(value, float) and _as_read(value) != value:
         return False
     if isinstance(value, float) and not value.is_integer():
@@ -286,7 +299,8 @@ def _is_kept(value: float, *, excluded: bool = False) -> bool:
 
 
 def _as_read(value: float) -> float:
-    """Return a double as serde_json parses its digits: as an integer, multiplied or divided by a power of ten, each rounded."""
+    """Return a double as serde_json parses its digits: as an integer, multiplied or divided by a
+    power of ten, each rounded."""
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
     read = float(int("".join(map(str, digits))))
     left = int(exponent)
@@ -297,8 +311,8 @@ def _as_read(value: float) -> float:
 
 
 def _decimal(value: float) -> tuple[int, int] | None:
-    """Return `multipleOf` as the library represents it: (integer, number of times that it was multiplied by ten). None if that isn't the same
-    number."""
+    """Return `multipleOf` as the library represents it: (integer, number of times that it was
+    multiplied by ten). None if that isn't the same number."""
     scaled, power = min(abs(float(value)), 2.0**32) if abs(value) < 2**32 else 2.0**32, 0
     while scaled < 2**32 and scaled % 1:
         scaled, power = scaled * 10, power + 1
@@ -337,7 +351,8 @@ def _refuse_unwritten(spec: GrammarSpec, part: Subschema) -> None:
 
 
 def _refuse_uncountable(spec: GrammarSpec, part: Subschema) -> None:
-    """Reject property counts that the library gets wrong: it allows unnamed keys twice, and counts both."""
+    """Reject property counts that the library gets wrong: it allows unnamed keys twice, and counts
+    both."""
     if part.schema.get("minProperties", 0) > max(1, len(part.schema.get("required", ()))):
         part.refuse(
             spec,
@@ -347,8 +362,8 @@ def _refuse_uncountable(spec: GrammarSpec, part: Subschema) -> None:
 
 
 def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
-    """Reject bounds and multiples that the library gets wrong: it allows an exclusive integer bound if the other bound is no integer and less than 1
-    away, and it combines multiples in 32 bits."""
+    """Reject bounds and multiples that the library gets wrong: it allows an exclusive integer bound
+    if the other bound is no integer and less than 1 away, and it combines multiples in 32 bits."""
 
     def values(*keys: str) -> set[float]:
         return {part.schema[key] for part in parts for key in keys if key in part.schema}
@@ -362,7 +377,8 @@ def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
     if wrong:
         refuse(
             spec,
-            f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound can't be kept; use an inclusive one",
+            f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound "
+            "can't be kept; use an inclusive one",
         )
     multiples = [multiple for value in values("multipleOf") if (multiple := _decimal(value))]
     power = max((power for _, power in multiples), default=0)
@@ -370,7 +386,8 @@ def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
     if len(scaled) > 1 and (math.prod(scaled) >= 2**32 or math.lcm(*scaled) > MAX_MULTIPLE):
         refuse(
             spec,
-            f"multipleOf = {' and '.join(map(str, sorted(values('multipleOf'))))}: the backend llguidance can't combine these",
+            f"multipleOf = {' and '.join(map(str, sorted(values('multipleOf'))))}: "
+            "the backend llguidance can't combine these",
         )
 
 
@@ -388,8 +405,8 @@ def _choice(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
 
 
 def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    """Return the grammar: only structures, with a separator; or free text up to a trigger, matched lazily, then one of its structures, and finally
-    free text without any trigger."""
+    """Return the grammar: only structures, with a separator; or free text up to a trigger, matched
+    lazily, then one of its structures, and finally free text without any trigger."""
     tag = read_structural_tag(spec)
     triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
     tags = f"({' | '.join(f'tag_{n}' for n in range(len(triggers)))})"
@@ -430,7 +447,10 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
 
 
 def _grammar(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    """Return the user's Lark, or GBNF converted to Lark. Rejects what would be ignored, or would allow special tokens."""
+    """Return the user's Lark, or GBNF converted to Lark.
+
+    Rejects what would be ignored, or would allow special tokens.
+    """
     try:
         lark = any_to_lark(spec.text)
     except Exception as error:  # the converter has no specific exception
@@ -445,7 +465,8 @@ _INLINE_JSON = re.compile(rf"{NOT_SYNTAX.pattern}|(?P<json>%json\s*(?=\{{))")
 
 
 def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any]) -> str:
-    """Apply the JSON options to the schemas within a grammar, so that their white space is bounded, too."""
+    """Apply the JSON options to the schemas within a grammar, so that their white space is bounded,
+    too."""
     parts, position = [], 0
     while (match := _INLINE_JSON.search(lark, position)) is not None:
         if match["json"] is None:
@@ -477,7 +498,8 @@ _WRITERS: Mapping[SpecKind, Callable[[GrammarSpec, Mapping[str, Any]], str]] = {
 
 
 def _text(text: str) -> str:
-    """Return text as a string literal of the library's Lark: like JSON's, with different escapes of control characters."""
+    """Return text as a string literal of the library's Lark: like JSON's, with different escapes of
+    control characters."""
     escaped = re.sub(
         r"\\(?:u00(..)|.)",
         lambda escape: f"\\x{escape[1]}" if escape[1] else escape[0],

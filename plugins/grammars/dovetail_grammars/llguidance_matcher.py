@@ -1,9 +1,11 @@
 """Position of one answer in llguidance, and the masks of many, for `llguidance_backend.py`.
 
-Two techniques make masks fast. Copies of one of the library's matchers share, under a lock, the automaton that it builds incrementally: so a grammar
-has several matchers that share nothing, its `Lanes`. And in a string of bounded length, the library would try nearly the whole vocabulary. Which
-tokens are allowed there without ending the string depends only on the number of characters left (`positions.py`, `string_tokens.py`); a second
-matcher, with only the other tokens, provides their part of the mask.
+Two techniques make masks fast. Copies of one of the library's matchers share, under a lock, the
+automaton that it builds incrementally: so a grammar has several matchers that share nothing, its
+`Lanes`. And in a string of bounded length, the library would try nearly the whole vocabulary. Which
+tokens are allowed there without ending the string depends only on the number of characters left
+(`positions.py`, `string_tokens.py`); a second matcher, with only the other tokens, provides their
+part of the mask.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 4  # by default: idle ones slow down the engine's thread
 MOST_LANES = 16
-MOST_STATES = 250_000  # of the automaton of a grammar's first lane; all others together have as many, which bounds memory
+# Of the automaton of a grammar's first lane; all others together have as many, which bounds memory
+MOST_STATES = 250_000
 MOVED_AT_MOST = (
     256  # tokens of an answer that moves to another lane, whose matcher consumes all of them again
 )
@@ -59,8 +62,9 @@ _IN_PLAIN_WORDS = (  # the library's message -> its meaning to the author of a s
 
 
 class Lanes:
-    """Matchers of one grammar that share nothing, so that masks of different lanes are filled in parallel. Initially there is one; more are
-    created, in a thread, once several answers need masks together."""
+    """Matchers of one grammar that share nothing, so that masks of different lanes are filled in
+    parallel. Initially there is one; more are created, in a thread, once several answers need masks
+    together."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         """`make(states)`: returns a new matcher whose automaton has at most `states` states."""
@@ -92,8 +96,11 @@ class Lanes:
 
 
 class _Side:
-    """The library's matcher for one answer. Consumes the answer's tokens lazily. `inner` is a copy of `first`, the lane's. An answer that exceeds a
-    limit of another lane continues in the first."""
+    """The library's matcher for one answer.
+
+    Consumes the answer's tokens lazily. `inner` is a copy of `first`, the lane's. An answer that
+    exceeds a limit of another lane continues in the first.
+    """
 
     __slots__ = ("_made_of", "_number", "first", "inner", "lanes", "seen", "tokens")
 
@@ -134,7 +141,8 @@ class _Side:
         return moved
 
     def allows(self, token: int) -> bool:
-        """Return True if `token` is allowed next; then `inner` may have consumed it, and it must be appended to `tokens`."""
+        """Return True if `token` is allowed next; then `inner` may have consumed it, and it must be
+        appended to `tokens`."""
         self.go_on()
         if self.inner.consume_token(token):
             self.seen += 1
@@ -178,19 +186,20 @@ class LLGrammar(Grammar):
 
 
 class LLMatcher(Failing):
-    """The library's matchers with our own handling of the end: the library accepts any number of stop ids without counting them.
+    """The library's matchers with our own handling of the end: the library accepts any number of
+    stop ids without counting them.
 
-    In a string that is constrained only in length, they are asked once, since allowed tokens change only with the number of characters left. They
-    consume its tokens when something after it is needed; the rest's matcher not even then, since nothing there depends on them.
+    In a string that is constrained only in length, they are asked once, since allowed tokens change
+    only with the number of characters left. They consume its tokens when something after it is
+    needed; the rest's matcher not even then, since nothing there depends on them.
     """
 
     def __init__(self, grammar: LLGrammar) -> None:
         self._fill, self._context = grammar.fill, grammar.fill.context
         self._whole = _Side(grammar.whole)
         self.running = True  # no stop id has been accepted
-        self.room: float | None = (
-            None  # characters left in its string, if that determines which tokens of the string are allowed
-        )
+        # Characters left in its string, if that determines which tokens of the string are allowed
+        self.room: float | None = None
         self.known: StringMask | None = (
             None  # in a string with `room`: the library's mask of the rest's tokens
         )
@@ -198,7 +207,8 @@ class LLMatcher(Failing):
         if grammar.rest is not None and self._tracker is not None:
             self._strings, self._rest = grammar.fill.strings, _Side(grammar.rest)
             self._characters, self._lengths = self._strings.characters, self._strings.lengths
-            # Before each token and at the end: position, characters of its string so far, number of tokens in the rest's matcher
+            # Before each token and at the end: position, characters of its string so far, number
+            # of tokens in the rest's matcher
             self._positions, self._counts, self._spelled = [self._tracker.start], [0], [0]
 
     @property
@@ -306,7 +316,8 @@ class Fill:
         self.context, self.strings = context, strings
         self._threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
         self._most_lanes = min(MOST_LANES, 2 * self._threads)
-        self._executor: Any = None  # created when several masks are first filled at once, since its threads have a cost
+        # Created when several masks are first filled at once, since its threads have a cost
+        self._executor: Any = None
         self._width = -(
             -(context.vocab_size + (not context.stop_ids)) // 32
         )  # of the library's masks: it adds a stop id if there is none
@@ -315,7 +326,10 @@ class Fill:
         )  # the bits that belong to the vocabulary
 
     def __call__(self, matchers: Sequence[LLMatcher], words: UInt32) -> None:
-        """Write the mask of each matcher to its row of words [m, ceil(vocab_size / 32)]. Raises `DovetailError` if one has failed."""
+        """Write the mask of each matcher to its row of words [m, ceil(vocab_size / 32)].
+
+        Raises `DovetailError` if one has failed.
+        """
         require_none_failed(matchers)
         running = [(matcher, line) for line, matcher in enumerate(matchers) if matcher.running]
         if len(running) < len(matchers):
@@ -328,7 +342,8 @@ class Fill:
                 words[line] = self.strings.within(matcher.known, matcher.room)
 
     def _ask(self, asked: list[tuple[LLMatcher, int]], words: UInt32) -> None:
-        """Write the library's masks of these answers to their rows; in a string with room, also store them."""
+        """Write the library's masks of these answers to their rows; in a string with room, also
+        store them."""
         wide = (
             words
             if words.shape[1] == self._width
@@ -365,20 +380,22 @@ class Fill:
 
 
 def check(inner: Any) -> None:
-    """Raise `DovetailError` if the matcher has failed: it exceeded a limit, or no token of the vocabulary can continue."""
+    """Raise `DovetailError` if the matcher has failed: it exceeded a limit, or no token of the
+    vocabulary can continue."""
     if inner.is_error():
         raise DovetailError(reason(inner.get_error()))
 
 
 def reason(error: str) -> str:
-    """Return the message of the library's error, without positions in and excerpts of generated Lark."""
+    """Return the message of the library's error, without positions in and excerpts of generated
+    Lark."""
     lines = [
         re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line.strip())
         for line in error.splitlines()
     ]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     sentence = said[0] if said else next(iter(lines), "it failed without a message")
-    place, sentence = re.fullmatch(r"(\d+\(\d+\): )?(.*)", sentence, re.DOTALL).groups("")  # type: ignore[union-attr]  # it matches anything
+    _, place, sentence = re.split(r"^(\d+\(\d+\): |)", sentence, maxsplit=1)
     if place:  # in a user's grammar, which follows `HEAD`
         line, column = map(int, re.findall(r"\d+", place))
         place = f"line {line - HEAD.count(chr(10))}, column {column}: "

@@ -1,7 +1,8 @@
 """Tracks an answer through its JSON Schema, to find the maximum length of the current string.
 
-The answer follows the schema, so quotes, brackets, colons and commas suffice. Where a value's subschemas are ambiguous, or a string is constrained by
-more than its length, the tracker reports that it doesn't know.
+The answer follows the schema, so quotes, brackets, colons and commas suffice. Where a value's
+subschemas are ambiguous, or a string is constrained by more than its length, the tracker reports
+that it doesn't know.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ _ESCAPED = -1
 
 
 class _Candidates:
-    """Subschemas of which a value matches at least one; unless `known`, it may match others, too."""
+    """Subschemas of which a value matches at least one; unless `known`, it may match others,
+    too."""
 
     def __init__(self, schemas: Iterable[Schema], known: bool) -> None:
         self.schemas, self.known = tuple(schemas), known
@@ -93,7 +95,8 @@ class _Candidates:
         ]
 
     def _longest(self) -> float | None:
-        """Return the maximum length of a string, if nothing but `minLength` constrains it otherwise."""
+        """Return the maximum length of a string, if nothing but `minLength` constrains it
+        otherwise."""
         strings = self.of_type("string")
         lengths = {schema.get("maxLength", math.inf) for schema in strings}
         otherwise = _VALUES | _OTHERS_OF_STRINGS
@@ -132,8 +135,9 @@ class Position:
         init=False
     )  # tokens of whole characters without quotes or backslashes lead back to it
     longest: float | None = field(init=False)
-    """Maximum number of characters of this string: `inf` if unlimited. None outside of strings, within a character or an escape, if unknown, and if
-    more than its length constrains the string, such as a key that may become one of the schema's."""
+    """Maximum number of characters of this string: `inf` if unlimited. None outside of strings, within
+    a character or an escape, if unknown, and if more than its length constrains the string, such as
+    a key that may become one of the schema's."""
     least: int = field(
         init=False
     )  # minimum number of characters of this string, if `longest` is known
@@ -156,7 +160,10 @@ class Position:
 
 
 class Step(NamedTuple):
-    """Effect of a token: it leads `to` a position, and adds `characters` to the string there. `begins`: that string begins in the token."""
+    """Effect of a token: it leads `to` a position, and adds `characters` to the string there.
+
+    `begins`: that string begins in the token.
+    """
 
     to: Position
     characters: int
@@ -165,7 +172,10 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Walk:
-    """A position that changes with each byte of a token. The first fields are those of `Position`."""
+    """A position that changes with each byte of a token.
+
+    The first fields are those of `Position`.
+    """
 
     tracker: Tracker
     container: _Container | None
@@ -271,7 +281,8 @@ class Tracker:
         return step
 
     def mask(self, position: Position, rest: UInt32) -> StringMask:
-        """Return `rest` as a mask of the strings at a position; equal masks are the same object while cached."""
+        """Return `rest` as a mask of the strings at a position; equal masks are the same object
+        while cached."""
         for mask in position.masks:
             if (mask.rest == rest).all():
                 return mask
@@ -334,7 +345,8 @@ class Tracker:
         return of.within[_ITEMS]
 
     def _parts(self, of: _Candidates, kind: str, parts: Iterable[Any]) -> _Candidates:
-        """Return the subschemas of an array's or object's members, which sibling keywords may constrain further."""
+        """Return the subschemas of an array's or object's members, which sibling keywords may
+        constrain further."""
         fixed = not all(_VALUES.isdisjoint(schema) for schema in of.of_type(kind))
         return self._of(parts) if of.known and not fixed else _UNKNOWN
 
@@ -348,7 +360,10 @@ class Tracker:
         return self._candidates[key]
 
     def _add(self, part: Any, schemas: dict[int, Schema], references: frozenset[str]) -> bool:
-        """Add a schema with references and alternatives resolved. Return False if it has unsupported keywords."""
+        """Add a schema with references and alternatives resolved.
+
+        Return False if it has unsupported keywords.
+        """
         if part is False:
             return True
         if part is True:
@@ -374,5 +389,6 @@ _ITEMS = b'"'  # no key has this spelling
 
 
 def _spelled(name: str) -> bytes:
-    """Return a key as it is written between its quotes: with the shortest escapes, the only ones that the library allows."""
+    """Return a key as it is written between its quotes: with the shortest escapes, the only ones
+    that the library allows."""
     return json.dumps(name, ensure_ascii=False)[1:-1].encode(errors="surrogatepass")

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from re import _constants, _parser  # type: ignore[attr-defined]  # the one reader of the syntax, in each Python that Dovetail runs on
+
+# the one reader of the syntax, in each Python that Dovetail runs on
+from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from dovetail.api.grammar import GrammarSpec
@@ -55,7 +57,10 @@ _UNREAD_CONTROLS = re.compile(
 
 
 def demands(pattern: str, characters: Ranges) -> bool:
-    """Return True if some position of a pattern allows only these characters. In a syntax that Python can't parse, any control character counts."""
+    """Return True if some position of a pattern allows only these characters.
+
+    In a syntax that Python can't parse, any control character counts.
+    """
     try:
         parsed = _parser.parse(pattern)
     except (re.error, OverflowError, RecursionError):
@@ -97,7 +102,10 @@ def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes a parsed pattern. `flags`: those in effect at the place, since groups can change them."""
+    """Writes a parsed pattern.
+
+    `flags`: those in effect at the place, since groups can change them.
+    """
 
     spec: GrammarSpec
 

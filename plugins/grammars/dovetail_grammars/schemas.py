@@ -12,7 +12,10 @@ from dovetail.api.grammar import GrammarSpec
 from dovetail_grammars.specs import Json, refuse, target
 
 _LEAP_YEAR = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-_DATE = rf"(\d{{4}}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_OF_31_DAYS = r"(0[13578]|1[02])-(0[1-9]|[12]\d|3[01])"
+_OF_30_DAYS = r"(0[469]|11)-(0[1-9]|[12]\d|30)"
+_FEBRUARY = r"02-(0[1-9]|1\d|2[0-8])"
+_DATE = rf"(\d{{4}}-({_OF_31_DAYS}|{_OF_30_DAYS}|{_FEBRUARY})|{_LEAP_YEAR}-02-29)"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,60}[a-zA-Z0-9])?"
 _HOST = rf"({_LABEL}\.){{0,3}}{_LABEL}"
@@ -94,10 +97,12 @@ def shown(key: str, value: Json) -> str:
 
 
 def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Subschema]:
-    """Return each schema that an answer can reach: `root`, its subschemas, and the targets of `$ref`s.
+    """Return each schema that an answer can reach: `root`, its subschemas, and the targets of
+    `$ref`s.
 
-    They are modified in place: keywords without effect are removed, as are formats that JSON Schema doesn't define. Raises `RequestError` for a
-    keyword with a malformed value, and for a `$ref` that isn't a JSON pointer.
+    They are modified in place: keywords without effect are removed, as are formats that JSON Schema
+    doesn't define. Raises `RequestError` for a keyword with a malformed value, and for a `$ref`
+    that isn't a JSON pointer.
     """
     parts: list[Subschema] = []
     seen: set[int] = set()

@@ -48,7 +48,10 @@ def decoder(spec: GrammarSpec) -> json.JSONDecoder:
 
 
 def read_json(spec: GrammarSpec) -> Json:
-    """Return the JSON of a spec's text. Raises `RequestError` for text that isn't JSON, or is nested too deeply."""
+    """Return the JSON of a spec's text.
+
+    Raises `RequestError` for text that isn't JSON, or is nested too deeply.
+    """
     too_deep = f"its JSON is nested more than MAX_NESTING = {MAX_NESTING} levels deep"
     try:
         value = decoder(spec).decode(spec.text)
@@ -74,7 +77,11 @@ def _inside(value: Json) -> Iterator[Json]:
 
 
 def read_schema(spec: GrammarSpec, schema: Json) -> dict[str, Json]:
-    """Return a JSON Schema as a mapping. Raises `RequestError` if it isn't a schema, if no value satisfies it, or if its `$ref`s are circular."""
+    """Return a JSON Schema as a mapping.
+
+    Raises `RequestError` if it isn't a schema, if no value satisfies it, or if its `$ref`s are
+    circular.
+    """
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -91,7 +98,8 @@ def read_schema(spec: GrammarSpec, schema: Json) -> dict[str, Json]:
 
 
 def _refuse_loops(spec: GrammarSpec, schema: Mapping[str, Json]) -> None:
-    """Reject references that lead back to themselves without an object or array in between: they describe no text at all."""
+    """Reject references that lead back to themselves without an object or array in between: they
+    describe no text at all."""
     known: set[str] = set()
     for reference in _references(schema):
         path: list[str] = []
@@ -111,7 +119,8 @@ def _references(value: Json) -> Iterator[str]:
 def _follow(
     spec: GrammarSpec, root: Mapping[str, Json], reference: str, path: list[str], known: set[str]
 ) -> None:
-    """Visit the references that `reference`'s target must satisfy, too: `$ref` and `allOf`. Each is visited once."""
+    """Visit the references that `reference`'s target must satisfy, too: `$ref` and `allOf`. Each is
+    visited once."""
     if reference in path:
         refuse(
             spec,
@@ -135,7 +144,8 @@ def _must_follow(schema: Json) -> Iterator[str]:
 
 
 def target(root: Json, reference: str) -> Json:
-    """Return the target of a JSON pointer; None if it has none, or is another kind of reference, which is left to the library."""
+    """Return the target of a JSON pointer; None if it has none, or is another kind of reference,
+    which is left to the library."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     target = root
@@ -151,7 +161,10 @@ def target(root: Json, reference: str) -> Json:
 
 
 def read_choices(spec: GrammarSpec) -> list[str]:
-    """Return the distinct strings of a choice. Raises `RequestError` if it is empty, or a string isn't valid Unicode."""
+    """Return the distinct strings of a choice.
+
+    Raises `RequestError` if it is empty, or a string isn't valid Unicode.
+    """
     choices = read_json(spec)
     if (
         not isinstance(choices, list)
@@ -180,8 +193,11 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """Parsed structural tag. `at_least_one`: the answer begins with a structure. `stop_after_first`: it ends after the first. `separator`: the text
-    between structures, if there is no other text."""
+    """Parsed structural tag.
+
+    `at_least_one`: the answer begins with a structure. `stop_after_first`: it ends after the first.
+    `separator`: the text between structures, if there is no other text.
+    """
 
     structures: list[Structure]
     at_least_one: bool
@@ -190,7 +206,10 @@ class StructuralTag:
 
 
 def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
-    """Parse a structural tag. Raises `RequestError` if its JSON has another form, or a structure begins with no trigger."""
+    """Parse a structural tag.
+
+    Raises `RequestError` if its JSON has another form, or a structure begins with no trigger.
+    """
     tag = read_json(spec)
     if not isinstance(tag, dict) or not {"structures", "triggers"} <= set(tag) <= {
         "structures",
@@ -200,7 +219,8 @@ def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
     }:
         refuse(
             spec,
-            f'expected {{"structures": [...], "triggers": [...]}}, optionally with {", ".join(_FLAGS)} and separator',
+            f'expected {{"structures": [...], "triggers": [...]}}, '
+            f"optionally with {', '.join(_FLAGS)} and separator",
         )
     for flag in _FLAGS:
         if not isinstance(tag.get(flag, False), bool):
@@ -254,7 +274,8 @@ def _read_structure(
 
 
 def check_lark(spec: GrammarSpec, lark: str) -> None:
-    """Raise `RequestError` for special tokens, which aren't text, and for attributes that affect sampling."""
+    """Raise `RequestError` for special tokens, which aren't text, and for attributes that affect
+    sampling."""
     syntax = NOT_SYNTAX.sub("", lark)
     if special := _SPECIAL_TOKEN.search(syntax):
         refuse(spec, f"{special[0]}: special tokens aren't text and can't be generated")

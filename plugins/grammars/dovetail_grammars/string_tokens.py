@@ -1,4 +1,5 @@
-"""`StringTokens`: tokens that stay within any JSON string, so that only the number of characters left determines which are allowed."""
+"""`StringTokens`: tokens that stay within any JSON string, so that only the number of characters
+left determines which are allowed."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _NOT_PLAIN = frozenset('"\\\x7f').union(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StringMask:
-    """Mask of the tokens that aren't plain string content (`rest` of `StringTokens`), at one point of a JSON string. Independent of how many more
-    characters the string may have."""
+    """Mask of the tokens that aren't plain string content (`rest` of `StringTokens`), at one point
+    of a JSON string. Independent of how many more characters the string may have."""
 
     rest: UInt32
 
@@ -34,7 +35,8 @@ class StringMask:
 
 
 class StringTokens:
-    """Tokens of at least two bytes that consist of whole characters, without quotes, backslashes or control characters. All others are `rest`."""
+    """Tokens of at least two bytes that consist of whole characters, without quotes, backslashes or
+    control characters. All others are `rest`."""
 
     def __init__(self, context: GrammarContext) -> None:
         self._context = context
@@ -60,7 +62,11 @@ class StringTokens:
 
     @cached_property
     def spelling(self) -> Sequence[int] | None:
-        """Token by byte. None if one of these tokens contains a byte that is no token, or if there are none of these tokens."""
+        """Token by byte.
+
+        None if one of these tokens contains a byte that is no token, or if there are none of these
+        tokens.
+        """
         single = {
             text[0]: id
             for id, text in enumerate(self.rest.token_bytes)
@@ -86,8 +92,8 @@ class StringTokens:
         return [spelling[byte] for byte in self._context.token_bytes[token] or b""]
 
     def within(self, known: StringMask, room: float) -> UInt32:
-        """Return the mask [ceil(vocab_size / 32)], not to be modified, in a string with `room` characters left: of these tokens, and of the rest as
-        `known`."""
+        """Return the mask [ceil(vocab_size / 32)], not to be modified, in a string with `room`
+        characters left: of these tokens, and of the rest as `known`."""
         return self._within(known, int(min(room, self._longest)))
 
     @cached_property
@@ -100,8 +106,8 @@ class StringTokens:
 
     @cached_property
     def _masks(self) -> Callable[[int], tuple[UInt32, UInt32]]:
-        """Function from a number of characters to two masks: of these tokens with at most that many, and of the rest's tokens that add at most that
-        many to the string they begin in."""
+        """Function from a number of characters to two masks: of these tokens with at most that
+        many, and of the rest's tokens that add at most that many to the string they begin in."""
         size = -(-self._context.vocab_size // 32) * 32
         plain, lengths = np.zeros(size, np.bool_), np.full(size, self._longest + 1)
         plain[: len(self.characters)] = np.array(self.characters) > 0
@@ -116,7 +122,8 @@ class StringTokens:
 
     @cached_property
     def lengths(self) -> Sequence[int]:
-        """Number of characters by token that it adds to the string in which it begins, which it may end."""
+        """Number of characters by token that it adds to the string in which it begins, which it may
+        end."""
         texts = zip(self._context.token_bytes, self.characters, strict=True)
         return [characters or _until_quote(text or b"") for text, characters in texts]
 

@@ -1,4 +1,5 @@
-"""Lines of a batch's files: requests, which are all validated before the first is answered, and answers."""
+"""Lines of a batch's files: requests, which are all validated before the first is answered, and
+answers."""
 
 from __future__ import annotations
 
@@ -65,14 +66,18 @@ def scan(path: Path, endpoint: str, max_line_bytes: int, done: Container[str] = 
 
 
 def request_at(path: Path, offset: int, max_line_bytes: int) -> BatchLine:
-    """Return the request at an offset of a validated file. Raises `OSError`, and `msgspec.MsgspecError` if the file has changed."""
+    """Return the request at an offset of a validated file.
+
+    Raises `OSError`, and `msgspec.MsgspecError` if the file has changed.
+    """
     with path.open("rb") as file:
         file.seek(offset)
         return _DECODER.decode(file.readline(max_line_bytes + 1))
 
 
 def answered_in(path: Path) -> set[str]:
-    """Return the `custom_id`s in a file of answers, which may be missing, and truncate it at the first incomplete line. Raises `OSError`."""
+    """Return the `custom_id`s in a file of answers, which may be missing, and truncate it at the
+    first incomplete line. Raises `OSError`."""
     names: set[str] = set()
     whole = 0
     try:
@@ -123,7 +128,10 @@ def error_line(name: str, request_id: str, code: str, message: str) -> bytes:
 
 
 def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield non-blank lines with their numbers from 1 and their offsets. A line that is too long is truncated, and ends the iteration."""
+    """Yield non-blank lines with their numbers from 1 and their offsets.
+
+    A line that is too long is truncated, and ends the iteration.
+    """
     with path.open("rb") as file:
         number = offset = 0
         while text := file.readline(max_line_bytes + 1):

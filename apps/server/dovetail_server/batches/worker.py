@@ -1,7 +1,9 @@
-"""`BatchWorker`: processes batches concurrently, in one of the front ends that share a `BatchStore`.
+"""`BatchWorker`: processes batches concurrently, in one of the front ends that share a
+`BatchStore`.
 
-Answers are appended to a batch's files as they arrive, so that a restarted server continues with the missing ones. The event loop never waits for
-the disk: a few threads do. No error ends the worker: errors of a batch fail that batch, errors of the disk are retried.
+Answers are appended to a batch's files as they arrive, so that a restarted server continues with
+the missing ones. The event loop never waits for the disk: a few threads do. No error ends the
+worker: errors of a batch fail that batch, errors of the disk are retried.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class BatchWorker:
 
     @property
     def status(self) -> str:
-        """State for /health: "ok", "standby" while another front end processes batches, or an error."""
+        """State for /health: "ok", "standby" while another front end processes batches, or an
+        error."""
         if time.monotonic() - self._polled_at > STALLED_S:
             return "stalled: the disk doesn't answer"
         return next((work.trouble for work in self._works.values() if work.trouble), self._status)
@@ -105,7 +108,10 @@ class BatchWorker:
             self._threads.shutdown(wait=False)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run blocking work in a thread, and return its result. On cancellation it waits for the work to end, so that no write goes unnoticed."""
+        """Run blocking work in a thread, and return its result.
+
+        On cancellation it waits for the work to end, so that no write goes unnoticed.
+        """
         future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         try:
             return await asyncio.shield(future)
@@ -207,7 +213,10 @@ class _Work:
                 await asyncio.sleep(self._pause_s)
 
     async def _run_once(self) -> None:
-        """Answer pending requests until the batch completes or expires. Raises errors of the disk."""
+        """Answer pending requests until the batch completes or expires.
+
+        Raises errors of the disk.
+        """
         try:
             batch = await self._in_thread(self._store.batch, self._id)
         except HttpError as error:
@@ -244,8 +253,11 @@ class _Work:
         return end
 
     async def _answer_left(self, batch: Batch) -> End:
-        """Send requests as slots become free, until all are answered or the batch must end. One slot at a time: if the server is overloaded, one
-        request is rejected and the others wait."""
+        """Send requests as slots become free, until all are answered or the batch must end.
+
+        One slot at a time: if the server is overloaded, one request is rejected and the others
+        wait.
+        """
         under_way: set[asyncio.Task[None]] = set()
         slot: asyncio.Task[Any] | None = None
         try:
@@ -307,7 +319,10 @@ class _Work:
         )
 
     async def _use_disk(self, batch: Batch) -> None:
-        """Write queued answers and, periodically, the counts; read the next requests. Transient errors are retried later."""
+        """Write queued answers and, periodically, the counts; read the next requests.
+
+        Transient errors are retried later.
+        """
         counts = batch.request_counts
         try:
             for kind, lines in self._unwritten.items():
@@ -454,8 +469,10 @@ def _request_id() -> str:
 
 
 async def call(app: Starlette, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """POST a body to a path, bypassing the middleware for keys and logs. Return the response's status and body. Cancellation leaves nothing
-    behind."""
+    """POST a body to a path, bypassing the middleware for keys and logs.
+
+    Return the response's status and body. Cancellation leaves nothing behind.
+    """
     status, parts, asked = 0, [], False
     never = asyncio.Event()
 
