@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn import residual as residual_module
-from dovetail.nn.format import WeightFormat, float8, int4
+from dovetail.nn.format import DENSE, WeightFormat, float8, int4
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.kernels import (
@@ -31,7 +31,7 @@ from dovetail.nn.kernels import (
 )
 from dovetail.nn.kernels.digits import add_products_of_bytes, digits, raised, scale_of
 from dovetail.nn.kernels.widening import float8_to_16_bits, pairs_to_16_bits
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import LayerNorm, RMSNorm
 from dovetail.nn.residual import Residual
 from tests.kernels import (
     DEVICE,
@@ -197,6 +197,27 @@ def test_the_stream_gets_the_product_with_the_dequantized_weight(
     expected = before.double() + product(x, form.dequantized(weight))
     assert_close(stream.normed(norm), norm(expected.to(DTYPE)).double())
     assert_close(stream.summed(), expected)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("form", [DENSE, *FORMATS], ids=str)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_a_norm_that_kernels_dont_know_is_applied_as_it_is(form: WeightFormat, rows: int) -> None:
+    """They compute RMS norms, from the same weight and epsilon that a layer norm has."""
+    weight = stored(form, (16,), 128, DTYPE, DEVICE)
+    norm = LayerNorm(128, 1e-5, context(), bias=False)
+    norm.weight.load(torch.randn(128))
+    norm = norm.to(DTYPE).to(DEVICE)
+    x = randn(rows, 128) + 3  # whose mean a layer norm takes away
+    parts = randn(2, rows, 128)
+    stream = Residual(x.clone())
+    stream.add_parts(parts)
+    whole = x + parts.sum(0)
+    assert_close(stream.normed(norm), norm(whole).double())
+    exact = form.columns(weight, norm(whole))
+    assert torch.equal(form.columns(weight, Residual(whole), None, norm), exact)
+    assert torch.equal(form.columns(weight, whole, None, norm), exact)
 
 
 def largest_of_chunks(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import QKVParallelLinear, RowParallelLinear
-from dovetail.nn.norm import QKNorm, RMSNorm
+from dovetail.nn.norm import Norm, QKNorm
 from dovetail.nn.parameter import kv_share, share, weight_rules
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
@@ -84,10 +84,10 @@ class Attention(nn.Module):
     def add_to(
         self,
         residual: Residual,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         rotation: Rotation,
         wanted: torch.Tensor | None = None,
-        output_norm: RMSNorm | None = None,
+        output_norm: Norm | None = None,
     ) -> None:
         """Add the attention of the stream, read through `norm` if given, to the stream, through
         `output_norm` if given. `wanted` [n] int64: reduce the stream to these tokens once K and V
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         residual: Residual,
         q: torch.Tensor,
         wanted: torch.Tensor | None = None,
-        output_norm: RMSNorm | None = None,
+        output_norm: Norm | None = None,
     ) -> None:
         """Add the attention of q [tokens, heads, head_size], which `store` returned, to the stream:
         see `add_to`."""
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.o_proj.add_to(residual, out, wanted=wanted, norm=output_norm)
 
     def store(
-        self, x: torch.Tensor | Residual, norm: RMSNorm | None, rotation: Rotation
+        self, x: torch.Tensor | Residual, norm: Norm | None, rotation: Rotation
     ) -> torch.Tensor:
         """Store K and V of x [tokens, inputs]. Returns q [tokens, heads, head_size]."""
         qkv = self.qkv_proj(x, norm).view(len(x), -1, self.attn.spec.head_size)

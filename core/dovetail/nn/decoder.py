@@ -15,7 +15,7 @@ from torch import nn
 from dovetail.api.model import WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
@@ -29,7 +29,7 @@ class Mixer(Protocol):
     name: str  # of the module in a checkpoint
 
     def add_to(
-        self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
+        self, residual: Residual, norm: Norm, rotation: Rotation, wanted: torch.Tensor | None
     ) -> None:
         """See `Attention.add_to`. `wanted` [n] int64, or None for all."""
 
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=Mixer)
 class FeedForward(Protocol):
     """Part of a block that computes on tokens individually: a `torch.nn.Module`."""
 
-    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+    def add_to(self, residual: Residual, norm: Norm) -> None:
         """See `GatedFeedForward.add_to`."""
 
     def weights(self, prefix: str) -> Iterable[WeightRule]:
@@ -56,9 +56,7 @@ class Block(nn.Module, Generic[M]):
 
     mixes = True  # tokens of a row
 
-    def __init__(
-        self, input_norm: RMSNorm, attention: M, mlp_norm: RMSNorm, mlp: FeedForward
-    ) -> None:
+    def __init__(self, input_norm: Norm, attention: M, mlp_norm: Norm, mlp: FeedForward) -> None:
         super().__init__()
         self.input_norm = input_norm
         self.attention = attention
@@ -109,7 +107,7 @@ class Decoder(nn.Module):
         self,
         embedding: VocabParallelEmbedding,
         blocks: Iterable[AnyBlock],
-        norm: RMSNorm,
+        norm: Norm,
         head: LMHead,
         ropes: Sequence[Rope],
         max_len: int,

@@ -9,7 +9,7 @@ from torch import nn
 
 from dovetail.api.model import BuildContext, WeightRule
 from dovetail.nn.linear import GateUpParallelLinear, RowParallelLinear
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 
@@ -35,13 +35,13 @@ class GatedFeedForward(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=bias)
 
     def add_to(
-        self, residual: Residual, norm: RMSNorm | None, output_norm: RMSNorm | None = None
+        self, residual: Residual, norm: Norm | None, output_norm: Norm | None = None
     ) -> None:
         """Add the feed-forward of the stream, read through `norm` if given, to the stream, through
         `output_norm` if given."""
         self.down_proj.add_to(residual, self.inner(residual, norm), norm=output_norm)
 
-    def inner(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+    def inner(self, x: torch.Tensor | Residual, norm: Norm | None = None) -> torch.Tensor:
         """Return the input of `down_proj` [tokens, inner / size], for x [tokens, hidden]."""
         return self.gate_up_proj(x, norm)
 

@@ -22,7 +22,7 @@ from dovetail.nn.activation import ACTIVATIONS, act_mul, silu_mul
 from dovetail.nn.adapters import LayerAdapters
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.layer import Layer
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Part, Weight, kv_share, share, whole
 from dovetail.nn.residual import Residual
 
@@ -31,7 +31,7 @@ def linear(
     x: torch.Tensor | Residual,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    norm: RMSNorm | None = None,
+    norm: Norm | None = None,
     *,
     gated: bool = False,
     into: torch.Tensor | None = None,
@@ -98,13 +98,13 @@ class MergedColumnParallelLinear(LinearLayer):
         self.weight = Weight((at, in_features), weights, context, later=context.weights_later)
         self.bias = Weight((at,), biases, context) if bias else None
 
-    def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Residual, norm: Norm | None = None) -> torch.Tensor:
         if (adapted := self.adapted) is not None:
             return self._unfused(adapted, x, norm)
         return self.format.columns(self.weight, x, self.bias, norm)
 
     def _unfused(
-        self, adapted: LayerAdapters, x: torch.Tensor | Residual, norm: RMSNorm | None
+        self, adapted: LayerAdapters, x: torch.Tensor | Residual, norm: Norm | None
     ) -> torch.Tensor:
         """Return the outputs with what adapters add."""
         if isinstance(x, Residual):
@@ -228,7 +228,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         )
         self.activation = activation
 
-    def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Residual, norm: Norm | None = None) -> torch.Tensor:
         if (adapted := self.adapted) is not None:
             y = self._unfused(adapted, x, norm)
             return silu_mul(y) if self.activation == "silu" else act_mul(y, self.activation)
@@ -261,7 +261,7 @@ class RowParallelLinear(LinearLayer):
         x: torch.Tensor,
         *,
         wanted: torch.Tensor | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
     ) -> None:
         """Add self(x) [tokens, out] to the stream, normed before if `norm` is given. `wanted` [n]
         int64: first reduce the stream and x to these tokens."""

@@ -28,7 +28,7 @@ from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import RowParallelLinear
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Part, Weight, share, weight_rules, whole
 from dovetail.nn.residual import Residual
 
@@ -391,7 +391,7 @@ class SparseFeedForward(nn.Module):
         self.normalize = normalize
         self.shared = shared
 
-    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+    def add_to(self, residual: Residual, norm: Norm) -> None:
         """See `GatedFeedForward.add_to`."""
         x = residual.normed(norm)
         ids, weights = self.router.choose(x, self.experts.per_token, normalize=self.normalize)

@@ -15,6 +15,10 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import Part, Weight, whole
 
+# Norm of tokens: x [tokens, size] -> the same shape. Kernels fuse `RMSNorm` only, and see that any
+# other, a `LayerNorm` or a model's own, is applied by itself.
+Norm = Layer
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x [..., size] / sqrt(mean(x²) + eps) * weight, over the last dimension; the mean in at least float32, the result in x's dtype.

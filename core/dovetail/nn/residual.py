@@ -9,7 +9,7 @@ import torch
 from dovetail.api.model import ParallelGroup
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm, RMSNorm
 
 
 class Residual:
@@ -68,8 +68,10 @@ class Residual:
             self._shared = group
         return place
 
-    def normed(self, norm: RMSNorm) -> torch.Tensor:
+    def normed(self, norm: Norm) -> torch.Tensor:
         """Return the norm of the stream [tokens, hidden], in new memory."""
+        if not isinstance(norm, RMSNorm):
+            return norm(self.summed())
         if self._shared is not None:
             return self._add_shares(norm)
         if self._parts is not None and use_kernels(self._x):
@@ -81,13 +83,13 @@ class Residual:
                 return normed
         return norm(self.summed())
 
-    def normed_in_float8(self, norm: RMSNorm, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def normed_in_float8(self, norm: Norm, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm [tokens, hidden] float8 and its multipliers, like `kernels.float8_products.narrowed`. Raises
         `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products
 
-        if self._shared is not None:
-            return float8_products.narrowed(self._add_shares(norm), group)
+        if self._shared is not None or not isinstance(norm, RMSNorm):
+            return float8_products.narrowed(self.normed(norm), group)
         narrowed = float8_products.normed_and_narrowed(
             self._x, self._parts, norm.weight, norm.eps, group
         )
@@ -101,3 +103,14 @@ class Residual:
         assert group.shares is not None
         normed = group.shares.add(self._x, None if norm is None else (norm.weight, norm.eps))
         return self._x if normed is None else normed
+
+
+def with_fusable_norm(
+    x: torch.Tensor | Residual, norm: Norm | None
+) -> tuple[Residual, RMSNorm | None]:
+    """Return x [tokens, hidden] as a stream, and the norm that a kernel may compute as it reads it.
+    Any other norm has been applied."""
+    stream = x if isinstance(x, Residual) else Residual(x.contiguous())
+    if norm is None or isinstance(norm, RMSNorm):
+        return stream, norm
+    return Residual(stream.normed(norm)), None

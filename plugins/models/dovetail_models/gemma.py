@@ -16,7 +16,7 @@ from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.attention import Attention
 from dovetail.nn.embedding import LMHead, ScaledEmbedding, VocabParallelEmbedding
 from dovetail.nn.feed_forward import GatedFeedForward
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, Rotation, rope_from_config, rope_reasons_against
@@ -152,12 +152,12 @@ class GemmaBlock(nn.Module):
 
     def __init__(
         self,
-        input_norm: RMSNorm,
+        input_norm: Norm,
         attention: Attention,
-        attention_output_norm: RMSNorm,
-        mlp_norm: RMSNorm,
+        attention_output_norm: Norm,
+        mlp_norm: Norm,
         mlp: GatedFeedForward,
-        mlp_output_norm: RMSNorm,
+        mlp_output_norm: Norm,
     ) -> None:
         super().__init__()
         self.input_norm = input_norm

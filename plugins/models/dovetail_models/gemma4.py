@@ -19,7 +19,7 @@ from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import AddTo, Decoder
 from dovetail.nn.embedding import VocabParallelEmbedding
 from dovetail.nn.linear import ReplicatedLinear
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules, whole
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
@@ -78,7 +78,7 @@ class Gemma4Attention(Attention):
         self.v_is_k = v_is_k
 
     def store(
-        self, x: torch.Tensor | Residual, norm: RMSNorm | None, rotation: Rotation
+        self, x: torch.Tensor | Residual, norm: Norm | None, rotation: Rotation
     ) -> torch.Tensor:
         spec = self.attn.spec
         qkv = self.qkv_proj(x, norm).view(len(x), -1, spec.head_size)
@@ -99,7 +99,7 @@ class Gemma4Attention(Attention):
 class InputGate(nn.Module):
     """Adds a layer's embeddings of the tokens to the stream, gated by it."""
 
-    def __init__(self, config: Any, norm: RMSNorm, context: BuildContext) -> None:
+    def __init__(self, config: Any, norm: Norm, context: BuildContext) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_activation]
         self.gate = ReplicatedLinear(config.hidden_size, _input_size(config), context)

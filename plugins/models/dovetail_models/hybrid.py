@@ -22,7 +22,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import Columns, MergedColumnParallelLinear, RowParallelLinear, interleaved
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import share, weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation
@@ -114,7 +114,7 @@ class DeltaMixer(nn.Module):
         )
 
     def add_to(
-        self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
+        self, residual: Residual, norm: Norm, rotation: Rotation, wanted: torch.Tensor | None
     ) -> None:
         """See `Attention.add_to`."""
         if self.ba_proj is None:
@@ -169,7 +169,7 @@ class MambaMixer(nn.Module):
         self.widths = [channels, own.conv_channels, own.heads]
 
     def add_to(
-        self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None
+        self, residual: Residual, norm: Norm, rotation: Rotation, wanted: torch.Tensor | None
     ) -> None:
         """See `Attention.add_to`."""
         z, conv, dt = torch.split(self.in_proj(residual, norm), self.widths, dim=1)

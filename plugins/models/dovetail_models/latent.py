@@ -26,7 +26,7 @@ from dovetail.nn.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
 )
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation, apply_rotary
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(heads * shape.value, hidden, context, bias=bias)
         self.attn = context.make_attention(own)
 
-    def store(self, residual: Residual, norm: RMSNorm, rotation: Rotation) -> torch.Tensor:
+    def store(self, residual: Residual, norm: Norm, rotation: Rotation) -> torch.Tensor:
         """Store the latents. Returns the queries [tokens, heads, kv_rank + rope]."""
         shape, rank = self.shape, self.shape.kv_rank
         q, latent, k_rope = torch.split(self.down_proj(residual, norm), self.widths, dim=1)
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
     def add_to(
         self,
         residual: Residual,
-        norm: RMSNorm,
+        norm: Norm,
         rotation: Rotation,
         wanted: torch.Tensor | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import AnyBlock, Decoder, FeedForward, Mixer
 from dovetail.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dovetail.nn.moe import Experts, SparseFeedForward
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, Rotation
@@ -44,7 +44,7 @@ class MixerBlock(nn.Module):
 
     mixes = True
 
-    def __init__(self, norm: RMSNorm, mixer: Mixer) -> None:
+    def __init__(self, norm: Norm, mixer: Mixer) -> None:
         super().__init__()
         self.norm = norm
         self.mixer = mixer
@@ -65,7 +65,7 @@ class FeedForwardBlock(nn.Module):
 
     mixes = False
 
-    def __init__(self, norm: RMSNorm, mlp: FeedForward) -> None:
+    def __init__(self, norm: Norm, mlp: FeedForward) -> None:
         super().__init__()
         self.norm = norm
         self.mlp = mlp
@@ -89,11 +89,11 @@ class SquaredReluFeedForward(nn.Module):
         self.up_proj = ColumnParallelLinear(hidden, inner, context, bias=bias)
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=bias)
 
-    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+    def add_to(self, residual: Residual, norm: Norm) -> None:
         """See `GatedFeedForward.add_to`."""
         self.down_proj.add_to(residual, self.inner(residual, norm))
 
-    def inner(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+    def inner(self, x: torch.Tensor | Residual, norm: Norm | None = None) -> torch.Tensor:
         """Return the input of `down_proj`."""
         return self.up_proj(x, norm).relu_().square_()
 

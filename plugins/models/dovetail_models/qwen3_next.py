@@ -15,7 +15,7 @@ from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import Block, FeedForward, Mixer
 from dovetail.nn.feed_forward import GatedFeedForward
 from dovetail.nn.moe import Experts, Router, SharedFeedForward, SparseFeedForward, Stacked
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
@@ -34,10 +34,10 @@ class GatedAttention(Attention):
     def add_to(
         self,
         residual: Residual,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         rotation: Rotation,
         wanted: torch.Tensor | None = None,
-        output_norm: RMSNorm | None = None,
+        output_norm: Norm | None = None,
     ) -> None:
         qkv, gate = self._projected(residual, norm)
         q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
@@ -45,13 +45,11 @@ class GatedAttention(Attention):
         self.o_proj.add_to(residual, out, wanted=wanted, norm=output_norm)
 
     def store(
-        self, x: torch.Tensor | Residual, norm: RMSNorm | None, rotation: Rotation
+        self, x: torch.Tensor | Residual, norm: Norm | None, rotation: Rotation
     ) -> torch.Tensor:
         return rope_and_store_kv(self._projected(x, norm)[0], self.qk_norm, rotation, self.attn)
 
-    def _projected(
-        self, x: torch.Tensor | Residual, norm: RMSNorm | None
-    ) -> tuple[torch.Tensor, ...]:
+    def _projected(self, x: torch.Tensor | Residual, norm: Norm | None) -> tuple[torch.Tensor, ...]:
         """Return q, k and v of all heads, and the gates [tokens, heads, head_size]."""
         spec = self.attn.spec
         projected = self.qkv_proj(x, norm).view(len(x), -1, spec.head_size)

@@ -16,7 +16,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import Activation, activate, silu_mul
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Weight
 from dovetail.nn.residual import Residual
 
@@ -57,7 +57,7 @@ class WeightFormat(ABC):
         weight: Any,
         x: torch.Tensor | Residual,
         bias: torch.Tensor | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         *,
         gated: bool = False,
         into: torch.Tensor | None = None,

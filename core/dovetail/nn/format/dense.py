@@ -18,9 +18,9 @@ from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import has_many_rows, use_kernels
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import KernelUnavailable
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Weight
-from dovetail.nn.residual import Residual
+from dovetail.nn.residual import Residual, with_fusable_norm
 
 FEW_ROWS = 16  # above, torch.matmul is as fast
 FEW_ROWS_BESIDE_MANY = 8  # above, the kernel for many rows is faster, where available
@@ -47,12 +47,12 @@ class Dense(WeightFormat):
         weight: torch.Tensor,
         x: torch.Tensor | Residual,
         bias: torch.Tensor | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         *,
         gated: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        stream = x if isinstance(x, Residual) else Residual(x.contiguous())
+        stream, norm = with_fusable_norm(x, norm)
         if norm is not None and stream.is_pending:
             stream, norm = Residual(stream.normed(norm)), None
         if kernel := kernel_for_few(len(stream), weight, gated):

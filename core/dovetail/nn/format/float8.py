@@ -31,9 +31,9 @@ from dovetail.nn.kernels.available import (
     use_kernels,
 )
 from dovetail.nn.kernels.launch import KernelUnavailable
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import Part, Weight
-from dovetail.nn.residual import Residual
+from dovetail.nn.residual import Residual, with_fusable_norm
 
 if TYPE_CHECKING:
     from dovetail.nn.kernels.many_rows import Tiling
@@ -227,12 +227,12 @@ class Float8(StoredFormat):
         weight: StoredWeight,
         x: torch.Tensor | Residual,
         bias: torch.Tensor | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         *,
         gated: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        stream = x if isinstance(x, Residual) else Residual(x.contiguous())
+        stream, norm = with_fusable_norm(x, norm)
         if not _takes_kernels(weight):
             return StoredFormat.columns(self, weight, stream, bias, norm, gated=gated, into=into)
         if norm is not None and stream.is_shared:

@@ -23,9 +23,9 @@ from dovetail.nn.format.stored import StoredFormat, StoredWeight
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Part, Weight
-from dovetail.nn.residual import Residual
+from dovetail.nn.residual import Residual, with_fusable_norm
 
 if TYPE_CHECKING:
     from dovetail.nn.kernels.streamed import Stored
@@ -174,12 +174,12 @@ class Int4(StoredFormat):
         weight: StoredWeight,
         x: torch.Tensor | Residual,
         bias: torch.Tensor | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         *,
         gated: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        stream = x if isinstance(x, Residual) else Residual(x.contiguous())
+        stream, norm = with_fusable_norm(x, norm)
         if weight.compute_dtype not in (torch.bfloat16, torch.float16) or not use_kernels(
             weight.data
         ):
