@@ -579,6 +579,7 @@ def test_a_database_that_is_none_is_refused_and_a_damaged_one_ends_nothing(tmp_p
         BatchStore(tmp_path, 1 << 20)
 
 
+@pytest.mark.slow("starts processes that kill themselves")
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     """Each process kills itself amid its writes, as a front end may be killed."""
     writes = f"""
