@@ -23,7 +23,7 @@ import uvicorn
 import dovetail_models
 from dovetail.config.limits import Limits
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail_server.app import create_app
 from dovetail_server.engine import EngineInfo, Load
 from dovetail_server.frames import (

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from dovetail.front.engine_info import groups_in_words, ranks_in_words
     from dovetail.front.engine_thread import Unread
     from dovetail.front.grammars import AnswerRule
-    from dovetail.front.intake import ENABLE, Entered, Intake, IntakeFacts
+    from dovetail.front.intake import ENABLE, Entered, Intake
+    from dovetail.front.intake_facts import IntakeFacts
     from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
     from dovetail.front.pooling import PoolingIntake, paired
     from dovetail.front.prompts import PROMPT_COST, Prompt, PromptSource, content_of, cuts
@@ -84,7 +85,7 @@ _HOMES = {
     "Group": "front.vllm_groups",
     "IncrementalText": "front.detokenizer",
     "Intake": "front.intake",
-    "IntakeFacts": "front.intake",
+    "IntakeFacts": "front.intake_facts",
     "JsonBounds": "base.bounded_json",
     "Limits": "config.limits",
     "LiveRequest": "engine.live_request",

@@ -34,7 +34,8 @@ from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.grammar_trials import GrammarTrials
 from dovetail.front.grammars import GrammarCompiler
-from dovetail.front.intake import Intake, IntakeFacts
+from dovetail.front.intake import Intake
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail.front.lora_files import CONFIG, WEIGHTS, AdapterFiles, read_adapter
 from dovetail.front.pooling import PoolingFacts
 from dovetail.front.tokenizer import Tokenizer

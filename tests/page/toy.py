@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from dovetail.config.limits import Limits
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load, ServedEngine
 from dovetail_server.live_page import page_routes

@@ -14,7 +14,8 @@ from dovetail.end_reason import EndReason, FinishReason
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import Intake, IntakeFacts
+from dovetail.front.intake import Intake
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompts import Prompt, PromptSource, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer

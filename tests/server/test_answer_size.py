@@ -13,7 +13,7 @@ from dovetail import SamplingParams
 from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail_server.answer_size import LOGPROB_BYTES, TOKEN_BYTES, with_bounded_answer
 from tests.server.serving import serving_in_threads
 

@@ -16,7 +16,8 @@ from dovetail.config.limits import Limits
 from dovetail.end_reason import EndReason
 from dovetail.errors import RequestError
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import Intake, IntakeFacts
+from dovetail.front.intake import Intake
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 from dovetail_server.engine import Load

@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from dovetail.config.limits import Limits
 from dovetail.end_reason import FinishReason
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail_server.engine import EngineInfo, Load, ServedEngine
 from dovetail_server.metrics import (

@@ -45,7 +45,7 @@ from dovetail.front.assembly_checks import (
 from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.component_values import ComponentValues
 from dovetail.front.generation_config import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake_facts import IntakeFacts
 from dovetail.front.pooling import PoolingFacts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry

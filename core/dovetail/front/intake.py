@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.sampler import RowSampling
-from dovetail.config.limits import Limits
 from dovetail.errors import RequestError, shown
 from dovetail.front import request_checks
 from dovetail.front.admission import CheckedRequest
-from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.grammars import AnswerRule
-from dovetail.front.pooling import PoolingFacts, PoolingIntake
+from dovetail.front.intake_facts import IntakeFacts
+from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompts import Prompt, PromptEncoder, as_sequence, checked_ids, content_of, cuts
 from dovetail.front.sampling import SamplingIntake
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
@@ -33,24 +32,6 @@ if TYPE_CHECKING:
     from dovetail.front.detokenizer import IncrementalText
 
 ENABLE = "make it with enable_lora=True (`adapters: {}` in engine.yaml)"
-
-
-@dataclass(frozen=True, slots=True)
-class IntakeFacts:
-    """What `Intake` must know of an engine. Plain values, to be sent to another process."""
-
-    limits: Limits
-    max_model_len: int  # tokens, prompt and output together
-    vocab_size: int
-    defaults: GenerationDefaults
-    executor: str  # its name, as the config has it
-    sampler: str
-    has_logprobs: bool = True
-    extra_args: frozenset[str] = frozenset()  # keys that the sampler understands
-    logits_processors: tuple[str, ...] = ()  # full names of the engine's
-    has_masks: bool = False
-    pooling: PoolingFacts | None = None  # None: it can't pool
-    has_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dovetail.request.frozen import FrozenDict
 from dovetail.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from dovetail.front.intake import IntakeFacts
+    from dovetail.front.intake_facts import IntakeFacts
 
 _SEED_BITS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples

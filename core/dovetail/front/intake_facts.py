@@ -1,0 +1,27 @@
+"""`IntakeFacts`: the limits and capabilities of an engine, against which requests are validated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.config.limits import Limits
+from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.pooling import PoolingFacts
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeFacts:
+    """What `Intake` must know of an engine. Plain values, to be sent to another process."""
+
+    limits: Limits
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    defaults: GenerationDefaults
+    executor: str  # its name, as the config has it
+    sampler: str
+    has_logprobs: bool = True
+    extra_args: frozenset[str] = frozenset()  # keys that the sampler understands
+    logits_processors: tuple[str, ...] = ()  # full names of the engine's
+    has_masks: bool = False
+    pooling: PoolingFacts | None = None  # None: it can't pool
+    has_adapters: bool = False
