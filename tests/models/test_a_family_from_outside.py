@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dovetail.api.attention import LayerSpec
+from dovetail.nn.rotary import Rope, rope_from_config
 from dovetail.testing import ModelSuite, run
 from tests.models import exaone4
 from tests.models.exaone4 import Exaone4
@@ -30,7 +33,21 @@ def test_it_computes_what_transformers_does() -> None:
     Suite().test_transformers()
 
 
+def test_layers_that_few_models_have_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fourth layer of EXAONE 4 has no positions."""
+
+    class Suite(ModelSuite):
+        component = Exaone4
+
+    def turning(config: Any, spec: LayerSpec) -> Rope:
+        return rope_from_config(config.rope_parameters, spec.head_size)
+
+    monkeypatch.setattr(exaone4, "rope", turning)
+    with pytest.raises(AssertionError, match="full_attention"):
+        Suite().test_transformers()
+
+
 @pytest.mark.slow("runs all checks of models")
 def test_it_conforms() -> None:
     verdict = run("model", Exaone4)
-    assert verdict.conformant, verdict.report
+    assert verdict.conformant, "\n".join(verdict.report())

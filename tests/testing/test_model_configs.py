@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.testing.suites.model_configs import changes, tiny, variants
+from dovetail.testing.suites.model_configs import changes, config_class, tiny, variants
 
 pytest.importorskip("transformers")
 
@@ -33,3 +33,14 @@ def test_a_config_changes_nothing_of_others() -> None:
     before = [config.to_dict() for config in variants("Gemma4ForCausalLM", ())]
     assert len([*variants("Qwen3_5ForCausalLM", ())]) > 1
     assert [config.to_dict() for config in variants("Gemma4ForCausalLM", ())] == before
+
+
+@pytest.mark.parametrize("architecture", ["Exaone4ForCausalLM", "Cohere2ForCausalLM"])
+def test_some_config_has_a_layer_of_each_kind_that_the_class_makes(architecture: str) -> None:
+    """By default each fourth layer is another, and small configs have fewer layers."""
+    usual = set(config_class(architecture)().layer_types)
+    assert len(usual) == 2
+    assert any(set(config.layer_types) == usual for config in variants(architecture, ()))
+    assert any(
+        set(config.no_rope_layers) == {0, 1} for config in variants("SmolLM3ForCausalLM", ())
+    )

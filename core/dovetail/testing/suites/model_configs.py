@@ -286,7 +286,22 @@ def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any
     common = [
         {name: value for name, value in fields.items() if name in known} for fields in VARIANTS
     ]
-    return [tiny(architecture, **fields) for fields in [*common, *more]]
+    all_fields = [*common, *_all_kinds_of_layers(architecture), *more]
+    return [tiny(architecture, **fields) for fields in all_fields]
+
+
+def _all_kinds_of_layers(architecture: str) -> list[dict[str, Any]]:
+    """Return fields for a layer of each kind that the class's own default has and `tiny` lacks: few
+    layers have the first kinds of a pattern only."""
+    usual = vars(config_class(architecture)())
+    small = vars(tiny(architecture))
+    found = []
+    for field in ("layer_types", "no_rope_layers"):
+        kinds = list(dict.fromkeys(usual.get(field) or ()))
+        if not set(kinds) <= set(small.get(field) or kinds):
+            window = {"sliding_window": 3} if usual.get("sliding_window") else {}
+            found.append({field: kinds, "num_hidden_layers": len(kinds), **window})
+    return found
 
 
 def choosing_all_experts(config: Any) -> Any:
