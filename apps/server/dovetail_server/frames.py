@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -26,22 +26,15 @@ from dovetail.serving import AnswerRule, CheckedRequest, Limits
 from dovetail_server.engine import Decisions, EngineInfo, Load
 
 _STREAMED = SamplingParams(output_kind=OutputKind.DELTA)
-_SEEN = (  # fields of `RowSampling` that `SamplingParams` has too
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "allowed_token_ids",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "extra_args",
-    "logits_processors",
-)
+# Fields that `RowSampling` and `SamplingParams` share: what policies see of them is what the sampler
+# gets. Rules about single tokens are packed there, and stop tokens are sent apart.
+_OTHERWISE = {"bad_words", "logit_bias", "stop_token_ids"}
+_OF_ROWS = {field.name for field in fields(RowSampling)}
+_SEEN = [
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in _OF_ROWS and field.name not in _OTHERWISE
+]
 
 
 # From front ends to the engine

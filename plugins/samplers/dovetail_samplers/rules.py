@@ -1,4 +1,5 @@
-"""Rules of a request about single tokens: logit_bias, allowed_token_ids, bad words, and stop tokens before min_tokens.
+"""Rules that change logits: logit_bias, allowed_token_ids, bad words, and stop tokens before
+min_tokens.
 
 A row's rules are packed into one tensor when it starts (`RowRules`). Bias and allowed ids are applied first, then the bans (bad words, stop
 tokens). Something can always be sampled: if the bans exclude all allowed tokens, they are lifted in that step; if the model gives every allowed
