@@ -15,8 +15,11 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 def _keys_of_environment() -> tuple[str, ...]:
-    """Return the keys of the variable. One that is set but has none counts as an empty key, which is
-    refused: the server would otherwise be open to all."""
+    """Return the keys of the variable.
+
+    A variable without any key yields an empty key, which is rejected: otherwise the server would
+    have no authentication.
+    """
     text = os.environ.get(API_KEYS_VARIABLE, "")
     keys = tuple(key.strip() for key in text.split(",") if key.strip())
     return keys or (("",) if text else ())
@@ -41,15 +44,16 @@ class ServerSettings(BaseModel):
     """The path of a Unix socket to listen on instead of a host and a port."""
 
     api_keys: tuple[str, ...] = Field(default_factory=_keys_of_environment, repr=False)
-    """API keys: each request must send one of them as `Authorization: Bearer KEY` or `x-api-key: KEY`. Empty: no authentication. The default is the
-    environment variable DOVETAIL_API_KEYS, separated by commas. /health, /ping and /ready need no key."""
+    """API keys: each request must send one of them as `Authorization: Bearer KEY` or `x-api-key:
+    KEY`. Empty: no authentication. The default is the environment variable DOVETAIL_API_KEYS,
+    separated by commas. /health, /ping and /ready need no key."""
 
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server, such as `https://example.com`; `*`: all."""
 
     allowed_hosts: tuple[str, ...] = ()
-    """Host names by which clients may call a server that listens on loopback and has no API keys, such as a proxy's; `*`: all. IP addresses and
-    `localhost` are always allowed."""
+    """Host names by which clients may call a server that listens on loopback and has no API keys,
+    such as a proxy's; `*`: all. IP addresses and `localhost` are always allowed."""
 
     tls_cert: str | None = None
     """PEM file with the server's certificate chain; enables HTTPS."""
@@ -61,37 +65,45 @@ class ServerSettings(BaseModel):
     """Path prefix under which a proxy publishes the server, such as `/llm`."""
 
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may use as `model`; answers contain the first by default. Empty: the model's name in `engine.yaml`."""
+    """Names that requests may use as `model`; answers contain the first by default. Empty: the
+    model's name in `engine.yaml`."""
 
     max_queued_requests: Count | None = 2048
-    """The most requests that wait for their first token; more get 429 with `Retry-After`. `null`: only the engine's limit."""
+    """Maximum number of requests that wait for their first token; others get 429 with
+    `Retry-After`. `null`: only the engine's limit."""
 
     max_queued_tokens: Count | None = None
-    """The most prompt tokens of requests that wait for their first token; text that isn't tokenized yet counts as one token per four characters. A
-    request is always admitted if no other is waiting. `null`: no limit."""
+    """Maximum number of prompt tokens of requests that wait for their first token; text that isn't
+    tokenized yet counts as one token per four characters. A request is always admitted if no other
+    is waiting. `null`: no limit."""
 
     request_timeout_s: Seconds | None = 3600.0
-    """Timeout of a request in seconds, from the end of its body to the last byte of the answer. `null`: no limit."""
+    """Timeout of a request in seconds, from the end of its body to the last byte of the answer.
+    `null`: no limit."""
 
     body_timeout_s: Seconds | None = 30.0
-    """Timeout for receiving a request's body in seconds, plus one second per 64 KiB. `null`: no limit."""
+    """Timeout for receiving a request's body in seconds, plus one second per 64 KiB. `null`: no
+    limit."""
 
     max_body_bytes: Count = 16 * 2**20
-    """The largest request body, in bytes. It also limits the total of one client's bodies above 16 KiB that wait to be tokenized or rendered; more
-    get 429. Clients are identified by API key, address and the `client` of their requests."""
+    """Maximum size of a request body, in bytes. It also limits the total of one client's bodies
+    above 16 KiB that wait to be tokenized or rendered; others get 429. Clients are identified by
+    API key, address and the `client` of their requests."""
 
     max_received_bytes: Count = 256 * 2**20
-    """The most bytes of all bodies that a front end is receiving or converting to prompts; more get 429 with `Retry-After`. Bodies up to 64 KiB are
-    always accepted."""
+    """Maximum number of bytes of all bodies that a front end is receiving or converting to prompts;
+    others get 429 with `Retry-After`. Bodies up to 64 KiB are always accepted."""
 
     max_backlog_bytes: Count = 2**20
-    """The most unread bytes of a stream. A reader that falls behind further gets an error and is dropped."""
+    """Maximum number of unread bytes of a stream. A client that falls further behind gets an error
+    and is disconnected."""
 
     drain_timeout_s: Seconds = 30.0
-    """How long SIGTERM waits for running requests, in seconds."""
+    """Timeout for running requests after SIGTERM, in seconds."""
 
     step_timeout_s: Seconds = 60.0
-    """Timeout of an engine step, in seconds, after which the engine counts as hung. On a CPU it restarts with each layer."""
+    """Timeout of an engine step, in seconds; a slower engine is considered hung. On a CPU it
+    restarts with each layer."""
 
     page: bool = True
     """Serve a live dashboard at `/`."""
@@ -100,54 +112,61 @@ class ServerSettings(BaseModel):
     """Log each request as a line of JSON: path, status, tokens and times, but never the prompt."""
 
     batch_directory: str | None = None
-    """The folder for /v1/files and /v1/batches; it is created, accessible to this user only. `null`: batches are disabled."""
+    """The folder for /v1/files and /v1/batches; it is created for this user only. `null`:
+    disabled."""
 
     max_file_bytes: Count = 200 * 2**20
-    """The largest uploaded file, in bytes."""
+    """Maximum size of an uploaded file, in bytes."""
 
     max_stored_bytes: Count = 10 * 2**30
-    """The most bytes of all stored files, including answers; beyond that, uploads and new batches are rejected."""
+    """Maximum number of bytes of all stored files, including answers; beyond that, uploads and new
+    batches are rejected."""
 
     batch_requests: Count = 64
-    """The most concurrent requests of batches. They compete with other clients' requests."""
+    """Maximum number of concurrent requests of batches. They compete with other clients'
+    requests."""
 
     batch_keep_days: Annotated[float, Field(gt=0, le=36_500)] | None = 30.0
-    """Retention of uploaded files, and of finished batches with their answers, in days. `null`: until deleted."""
+    """Retention of uploaded files, and of finished batches with their answers, in days. `null`:
+    until deleted."""
 
     otlp_traces_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
-    """The URL for OpenTelemetry spans, one per request, by OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`. Requires the extra
-    `tracing`."""
+    """The URL for OpenTelemetry spans, one per request, by OTLP over HTTP, such as
+    `http://127.0.0.1:4318/v1/traces`. Requires the extra `tracing`."""
 
     front_ends: Count = 1
     """Number of HTTP processes."""
 
     tool_parser: str | None = "auto"
-    """Name of the parser of tool calls, of a plugin perhaps, or `{name: dovetail-acme:acme, option: 1}`; `auto`: detected from the model's chat
-    template; `null`: none."""
+    """The parser of tool calls, by name, or with options as `{name: dovetail-acme:acme, option:
+    1}`; `auto`: detected from the model's chat template; `null`: none."""
 
     reasoning_parser: str | None = "auto"
-    """Name of the parser that separates reasoning from content; `auto` and `null` as for `tool_parser`."""
+    """The parser that separates reasoning from content; values as for `tool_parser`."""
 
     chat_template: str | None = None
-    """A Jinja template instead of the model's own for all conversations, or the path of a file that has one. Requests may still bring theirs."""
+    """A Jinja template that replaces the model's for all conversations, or the path of a file with
+    one. Requests may still contain their own."""
 
     prefix_cache_reset: bool = False
-    """Serve POST /reset_prefix_cache, which empties the prefix cache: only if you trust all clients."""
+    """Serve POST /reset_prefix_cache, which empties the prefix cache: only if you trust all
+    clients."""
 
     lora_modules: tuple[str, ...] = ()
-    """Adapters to serve, as NAME=PATH, the path being a directory in PEFT's format: requests use one by its name as `model`. Requires `--enable-lora`
-    (`adapters` in `engine.yaml`)."""
+    """Adapters to serve, as NAME=PATH with a directory in PEFT's format: requests select one by its
+    name as `model`. Requires `--enable-lora` (`adapters` in `engine.yaml`)."""
 
     adapter_directory: str | None = None
-    """A folder: POST /v1/load_lora_adapter may serve adapters below it, and /v1/unload_lora_adapter ends that: only if you trust all clients. `null`:
-    both are disabled."""
+    """A folder from below which clients may load adapters by POST /v1/load_lora_adapter, and unload
+    them by /v1/unload_lora_adapter: only if you trust all clients. `null`: both are disabled."""
 
     advisory_fields: Literal["ignore", "refuse"] = "ignore"
-    """Fields of requests that can't change what an answer means, such as `text.verbosity`: `ignore` them, naming them in the header
-    `x-dovetail-ignored`, or `refuse` them with a 400."""
+    """Fields of requests that don't change the meaning of an answer, such as `text.verbosity`:
+    `ignore` them and list them in the header `x-dovetail-ignored`, or `refuse` them with a 400."""
 
     routes: tuple[str, ...] = ()
-    """Routes and middleware of installed plugins to add, by name, such as `haiku` or `dovetail-haiku:haiku`; `dovetail plugins list` shows them."""
+    """Routes and middleware of installed plugins to add, by name, such as `haiku` or
+    `dovetail-haiku:haiku`; `dovetail plugins list` shows them."""
 
     @field_validator("chat_template")
     @classmethod
@@ -157,11 +176,9 @@ class ServerSettings(BaseModel):
         try:
             text = Path(given).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"it must be a Jinja template, or a file that has one: {error}"
-            ) from None
+            raise ValueError(f"must be a Jinja template, or a file with one: {error}") from None
         if not _is_template(text):
-            raise ValueError("the file has no Jinja template: nothing in it reads a message")
+            raise ValueError("the file has no Jinja template: it never reads a message")
         return text
 
     @field_validator("lora_modules")

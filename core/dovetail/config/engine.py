@@ -1,4 +1,4 @@
-"""`EngineConfig`: all settings of `engine.yaml`. It names components; `dovetail.registry` finds them when they are used."""
+"""`EngineConfig`: all settings of `engine.yaml`, including the names of components."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ LISTS = ("observers", "logits_processors")  # those keys that hold several compo
 
 @dataclass(frozen=True, slots=True)
 class ComponentChoice:
-    """A component and its options: `fcfs`, or `{name: vtc, input_weight: 2}`. Errors say `where` it was chosen."""
+    """A component and its options: `fcfs`, or `{name: vtc, input_weight: 2}`. Errors say `where` it
+    was chosen."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -84,12 +85,14 @@ def _as_model_choice(value: Any) -> Any:
 
 
 def _built_in(name: str) -> ComponentChoice:
-    """Return a default by its full name, so that installing a component with the same short name doesn't change it."""
+    """Return a default by its full name, so that installing a component with the same short name
+    doesn't change it."""
     return ComponentChoice(f"{NAMESPACE}:{name}")
 
 
 def _as_choice(value: Any) -> Any:
-    """Make a `ComponentChoice` from a name, or from a mapping with a name. Raises `ValueError`, as pydantic expects."""
+    """Make a `ComponentChoice` from a name, or from a mapping with a name. Raises `ValueError`, as
+    pydantic expects."""
     if isinstance(value, ComponentChoice):
         return value
     if isinstance(value, str):
@@ -142,7 +145,7 @@ Choice = Annotated[
 
 
 class ModelChoice(BaseModel):
-    """The model: its path, and perhaps the component that must serve it. As text it is the path."""
+    """A model's path and, optionally, the component that serves it. A string is the path."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
@@ -152,8 +155,8 @@ class ModelChoice(BaseModel):
     """A bundled model, a local directory, or a Hugging Face hub id."""
 
     component: Choice | None = None
-    """The component of kind model that serves it, like "distribution:name". null: the one that serves the `architectures` of its config.json; of
-    several, the built-in."""
+    """The component of kind model that serves it, such as "distribution:name". null: selected by
+    the `architectures` of its config.json; the built-in one takes precedence."""
 
     def __str__(self) -> str:
         return self.path
@@ -168,21 +171,23 @@ class ModelChoice(BaseModel):
 
 
 class Speculation(BaseModel):
-    """Speculative decoding: steps that check several guessed tokens at once. It changes no token."""
+    """Speculative decoding: steps that check several guessed tokens at once. It changes no
+    token."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
 
     drafter: Choice = _built_in("suffix")
-    """The drafter, which guesses the next tokens of requests."""
+    """The drafter, which proposes the next tokens of requests."""
 
     max_drafts: Annotated[int, Field(ge=1, le=MAX_DRAFTS)] = 8
-    """Most drafts that a request checks in a step. The engine checks fewer where more don't pay; `SamplingParams.max_drafts` lowers it for a
-    request."""
+    """Maximum number of drafts that a request checks in a step. The engine checks fewer where more
+    don't pay; `SamplingParams.max_drafts` lowers it for a request."""
 
     timeout_s: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = 0.05
-    """Longest time that the drafter may take in a step, in seconds. A drafter that takes longer is named in the log, and isn't asked for a while."""
+    """Timeout of the drafter in a step, in seconds. A drafter that exceeds it is logged, and isn't
+    called for a while."""
 
 
 def _as_score_tokens(value: Any) -> Any:
@@ -197,28 +202,29 @@ def _as_score_tokens(value: Any) -> Any:
 
 
 class Pooling(BaseModel):
-    """How prompts become embeddings and scores, where that should differ from what the checkpoint says."""
+    """Embeddings and scores, where they should differ from the checkpoint's settings."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
 
     method: Literal["last", "mean", "cls"] | None = None
-    """Which token's state stands for a prompt: its last one's, the mean of all, or its first one's. null: as the checkpoint says, `last` for a
-    generator."""
+    """The pooled state of a prompt: of its last token, the mean of all, or of its first token.
+    null: the checkpoint's method, `last` for a generator."""
 
     normalize: bool | None = None
-    """Give embeddings the length 1. null: as the checkpoint says, true if it says nothing."""
+    """Normalize embeddings to length 1. null: the checkpoint's setting, or true without one."""
 
     score_tokens: Annotated[
         tuple[str | int, str | int] | None, BeforeValidator(_as_score_tokens)
     ] = None
-    """Two tokens, as texts or ids, like `["yes", "no"]`: a generator then scores a prompt by the probability that the first of them follows rather
-    than the second. null: as the checkpoint says."""
+    """Two tokens, as texts or ids, such as `["yes", "no"]`: a generator then scores a prompt by the
+    probability of the first relative to the second. null: the checkpoint's setting."""
 
     template: Annotated[str, Field(min_length=1)] | None = None
-    """How a pair of texts becomes the prompt to score, with `{query}` and, after it, `{document}`. null: that of Qwen3-Reranker for a Qwen3 with
-    score tokens, and the tokenizer's form of a pair for a classifier."""
+    """Template of the prompt for a pair of texts, with `{query}` and, after it, `{document}`. null:
+    that of Qwen3-Reranker for a Qwen3 with score tokens, and the tokenizer's pair encoding for a
+    classifier."""
 
     @field_validator("template")
     @classmethod
@@ -236,24 +242,26 @@ class Pooling(BaseModel):
 
 
 class Adapters(BaseModel):
-    """LoRA adapters: requests may name one each, and several share a step."""
+    """LoRA adapters: each request may name one, and several share a step."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
 
     slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] = 8
-    """Most adapters that requests of one step use. Each takes memory of the device, for `max_rank`."""
+    """Maximum number of adapters in use by running requests. Each takes device memory for
+    `max_rank`."""
 
     max_rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
-    """Highest rank of an adapter."""
+    """Maximum rank of an adapter."""
 
     host_copies: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    """Most adapters that are kept ready on the host, as files in the system's folder for temporary ones. null: twice as many as `slots`."""
+    """Maximum number of adapters cached on the host, in the system's folder for temporary files.
+    null: twice `slots`."""
 
     slot_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """When requests have waited so long, in seconds, because other adapters use all slots, the adapter that has been used longest takes no new
-    requests until a slot is free."""
+    """Seconds that requests wait while other adapters use all slots. After that, the adapter that
+    has held its slot longest gets no new requests until a slot is free."""
 
     @property
     def copies(self) -> int:
@@ -262,7 +270,8 @@ class Adapters(BaseModel):
 
 
 class EngineConfig(BaseModel):
-    """The settings of one engine, with the keys and defaults of `engine.yaml`. Frozen; unknown keys are errors."""
+    """Settings of an engine: the keys and defaults of `engine.yaml`. Frozen; unknown keys are
+    errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
@@ -277,8 +286,9 @@ class EngineConfig(BaseModel):
         PlainSerializer(ModelChoice.plain),
         Field(json_schema_extra={"default": "demo"}),
     ] = ModelChoice(path="demo")
-    """A bundled model ("demo"), a local directory, or a Hugging Face hub id. Relative directories start at the working directory. A mapping `{path:
-    …, component: distribution:name}` names the component that serves it, too."""
+    """A bundled model ("demo"), a local directory, or a Hugging Face hub id. Relative directories
+    are resolved from the working directory. A mapping `{path: …, component: distribution:name}`
+    also selects the component that serves it."""
 
     tokenizer: Annotated[
         str | InstanceOf[ComponentChoice] | None,
@@ -291,106 +301,115 @@ class EngineConfig(BaseModel):
             )
         ),
     ] = None
-    """A tokenizer other than the model's own: that of another model, named like `model`, or an installed component, by name or as a mapping with its
-    options."""
+    """A tokenizer instead of the model's: that of another model, named like `model`, or an
+    installed component, by name or as a mapping with its options."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Type of weights and activations. auto: float32 on a CPU, else the checkpoint's own, if that has 16 bits, else bfloat16."""
+    """Dtype of weights and activations. auto: float32 on a CPU, otherwise the checkpoint's, if it
+    has 16 bits, otherwise bfloat16."""
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Source of the weights. auto: safetensors. dummy: random weights, for benchmarks."""
 
     quantization: Annotated[str, Field(min_length=1)] | None = None
-    """How the weights of linear layers are stored. null: as the checkpoint's quantization_config says. fp8: a plain checkpoint is quantized while it
-    loads. Any other must be what the checkpoint says."""
+    """Format of the weights of linear layers. null: by the checkpoint's quantization_config. fp8: a
+    plain checkpoint is quantized while it loads. Any other value must match the checkpoint."""
 
     max_model_len: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None = None
-    """Most tokens of a sequence, prompt and output together. null: the model's own length."""
+    """Maximum tokens of a sequence, prompt and output together. null: the model's length."""
 
     max_num_seqs: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 256
-    """Most requests that run in one step."""
+    """Maximum number of requests in a step."""
 
     max_num_batched_tokens: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 8192
-    """Most tokens that one step computes."""
+    """Maximum number of tokens in a step: the token budget."""
 
     pace: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 2.0
-    """How many times as long as its decodes alone prompts may make a step, by estimate, while answers are streamed, whatever the scheduler (but for
-    those that claim not to be paced). null: prompts may fill the token budget."""
+    """Limits prefills while answers are streamed: a step may take at most `pace` times the
+    estimated time of its decodes. Applies under any scheduler, except those that claim
+    `paced=False`. null: prompts may fill the token budget."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that the engine may use, on each GPU: weights and buffers, with all the rest for K and V."""
+    """Share of each GPU's memory that the engine uses: weights and buffers, and K and V in the
+    rest."""
 
     kv_cache_memory: Annotated[
         _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
     ] = None
-    """Memory for K and V, like 4GiB, instead of a share of the GPU's; with several ranks each one's. null: what `gpu_memory_utilization` leaves."""
+    """Memory for K and V, such as 4GiB, per rank. null: the rest of `gpu_memory_utilization`."""
 
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
-    """Type of K and V in the cache. auto: that of the activations. fp8 (fp8_e4m3 is the same): half the memory of 16 bits, so twice the tokens."""
+    """Dtype of K and V in the cache. auto: that of the activations. fp8 (also fp8_e4m3): half the
+    memory of 16 bits, so twice the tokens."""
 
     kv_cache_scales: Literal["auto", "calibrate"] = "auto"
-    """The numbers by which K and V of each layer are divided before they become fp8. auto: the checkpoint's k_scale and v_scale, else 1. calibrate:
-    fitted to the prompts of the first step."""
+    """Scales of K and V of each layer in fp8. auto: the checkpoint's k_scale and v_scale, otherwise
+    1. calibrate: fitted to the prompts of the first step."""
 
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the states of recurrent layers. bfloat16: half the memory and time of a decode's states, with some error."""
+    """Dtype of the states of recurrent layers. bfloat16: half the memory and read time, less
+    exact."""
 
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
-    """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""
+    """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend
+    supports."""
 
     generation_config: Literal["auto", "none"] = "auto"
-    """Use of the model's generation_config.json. auto: EOS ids and defaults of requests come from it,
-    if there is one, and keys that can't be honoured are refused. none: it isn't read."""
+    """Use of the model's generation_config.json. auto: it sets EOS ids and defaults of requests,
+    and unsupported keys are rejected. none: it isn't read."""
 
     overlap: bool = True
     """Plan the next step while the device computes this one. This changes no token."""
 
     cuda_graphs: bool = True
-    """Capture steps in CUDA graphs, where attention and sampler support it."""
+    """Record steps in CUDA graphs, where attention and sampler support it."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
-    """Seed of everything random, such as the seeds of requests that name none."""
+    """Seed for the seeds of requests without one, and for everything else that is random."""
 
     pooling: Annotated[Pooling, Field(strict=False)] = Pooling()
-    """Embeddings and scores, where they should differ from what the checkpoint says."""
+    """Overrides of the checkpoint's settings for embeddings and scores."""
 
     limits: Limits = Limits()
-    """Bounds on what one request may ask for."""
+    """Limits of one request."""
 
     scheduler: Choice = _built_in("fcfs")
-    """The policy, which decides which requests run in each step."""
+    """The scheduling policy, which selects the requests of each step."""
 
     kv_cache: Choice = _built_in("prefix")
-    """The KV-cache manager, which gives blocks of K and V to requests and shares them."""
+    """The KV-cache manager, which allocates blocks to requests and shares them."""
 
     attention: Choice = ComponentChoice("auto")
-    """The attention backend. auto: the first built-in backend that can serve the model: triton on a GPU, else torch; packed for
-    encoders."""
+    """The attention backend. auto: the first built-in one that supports the model: triton on a GPU,
+    otherwise torch; packed for encoders."""
 
     sampler: Choice = _built_in("default")
     """The sampler, which draws tokens from the logits."""
 
     logits_processors: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
-    """The logits processors that requests may ask for, in the order in which they are applied."""
+    """The logits processors that requests may use, in the order of application."""
 
     grammar: Choice = ComponentChoice("auto")
-    """The grammar backend, which holds answers to a schema, a regular expression or a grammar. It is made when a request first asks for that. auto:
-    llguidance, or xgrammar if only that is installed."""
+    """The grammar backend, which constrains answers to a schema, a regular expression or a grammar.
+    It is created on the first request with structured output. auto: llguidance."""
 
     executor: Choice = _built_in("local")
     """The executor, which computes the steps."""
 
     observers: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
-    """The observers, which are told what the engine does. Installing an observer doesn't enable it."""
+    """The observers, which receive the engine's events. Installing an observer doesn't enable
+    it."""
 
     speculation: Speculation | None = None
-    """Speculative decoding: a drafter guesses tokens, and a step checks several at once. It changes no token. null: off."""
+    """Speculative decoding: a drafter proposes tokens, and a step checks several. It changes no
+    token. null: off."""
 
     adapters: Adapters | None = None
-    """LoRA adapters. null: requests can't name any."""
+    """LoRA adapters. null: disabled."""
 
     plugins: Annotated[PluginSelection, Field(strict=False)] = PluginSelection()
-    """Distributions whose plugins are used; the environment variable DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
+    """Distributions whose plugins are used; the environment variable
+    DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
 
     @classmethod
     def load(
@@ -423,8 +442,10 @@ class EngineConfig(BaseModel):
         overrides: Mapping[str, Any],
         origin: str = "override",
     ) -> tuple[EngineConfig | None, ConfigError | None]:
-        """Load as `load_with` does, but leave out wrong settings and return their error beside the config, so that the rest can be checked too. The
-        config is None if `plugins` is wrong: then it is unknown whose code may be imported. Raises `ConfigError` if the source can't be read."""
+        """Load as `load_with` does, but leave out wrong settings and return their error beside the
+        config, so that the rest can be checked too. The config is None if `plugins` is wrong: then
+        it is unknown whose code may be imported. Raises `ConfigError` if the source can't be
+        read."""
         values, origins = _read(source)
         for key, value in overrides.items():
             _put(values, origins, key, value, origin)
@@ -432,7 +453,8 @@ class EngineConfig(BaseModel):
 
     @staticmethod
     def read_settings(texts: Sequence[str]) -> dict[str, Any]:
-        """Return the `--set KEY=VALUE`s of a command line as overrides for `load_with`: each value is YAML. Raises `ConfigError`."""
+        """Return the `--set KEY=VALUE`s of a command line as overrides for `load_with`: each value
+        is YAML. Raises `ConfigError`."""
         values = {}
         for text in texts:
             key, equals, value = text.partition("=")
@@ -480,8 +502,8 @@ class EngineConfig(BaseModel):
         ), told
 
     def choices(self, key: str) -> tuple[ComponentChoice, ...]:
-        """Return the components chosen at one of `COMPONENT_KEYS`; none for a drafter without speculation, and for a tokenizer given as text, which
-        `chosen_tokenizer` finds."""
+        """Return the components chosen at one of `COMPONENT_KEYS`; none for a drafter without
+        speculation, and for a tokenizer given as text, which `chosen_tokenizer` finds."""
         if key == "speculation.drafter":
             return () if self.speculation is None else (self.speculation.drafter,)
         if key == "tokenizer":
@@ -490,8 +512,8 @@ class EngineConfig(BaseModel):
         return chosen if isinstance(chosen, tuple) else (chosen,)
 
     def model_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
-        """Return the models that may serve the config's: the one that it names, or all that can be used. Raises `PluginError` if the one that it
-        names isn't available."""
+        """Return the models that may serve the config's: the one that it names, or all that can be
+        used. Raises `PluginError` if the one that it names isn't available."""
         if self.model.component is not None:
             chosen = self.model.component
             return (
@@ -505,13 +527,15 @@ class EngineConfig(BaseModel):
         return tuple(model for model in registry.components("model") if model.api_problem() is None)
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
-        """Return the backends that the executor should consider, best first: see `dovetail.registry.registry`."""
+        """Return the backends that the executor should consider, best first: see
+        `dovetail.registry.registry`."""
         return attention_candidates(
             registry, self.attention.name, self.attention.options, self.attention.where
         )
 
     def chosen_grammar(self, registry: Registry) -> ResolvedComponent | None:
-        """Return the grammar backend that requests may ask for, if there is one: see `dovetail.registry.registry`."""
+        """Return the grammar backend that requests may ask for, if there is one: see
+        `dovetail.registry.registry`."""
         return chosen_grammar(registry, self.grammar.name, self.grammar.options, self.grammar.where)
 
     @property
@@ -524,16 +548,18 @@ class EngineConfig(BaseModel):
         )
 
     def chosen_tokenizer(self, registry: Registry) -> ResolvedComponent | None:
-        """Return the tokenizer component; None if the tokenizer is a model's. Raises `PluginError` if the component isn't available, and
-        `ConfigError` for a text that names both a component and a model that is here."""
+        """Return the tokenizer component; None if the tokenizer is a model's. Raises `PluginError`
+        if the component isn't available, and `ConfigError` for a text that names both a component
+        and a model that is here."""
         chosen = self.tokenizer
         if isinstance(chosen, ComponentChoice):
             return registry.resolve("tokenizer", chosen.name, chosen.options, chosen.where)
         return None if chosen is None else tokenizer_named(chosen, registry)
 
     def in_full(self, registry: Registry) -> dict[str, Any]:
-        """Return every key as plain values for YAML: components by qualified name, with all their options, defaults included. `auto` stays where
-        the engine has more than one to choose from, or none. Raises what finding a component and validating its options does."""
+        """Return every key as plain values for YAML: components by qualified name, with all their
+        options, defaults included. `auto` stays where the engine has more than one to choose from,
+        or none. Raises what finding a component and validating its options does."""
 
         def resolved(key: str) -> list[Any]:
             return [
@@ -568,8 +594,8 @@ class EngineConfig(BaseModel):
     def executor_config(
         self, model_dir: Path, draft_dir: Path | None = None, draft_head: str | None = None
     ) -> ExecutorConfig:
-        """Return the settings that concern an executor, for a model whose directory was found, and for that which drafts, if one does. `draft_head`:
-        see `ExecutorConfig`."""
+        """Return the settings that concern an executor, for a model whose directory was found, and
+        for that which drafts, if one does. `draft_head`: see `ExecutorConfig`."""
         from dovetail.api.executor import (
             ExecutorConfig,
         )  # here, since it imports numpy, which `dovetail config` doesn't need
@@ -627,7 +653,8 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
 def _put(
     values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: Any, origin: str
 ) -> None:
-    """Set a dotted key. Above it, a component's name becomes a mapping, and a missing value its default."""
+    """Set a dotted key. Above it, a component's name becomes a mapping, and a missing value its
+    default."""
     holder: Any = values
     path: KeyPath = ()
     for part in key.split("."):
@@ -699,7 +726,8 @@ def _open(value: Any, where: Where) -> Any:
 
 
 def _with_place(value: Any, where: Where) -> Any:
-    """Return choices that know where they were made; malformed ones stay as they are, for the model to refuse."""
+    """Return choices that know where they were made; malformed ones stay as they are, for the model
+    to refuse."""
     if len(where.path) == 1 and where.path[0] in LISTS:
         if not isinstance(value, list | tuple):
             return value
