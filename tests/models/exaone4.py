@@ -20,7 +20,7 @@ from dovetail.nn.model_files import model_length
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
-from dovetail.nn.rotary import Rope, Rotation, rope_from_config, rope_reasons_against
+from dovetail.nn.rotary import NO_ROPE, Rope, Rotation, rope_from_config, rope_reasons_against
 
 SIZES = (
     "vocab_size",
@@ -94,7 +94,7 @@ def specs(config: Any) -> list[LayerSpec]:
 
 def rope(config: Any, spec: LayerSpec) -> Rope:
     if config.sliding_window is not None and spec.window is None:
-        return Rope(1.0, 0)  # nothing turns
+        return NO_ROPE
     return rope_from_config(config.rope_parameters, spec.head_size)
 
 

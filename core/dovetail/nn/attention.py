@@ -51,7 +51,8 @@ class Attention(nn.Module):
         zero_centered: bool = False,
         inputs: int | None = None,
     ) -> None:
-        """`spec`: of the whole model. `bias`: of q, k and v. `qk_norm_eps`: norm q and k of each
+        """`spec`: of the whole model. `bias`: of q, k and v; `output_bias`: of the
+        output. `qk_norm_eps`: norm q and k of each
         head before the rotary embedding; `zero_centered`: as of `RMSNorm`. `inputs`: width of what
         q, k and v are projected from; None: `hidden`."""
         super().__init__()

@@ -1,6 +1,6 @@
 """Parameters that know their part of a checkpoint's tensors, so that each rank reads only its own part, directly into place.
 
-A fused parameter (q, k and v; gate and up) has one `Part` for each of its tensors. Layers create them, `runtime.weights` loads them.
+A fused parameter (q, k and v; gate and up) has one `Part` for each of its tensors. Layers create them, `dovetail.nn.weights` loads them.
 """
 
 from __future__ import annotations

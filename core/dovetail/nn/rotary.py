@@ -40,6 +40,9 @@ class Rope:
         )
 
 
+NO_ROPE = Rope(1.0, 0)  # of layers without positions: nothing rotates
+
+
 @dataclass(frozen=True, slots=True)
 class LinearRope(Rope):
     """All frequencies divided by `factor` (arXiv:2306.15595)."""

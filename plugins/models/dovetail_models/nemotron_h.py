@@ -20,7 +20,7 @@ from dovetail.nn.moe import Experts, SparseFeedForward
 from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
-from dovetail.nn.rotary import Rope, Rotation
+from dovetail.nn.rotary import NO_ROPE, Rope, Rotation
 from dovetail.nn.state import Mamba2Shape
 from dovetail_models.arch import experts_reasons
 from dovetail_models.grouped import GroupedRouter, Grouping, group_reasons
@@ -202,7 +202,7 @@ class NemotronH(HybridArch):
         )
 
     def rope(self, config: Any, index: int) -> Rope:
-        return Rope(1.0, 0)
+        return NO_ROPE
 
     def norm(self, config: Any, context: BuildContext) -> RMSNorm:
         return RMSNorm(config.hidden_size, config.layer_norm_epsilon, context)
