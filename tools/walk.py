@@ -128,6 +128,12 @@ def told(name: str, visited: list[Call]) -> str:
     return f"{name}: {len(files)} files, {len(set(visited))} functions, {changes} changes of file"
 
 
+def one_layer(visited: list[Call]) -> list[Call]:
+    """Return the calls from one block of the model to the next, in the last step."""
+    begins = [index for index, (_, name) in enumerate(visited) if name == "Block.add_to"]
+    return visited[begins[-2] : begins[-1] + 1]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--http", action="store_true")
@@ -140,6 +146,7 @@ if __name__ == "__main__":
     own = [call for call in visited if call[0].startswith(tuple(CORE))]
     print(told("front, engine and runtime", own))
     print(told("all of Dovetail", visited))
+    print(told("one layer of the model", one_layer(visited)))
     if arguments.functions:
         for file, function in dict.fromkeys(own):
             print(Path(file).relative_to(ROOT), function)

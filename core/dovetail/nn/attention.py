@@ -112,7 +112,8 @@ class Attention(nn.Module):
         self, x: torch.Tensor | Residual, norm: Norm | None, rotation: Rotation
     ) -> torch.Tensor:
         """Store K and V of x [tokens, inputs]. Returns q [tokens, heads, head_size]."""
-        qkv = self.qkv_proj(x, norm).view(len(x), -1, self.attn.spec.head_size)
+        qkv = self.qkv_proj(x, norm)
+        qkv = qkv.view(len(qkv), -1, self.attn.spec.head_size)
         return rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:

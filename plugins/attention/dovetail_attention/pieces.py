@@ -82,7 +82,7 @@ class Piece:
             values = self._attended(
                 spec, q, k, v, None if sinks is None else sinks[:, None]
             ).transpose(1, 2)
-        self._put(out, values.reshape(-1, spec.heads, spec.out_size))
+        self._put(out, values.reshape(-1, *out.shape[1:]))
 
     def _attended(
         self,
@@ -375,6 +375,8 @@ def _take(tensor: torch.Tensor, where: Where) -> torch.Tensor:
 
 
 def _take_numbers(cache: torch.Tensor, where: Where, dtype: torch.dtype) -> torch.Tensor:
+    if cache.dtype == dtype:
+        return _take(cache, where)
     return _take(as_bytes(cache), where).view(cache.dtype).to(dtype)
 
 

@@ -99,19 +99,21 @@ class TorchLayer(AttentionLayer):
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         scales = self.kv_scales or ONE
+        slots = self._backend.slots[self.units]
         for cache, values, scale in zip(self._own, (k, v), (scales.k, scales.v), strict=False):
-            if values is not None:
-                as_bytes(cache).index_copy_(
-                    0, self._backend.slots[self.units], as_bytes(stored(values, scale, cache.dtype))
-                )
+            if values is not None and values.dtype == cache.dtype:
+                cache.index_copy_(0, slots, values)
+            elif values is not None:
+                narrow = stored(values, scale, cache.dtype)
+                as_bytes(cache).index_copy_(0, slots, as_bytes(narrow))
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        out = q.new_empty(*q.shape[:2], self.spec.out_size)
+        out = q.new_empty(*q.shape[:2], self._shape.head_size)
         if self._backend.num_tokens < len(q):
             out[self._backend.num_tokens :] = 0
         if self.kv_scales is not None:
             q = q * self.kv_scales.k  # instead of each K
-        sinks = sinks_of(self)
+        sinks = sinks_of(self) if self.spec.sinks else None
         sinks = None if sinks is None else sinks.detach().float()
         for part in self._backend.parts[self._shape, self.units]:
             part.attend(self.spec, self._k, self._v, q, out, sinks)

@@ -81,7 +81,8 @@ class Gemma4Attention(Attention):
         self, x: torch.Tensor | Residual, norm: Norm | None, rotation: Rotation
     ) -> torch.Tensor:
         spec = self.attn.spec
-        qkv = self.qkv_proj(x, norm).view(len(x), -1, spec.head_size)
+        qkv = self.qkv_proj(x, norm)
+        qkv = qkv.view(len(qkv), -1, spec.head_size)
         if spec.shares is None:
             v = qkv[:, -spec.kv_heads :]
             v.copy_(F.rms_norm(v, v.shape[-1:], None, self.eps))

@@ -52,7 +52,8 @@ class GatedAttention(Attention):
     def _projected(self, x: torch.Tensor | Residual, norm: Norm | None) -> tuple[torch.Tensor, ...]:
         """Return q, k and v of all heads, and the gates [tokens, heads, head_size]."""
         spec = self.attn.spec
-        projected = self.qkv_proj(x, norm).view(len(x), -1, spec.head_size)
+        projected = self.qkv_proj(x, norm)
+        projected = projected.view(len(projected), -1, spec.head_size)
         return projected.tensor_split((-spec.heads,), dim=1)
 
 

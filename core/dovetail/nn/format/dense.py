@@ -52,6 +52,8 @@ class Dense(WeightFormat):
         gated: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if not _on_matrix_units(weight):
+            return _plain_columns(weight, x, bias, norm, gated, into)
         stream, norm = with_fusable_norm(x, norm)
         if norm is not None and stream.is_pending:
             stream, norm = Residual(stream.normed(norm)), None
@@ -69,24 +71,11 @@ class Dense(WeightFormat):
         if kernel := kernel_for_many(len(x), weight, gated):
             with suppress(KernelUnavailable):
                 return kernel(x, weight, bias, gated=gated, into=into)
-        if into is not None and not gated:
-            return (
-                torch.mm(x, weight.t(), out=into)
-                if bias is None
-                else torch.addmm(bias, x, weight.t(), out=into)
-            )
-        y = F.linear(x, weight, bias)
-        return silu_mul(y) if gated else y
+        return _plain_columns(weight, x, bias, None, gated, into)
 
     def add_to(self, weight: torch.Tensor, residual: Residual, x: torch.Tensor) -> None:
-        with suppress(KernelUnavailable):
-            if kernel := kernel_for_few(len(x), weight):
-                kernel(x, weight, out=residual.summed())
-                return
-            if kernel := kernel_for_many(len(x), weight, in_parts=True):
-                residual.add_parts(kernel(x, weight, in_parts=True))
-                return
-        residual.summed().addmm_(x, weight.t())
+        if not _on_matrix_units(weight) or not _added_by_kernel(weight, residual, x):
+            residual.summed().addmm_(x, weight.t())
 
     def for_kernels(self, weights: Sequence[Any]) -> stored_experts.Stored | None:
         return stored_experts.Stored(stacked(weights), weights[0].shape[1])
@@ -96,6 +85,40 @@ class Dense(WeightFormat):
 
 
 DENSE = Dense()
+
+
+def _plain_columns(
+    weight: torch.Tensor,
+    x: torch.Tensor | Residual,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    gated: bool,
+    into: torch.Tensor | None,
+) -> torch.Tensor:
+    """`Dense.columns` by torch's products."""
+    if isinstance(x, Residual):
+        x = x.summed() if norm is None else x.normed(norm)
+    else:
+        x = x.contiguous()
+        x = x if norm is None else norm(x)
+    if into is None or gated:
+        y = F.linear(x, weight, bias)
+        return silu_mul(y) if gated else y
+    if bias is None:
+        return torch.mm(x, weight.t(), out=into)
+    return torch.addmm(bias, x, weight.t(), out=into)
+
+
+def _added_by_kernel(weight: torch.Tensor, residual: Residual, x: torch.Tensor) -> bool:
+    """Add x times the weight to the stream by a kernel. Returns False if there is none."""
+    with suppress(KernelUnavailable):
+        if kernel := kernel_for_few(len(x), weight):
+            kernel(x, weight, out=residual.summed())
+            return True
+        if kernel := kernel_for_many(len(x), weight, in_parts=True):
+            residual.add_parts(kernel(x, weight, in_parts=True))
+            return True
+    return False
 
 
 def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
