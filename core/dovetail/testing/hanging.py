@@ -35,11 +35,11 @@ def ended_after(seconds: float | None) -> Iterator[None]:
 
     own = OwnTime(os.getpid())
 
-    def look(number: int, frame: FrameType | None) -> None:
+    def check_time(number: int, frame: FrameType | None) -> None:
         if own.elapsed_s() >= seconds:
             raise Hung(frame)
 
-    handler = signal.signal(signal.SIGALRM, look)
+    handler = signal.signal(signal.SIGALRM, check_time)
     timer = signal.setitimer(signal.ITIMER_REAL, min(seconds, ASKED_S), ASKED_S)
     try:
         yield

@@ -502,25 +502,25 @@ class _PlansOnlyWhatLooksNew(TorchAttention):
     last: object = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        parts, looks = self.parts, self.look(batch)
+        parts, inspected = self.parts, self.inspect(batch)
         super().plan(batch)
-        if looks == self.last:
+        if inspected == self.last:
             self.parts = parts
-        self.last = looks
+        self.last = inspected
 
-    def look(self, batch: AttentionBatch) -> object:
+    def inspect(self, batch: AttentionBatch) -> object:
         raise NotImplementedError
 
 
 @mutant(caught_by="attention.replan")
 class TakesEqualLengthsForTheSameStep(_PlansOnlyWhatLooksNew):
-    def look(self, batch: AttentionBatch) -> object:
+    def inspect(self, batch: AttentionBatch) -> object:
         return batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), batch.slots[0].shape[1]
 
 
 @mutant(caught_by="attention.replan")
 class TakesAsManyQueriesForTheSameStep(_PlansOnlyWhatLooksNew):
-    def look(self, batch: AttentionBatch) -> object:
+    def inspect(self, batch: AttentionBatch) -> object:
         return batch.host_query_lens.tolist(), batch.slots[0].shape[1]
 
 
@@ -999,7 +999,7 @@ class _KeepsSharedPrefixes(PlainAttention):
 
     capabilities = AttentionCapabilities(shared_prefix=True)
 
-    def look(self, blocks: torch.Tensor) -> object:
+    def inspect(self, blocks: torch.Tensor) -> object:
         raise NotImplementedError
 
     class layer(PlainLayer):  # noqa: N801
@@ -1008,13 +1008,15 @@ class _KeepsSharedPrefixes(PlainAttention):
         def attend(self, q: torch.Tensor) -> torch.Tensor:
             batch, size = self._backend.batch, self._backend.context.block_size
             if tokens := batch.shared_prefix_blocks * size:
-                looks = (
+                inspected = (
                     tokens,
-                    self._backend.look(batch.block_tables[0][0][0, : batch.shared_prefix_blocks]),
+                    self._backend.inspect(
+                        batch.block_tables[0][0][0, : batch.shared_prefix_blocks]
+                    ),
                 )
-                if getattr(self, "looks", None) != looks:
+                if getattr(self, "inspected", None) != inspected:
                     slots = self.slots(0, torch.arange(tokens))
-                    self.looks, self.kept = looks, (self._k[slots], self._v[slots])
+                    self.inspected, self.kept = inspected, (self._k[slots], self._v[slots])
             return super().attend(q)
 
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -1031,7 +1033,7 @@ class _KeepsSharedPrefixes(PlainAttention):
 
 @mutant(caught_by="attention.shared_prefix")
 class TakesAnEqualPrefixForTheSame(_KeepsSharedPrefixes):
-    def look(self, blocks: torch.Tensor) -> object:
+    def inspect(self, blocks: torch.Tensor) -> object:
         return self.batch.host_kv_lens.tolist()
 
 
@@ -1039,7 +1041,7 @@ class TakesAnEqualPrefixForTheSame(_KeepsSharedPrefixes):
 class TakesThePrefixOfTheSameBlocksForTheSame(_KeepsSharedPrefixes):
     """Blocks that were freed and written again have other K and V."""
 
-    def look(self, blocks: torch.Tensor) -> object:
+    def inspect(self, blocks: torch.Tensor) -> object:
         return blocks.tolist()
 
 
