@@ -10,10 +10,14 @@ from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext
 from dovetail.nn.decoder import Block, FeedForward
 from dovetail.nn.feed_forward import GatedFeedForward
-from dovetail.nn.moe import Experts, SparseFeedForward
 from dovetail.nn.rotary import Rope, rope_from_config
 from dovetail_models.arch import DecoderArch, after_the_last, experts_reasons
-from dovetail_models.grouped import GroupedRouter, Grouping, group_reasons
+from dovetail_models.grouped import (
+    Grouping,
+    group_reasons,
+    grouped_feed_forward,
+    sigmoid_grouping,
+)
 from dovetail_models.latent import LatentAttention, LatentShape
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -95,14 +99,7 @@ class DeepseekV3(DecoderArch):
         return frozenset(range(config.first_k_dense_replace or 0, config.num_hidden_layers))
 
     def _grouping(self, config: Any) -> Grouping:
-        return Grouping(
-            self.scoring,
-            config.n_group or 1,
-            config.topk_group or 1,
-            self.pair,
-            config.routed_scaling_factor,
-            corrected=True,
-        )
+        return sigmoid_grouping(config)
 
     def _normalizes(self, config: Any) -> bool:
         return bool(config.norm_topk_prob)
@@ -154,15 +151,11 @@ class DeepseekV3(DecoderArch):
         return GatedFeedForward(config.hidden_size, inner, context, bias=bias)
 
     def experts(self, config: Any, context: BuildContext) -> FeedForward:
-        hidden, count, inner = (
-            config.hidden_size,
-            config.n_routed_experts,
-            config.moe_intermediate_size,
-        )
-        shared_inner = inner * (config.n_shared_experts or 0)
-        return SparseFeedForward(
-            GroupedRouter(hidden, count, self._grouping(config), context),
-            Experts(hidden, inner, count, context, per_token=config.num_experts_per_tok),
+        shared_inner = config.moe_intermediate_size * (config.n_shared_experts or 0)
+        return grouped_feed_forward(
+            config,
+            self._grouping(config),
+            context,
             normalize=self._normalizes(config),
             shared=self.dense(config, shared_inner, context) if shared_inner else None,
         )

@@ -10,7 +10,6 @@ from dovetail.api.model import BuildContext
 from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import Block, FeedForward
 from dovetail.nn.feed_forward import GatedFeedForward
-from dovetail.nn.moe import Experts, SparseFeedForward
 from dovetail.nn.rotary import Rope, rope_from_config
 from dovetail_models.arch import (
     DecoderArch,
@@ -19,7 +18,7 @@ from dovetail_models.arch import (
     head_size,
     partial_rope_reasons,
 )
-from dovetail_models.grouped import GroupedRouter, Grouping, group_reasons
+from dovetail_models.grouped import group_reasons, grouped_feed_forward, sigmoid_grouping
 
 
 class Glm4Moe(DecoderArch):
@@ -95,24 +94,13 @@ class Glm4Moe(DecoderArch):
             feed_forward,
         )
 
-    def experts(self, config: Any, context: BuildContext) -> SparseFeedForward:
-        hidden, count, inner = (
-            config.hidden_size,
-            config.n_routed_experts,
-            config.moe_intermediate_size,
-        )
-        shared_inner = inner * (config.n_shared_experts or 0)
-        grouping = Grouping(
-            "sigmoid",
-            config.n_group or 1,
-            config.topk_group or 1,
-            2,
-            config.routed_scaling_factor,
-            corrected=True,
-        )
-        return SparseFeedForward(
-            GroupedRouter(hidden, count, grouping, context),
-            Experts(hidden, inner, count, context, per_token=config.num_experts_per_tok),
+    def experts(self, config: Any, context: BuildContext) -> FeedForward:
+        hidden = config.hidden_size
+        shared_inner = config.moe_intermediate_size * (config.n_shared_experts or 0)
+        return grouped_feed_forward(
+            config,
+            sigmoid_grouping(config),
+            context,
             normalize=bool(config.norm_topk_prob),
             shared=GatedFeedForward(hidden, shared_inner, context) if shared_inner else None,
         )

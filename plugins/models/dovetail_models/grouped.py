@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dovetail.api.model import BuildContext
-from dovetail.nn.moe import Router
+from dovetail.nn.activation import Activation
+from dovetail.nn.moe import Experts, Router, SharedFeedForward, SparseFeedForward
 from dovetail.nn.parameter import whole
 
 
@@ -36,6 +37,18 @@ def group_reasons(config: Any, pair: int) -> list[str]:
             f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep num_experts_per_tok or more"
         ]
     return []
+
+
+def sigmoid_grouping(config: Any) -> Grouping:
+    """Return DeepSeek-V3's way to choose, with the config's groups."""
+    return Grouping(
+        "sigmoid",
+        config.n_group or 1,
+        config.topk_group or 1,
+        2,
+        config.routed_scaling_factor,
+        corrected=True,
+    )
 
 
 class GroupedRouter(Router):
@@ -80,3 +93,26 @@ def chosen_in_groups(scores: torch.Tensor, grouping: Grouping, k: int) -> torch.
         )
         scores = by_group.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def grouped_feed_forward(
+    config: Any,
+    grouping: Grouping,
+    context: BuildContext,
+    *,
+    normalize: bool,
+    shared: SharedFeedForward | None,
+    activation: Activation = "silu",
+) -> SparseFeedForward:
+    """Return the mixture of a config with the fields of DeepSeek's."""
+    hidden, count = config.hidden_size, config.n_routed_experts
+    experts = Experts(
+        hidden,
+        config.moe_intermediate_size,
+        count,
+        context,
+        activation,
+        per_token=config.num_experts_per_tok,
+    )
+    router = GroupedRouter(hidden, count, grouping, context)
+    return SparseFeedForward(router, experts, normalize=normalize, shared=shared)

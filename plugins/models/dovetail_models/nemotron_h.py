@@ -16,14 +16,13 @@ from dovetail.nn.activation import RELU2
 from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import AnyBlock, Decoder, FeedForward, Mixer
 from dovetail.nn.linear import ColumnParallelLinear, RowParallelLinear
-from dovetail.nn.moe import Experts, SparseFeedForward
 from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import NO_ROPE, Rope, Rotation
 from dovetail.nn.state import Mamba2Shape
 from dovetail_models.arch import experts_reasons
-from dovetail_models.grouped import GroupedRouter, Grouping, group_reasons
+from dovetail_models.grouped import group_reasons, grouped_feed_forward, sigmoid_grouping
 from dovetail_models.hybrid import HybridArch, Kind, Mamba, MambaMixer
 
 _FIXED: dict[
@@ -224,29 +223,14 @@ class NemotronH(HybridArch):
     def dense(self, config: Any, inner: int, context: BuildContext) -> SquaredReluFeedForward:
         return SquaredReluFeedForward(config.hidden_size, inner, context, bias=config.mlp_bias)
 
-    def experts(self, config: Any, context: BuildContext) -> SparseFeedForward:
-        hidden, count = config.hidden_size, config.n_routed_experts
-        grouping = Grouping(
-            "sigmoid",
-            config.n_group or 1,
-            config.topk_group or 1,
-            2,
-            config.routed_scaling_factor,
-            corrected=True,
-        )
-        experts = Experts(
-            hidden,
-            config.moe_intermediate_size,
-            count,
+    def experts(self, config: Any, context: BuildContext) -> FeedForward:
+        return grouped_feed_forward(
+            config,
+            sigmoid_grouping(config),
             context,
-            RELU2,
-            per_token=config.num_experts_per_tok,
-        )
-        return SparseFeedForward(
-            GroupedRouter(hidden, count, grouping, context),
-            experts,
             normalize=bool(config.norm_topk_prob),
             shared=self.dense(config, config.moe_shared_expert_intermediate_size, context),
+            activation=RELU2,
         )
 
     def skipped(self, config: Any) -> list[str]:
