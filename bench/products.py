@@ -1,11 +1,13 @@
-"""Measure the layers of a decoder for some rows, without attention: with our kernels for linear layers (`one_row`, `few_rows` and `many_rows` of
-`dovetail.nn.kernels`), and with torch's products and kernels for the norm, the gate and the addition around them.
+"""Measure the layers of a decoder for some rows, without attention: with our kernels for linear
+layers (`one_row`, `few_rows` and `many_rows` of `dovetail.nn.kernels`), and with torch's products
+and kernels for the norm, the gate and the addition around them.
 
     python -m bench.products --shape qwen3-0.6b qwen3-8b --rows 1 8 64 256
     python -m bench.products --rows 8 --tune                # every tiling of `few_rows`, one layer after the other, quickest first
 
-The whole decoder runs in a CUDA graph, but in attention's place a kernel copies q. Chained kernels overlap, so what one of them costs shows only
-among the others: told is by how much a layer of the decoder takes longer with one product left to torch.
+The whole decoder runs in a CUDA graph, but in attention's place a kernel copies q. Chained kernels
+overlap, so what one of them costs shows only among the others: told is by how much a layer of the
+decoder takes longer with one product left to torch.
 """
 
 from __future__ import annotations
@@ -170,7 +172,8 @@ def candidates(weight: torch.Tensor, gated: bool) -> Iterator[few_rows.Tiling]:
 
 
 def tune(layers: Layers, rows: int) -> None:
-    """Every tiling that fits the device, for one product after the other, the others as they are. Each is told with what a layer takes."""
+    """Every tiling that fits the device, for one product after the other, the others as they are.
+    Each is told with what a layer takes."""
     weights = {name.split(".")[-2]: weight for name, weight in layers.model.named_parameters()}
     for name in PRODUCTS:
         results = []

@@ -1,5 +1,5 @@
-"""Uniform routing for random models, whose own routers would choose few experts: the choice of each token's experts is a hash of its logits
-and its row."""
+"""Uniform routing for random models, whose own routers would choose few experts: the choice of each
+token's experts is a hash of its logits and its row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Routing:
         return choose_by_hash(logits, k, self._last[layer], shared)
 
     def details(self, rows: int) -> dict[str, float]:
-        """The mean number of distinct experts in a layer of the last step, and how many are expected of `rows` tokens."""
+        """The mean number of distinct experts in a layer of the last step, and how many are
+        expected of `rows` tokens."""
         if not self._last:
             return {}
         found = [len(last[:rows].unique()) for last in self._last]

@@ -1,6 +1,7 @@
 """Embedding and output layers, with the vocabulary split over the ranks of a group.
 
-Each rank holds ceil(vocab / size) rows; rows past the end of the vocabulary are zeros and never used.
+Each rank holds ceil(vocab / size) rows; rows past the end of the vocabulary are zeros and never
+used.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class ScaledEmbedding(VocabParallelEmbedding):
 
 
 class Table(Layer):
-    """indices [tokens] int64 -> their rows [tokens, hidden] of a small table, which every rank holds whole: of positions, of token types."""
+    """indices [tokens] int64 -> their rows [tokens, hidden] of a small table, which every rank
+    holds whole: of positions, of token types."""
 
     def __init__(self, rows: int, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
@@ -81,7 +83,8 @@ class Table(Layer):
 
 
 class LMHead(Layer):
-    """hidden [n, hidden] -> logits [n, vocab], the same on every rank. `tied`: the embedding to share the weight with, but no adapters."""
+    """hidden [n, hidden] -> logits [n, vocab], the same on every rank. `tied`: the embedding to
+    share the weight with, but no adapters."""
 
     adapters: LayerAdapters | None = None  # None: it has no bank
 
@@ -110,7 +113,8 @@ class LMHead(Layer):
     def _adapted(
         self, adapters: LayerAdapters, logits: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Return this rank's logits with what adapters add. The last rank may have rows past the end of the vocabulary."""
+        """Return this rank's logits with what adapters add. The last rank may have rows past the
+        end of the vocabulary."""
         own = adapters.b.shape[1]
         if own == logits.shape[1]:
             return adapters.added_to(logits, hidden)

@@ -1,4 +1,5 @@
-"""Types that torch's modules lack: a layer that returns one tensor, and a homogeneous list of modules."""
+"""Types that torch's modules lack: a layer that returns one tensor, and a homogeneous list of
+modules."""
 
 from __future__ import annotations
 

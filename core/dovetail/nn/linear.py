@@ -1,11 +1,15 @@
-"""Linear layers split over the ranks of a group (possibly a single one). Weights are [out, in], as in checkpoints.
+"""Linear layers split over the ranks of a group (possibly a single one). Weights are [out, in], as
+in checkpoints.
 
-Column-parallel layers give each rank a share of the outputs; a row-parallel layer takes such shares as its input and sums over the ranks.
-A column-parallel layer followed by a row-parallel one needs a single all-reduce (Megatron-LM, arXiv:1909.08053).
+Column-parallel layers give each rank a share of the outputs; a row-parallel layer takes such shares
+as its input and sums over the ranks. A column-parallel layer followed by a row-parallel one needs a
+single all-reduce (Megatron-LM, arXiv:1909.08053).
 
-A layer knows the operations that surround it in a decoder, so that a kernel can fuse them: the norm of its input, the gate of its outputs, the
-residual stream that it adds to. Its `WeightFormat` (`dovetail.nn.format`) defines how the weight is stored and which kernels multiply it. In a step
-with LoRA adapters (`dovetail.nn.adapters`) nothing is fused: norm, product, what adapters add, gate.
+A layer knows the operations that surround it in a decoder, so that a kernel can fuse them: the norm
+of its input, the gate of its outputs, the residual stream that it adds to. Its `WeightFormat`
+(`dovetail.nn.format`) defines how the weight is stored and which kernels multiply it. In a step
+with LoRA adapters (`dovetail.nn.adapters`) nothing is fused: norm, product, what adapters add,
+gate.
 """
 
 from __future__ import annotations
@@ -36,14 +40,15 @@ def linear(
     gated: bool = False,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply x [tokens, in], or a residual stream, by plain weights, normed first if `norm` is given -> [tokens, out]. `gated`: silu of the
-    first half of the outputs, times the second half. `into` [tokens, out]: memory for the result."""
+    """Multiply x [tokens, in], or a residual stream, by plain weights, normed first if `norm` is
+    given -> [tokens, out]. `gated`: silu of the first half of the outputs, times the second half.
+    `into` [tokens, out]: memory for the result."""
     return DENSE.columns(weight, x, bias, norm, gated=gated, into=into)
 
 
 class LinearLayer(Layer):
-    """Layer with a weight [outputs, inputs] in some format. If the context says `weights_later`, the weight is on the meta device until
-    `take_format` allocates it."""
+    """Layer with a weight [outputs, inputs] in some format. If the context says `weights_later`,
+    the weight is on the meta device until `take_format` allocates it."""
 
     weight: Any  # returned by the format's `allocate`
     format: WeightFormat = DENSE
@@ -56,7 +61,8 @@ class LinearLayer(Layer):
         return self.adapters if self.adapters is not None and self.adapters.active else None
 
     def take_format(self, form: WeightFormat, device: torch.device) -> None:
-        """Allocate the weight on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
+        """Allocate the weight on `device` in format `form`. Raises `UnsupportedError` if it can't
+        store a size."""
         self.format, self.weight = form, form.allocate(self.weight, device)
 
     def placed_weights(self) -> list[Any]:
@@ -66,7 +72,8 @@ class LinearLayer(Layer):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One of several merged layers: this rank has outputs [start, start + size) of `out_features`."""
+    """One of several merged layers: this rank has outputs [start, start + size) of
+    `out_features`."""
 
     out_features: int
     start: int
@@ -74,9 +81,11 @@ class Columns:
 
 
 class MergedColumnParallelLinear(LinearLayer):
-    """Several linear layers with the same input, merged: their outputs are concatenated in the order of `parts` (shard id -> columns).
+    """Several linear layers with the same input, merged: their outputs are concatenated in the
+    order of `parts` (shard id -> columns).
 
-    x [tokens, in] or a residual stream, normed first if `norm` is given -> [tokens, sum of this rank's sizes].
+    x [tokens, in] or a residual stream, normed first if `norm` is given -> [tokens, sum of this
+    rank's sizes].
     """
 
     def __init__(
@@ -117,9 +126,10 @@ class MergedColumnParallelLinear(LinearLayer):
 def interleaved(
     pieces: Mapping[str, int], groups: int, group: ParallelGroup, what: str
 ) -> dict[str | None, Columns]:
-    """Return the parts of a layer whose outputs in the checkpoint are `groups` equal groups, each of `pieces` (name -> size) in order, and here first
-    all groups' first pieces, then all second ones, …: of q and a gate for each head, "q0", "q1", …, "gate0", …. Ranks split the groups. Raises
-    `UnsupportedError` that names `what` if they can't."""
+    """Return the parts of a layer whose outputs in the checkpoint are `groups` equal groups, each
+    of `pieces` (name -> size) in order, and here first all groups' first pieces, then all second
+    ones, …: of q and a gate for each head, "q0", "q1", …, "gate0", …. Ranks split the groups.
+    Raises `UnsupportedError` that names `what` if they can't."""
     own, size = share(groups, group, what), sum(pieces.values())
     starts = range(group.rank * own * size, (group.rank + 1) * own * size, size)
     parts, at = dict[str | None, Columns](), 0
@@ -159,10 +169,12 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """x [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_size] for this rank's heads: q, then k, then v, then the gates if it is `gated`.
+    """x [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_size] for this rank's heads: q,
+    then k, then v, then the gates if it is `gated`.
 
-    Arguments are those of the whole model. With more ranks than K and V heads, several ranks hold the same head. Shard ids: "q", "k", "v";
-    without K and V heads only "q". `gated`: each head of q in the checkpoint is followed by its gate, of the same size; shard ids "q0", "gate0", …
+    Arguments are those of the whole model. With more ranks than K and V heads, several ranks hold
+    the same head. Shard ids: "q", "k", "v"; without K and V heads only "q". `gated`: each head of q
+    in the checkpoint is followed by its gate, of the same size; shard ids "q0", "gate0", …
     """
 
     def __init__(
@@ -199,7 +211,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """x [tokens, hidden], normed first if `norm` is given -> activation(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
+    """x [tokens, hidden], normed first if `norm` is given -> activation(gate(x)) * up(x) [tokens,
+    intermediate / size]. Shard ids: "gate", "up"."""
 
     def __init__(
         self,
@@ -211,8 +224,10 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         activation: str = "silu",
         stacked: bool = False,
     ) -> None:
-        """`activation`: a key of `dovetail.nn.activation.ACTIVATIONS`, named like `hidden_act` in a Hugging Face config; only silu is fused into
-        the product's kernels. `stacked`: the checkpoint has both in one tensor, gates first. Raises `UnsupportedError` for any other activation."""
+        """`activation`: a key of `dovetail.nn.activation.ACTIVATIONS`, named like `hidden_act` in a
+        Hugging Face config; only silu is fused into the product's kernels. `stacked`: the
+        checkpoint has both in one tensor, gates first. Raises `UnsupportedError` for any other
+        activation."""
         if activation not in ACTIVATIONS:
             raise UnsupportedError(
                 f"hidden_act = {activation!r} is not implemented (implemented: {', '.join(ACTIVATIONS)})"
@@ -238,7 +253,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearLayer):
-    """This rank's share of the inputs [tokens, in / size] -> [tokens, out], summed over the ranks. The first rank adds the bias."""
+    """This rank's share of the inputs [tokens, in / size] -> [tokens, out], summed over the ranks.
+    The first rank adds the bias."""
 
     def __init__(
         self, in_features: int, out_features: int, context: BuildContext, *, bias: bool
@@ -295,15 +311,18 @@ class RowParallelLinear(LinearLayer):
 
 
 class LatentUpLinear(LinearLayer):
-    """K and V of all heads from one latent, multiplied from both sides, so that neither is computed (see latent attention, arXiv:2405.04434).
+    """K and V of all heads from one latent, multiplied from both sides, so that neither is computed
+    (see latent attention, arXiv:2405.04434).
 
-    Its weight [heads * (key + value), latent] is that of a linear layer, this rank's heads of it, and is never quantized.
+    Its weight [heads * (key + value), latent] is that of a linear layer, this rank's heads of it,
+    and is never quantized.
     """
 
     def __init__(
         self, latent: int, heads: int, key: int, value: int, context: BuildContext
     ) -> None:
-        """`heads`: of the whole model. Raises `UnsupportedError` if they can't be split over the ranks."""
+        """`heads`: of the whole model. Raises `UnsupportedError` if they can't be split over the
+        ranks."""
         super().__init__()
         own = share(heads, context.parallel, "num_attention_heads")
         self.heads = own
@@ -329,7 +348,8 @@ class LatentUpLinear(LinearLayer):
         )
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return the values [tokens, heads, value] of weighted sums of latents [tokens, heads, latent]."""
+        """Return the values [tokens, heads, value] of weighted sums of latents [tokens, heads,
+        latent]."""
         y = torch.bmm(latents.transpose(0, 1), self._sides()[1].transpose(1, 2)).transpose(0, 1)
         adapted = self.adapted
         return (

@@ -36,8 +36,9 @@ ALIGNED = 8  # outputs: other numbers are slow to multiply
 
 
 class Router(Layer):
-    """x [tokens, hidden] -> logits [tokens, experts] float32, the same on every rank. Its weight is never quantized. `shared`: the last logit is one
-    more, of an expert that all tokens go through; its weight [1, hidden] has the shard id "shared"."""
+    """x [tokens, hidden] -> logits [tokens, experts] float32, the same on every rank. Its weight is
+    never quantized. `shared`: the last logit is one more, of an expert that all tokens go through;
+    its weight [1, hidden] has the shard id "shared"."""
 
     def __init__(
         self,
@@ -80,9 +81,11 @@ class Router(Layer):
 def choose(
     logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids [tokens, k] int32 of each token's largest logits [tokens, experts], descending, ties by lowest id; and their softmax [tokens,
-    k] float32 over all experts, or, if `normalize`, over the chosen ones. `shared`: the last logit isn't among these; its expert is added to the ids
-    of every token, weighted by the logit's sigmoid. Raises `UnsupportedError` if there are fewer than k experts."""
+    """Return the ids [tokens, k] int32 of each token's largest logits [tokens, experts],
+    descending, ties by lowest id; and their softmax [tokens, k] float32 over all experts, or, if
+    `normalize`, over the chosen ones. `shared`: the last logit isn't among these; its expert is
+    added to the ids of every token, weighted by the logit's sigmoid. Raises `UnsupportedError` if
+    there are fewer than k experts."""
     if k > logits.shape[1] - shared:
         raise UnsupportedError(
             f"{k} experts per token are more than all {logits.shape[1] - shared}"
@@ -108,8 +111,9 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Layout of a checkpoint with all experts in one tensor. `interleaved`: gates and ups alternate. `transposed`: plain weights are
-    [experts, inputs, outputs]. `optional`: the checkpoint may have a tensor for each expert instead."""
+    """Layout of a checkpoint with all experts in one tensor. `interleaved`: gates and ups
+    alternate. `transposed`: plain weights are [experts, inputs, outputs]. `optional`: the
+    checkpoint may have a tensor for each expert instead."""
 
     interleaved: bool = False
     transposed: bool = False
@@ -184,8 +188,8 @@ class _Layout:
 
 
 class Experts(nn.Module):
-    """`count` feed-forwards: down(activation(gate(x)) * up(x)), another function of gate and up, or,
-    without gates, down(relu(up(x))²). Weights are in a format of `dovetail.nn.format`."""
+    """`count` feed-forwards: down(activation(gate(x)) * up(x)), another function of gate and up,
+    or, without gates, down(relu(up(x))²). Weights are in a format of `dovetail.nn.format`."""
 
     format: WeightFormat = DENSE
 
@@ -202,9 +206,9 @@ class Experts(nn.Module):
         per_token: int | None = None,
         shared: bool = False,
     ) -> None:
-        """`stacked`: the checkpoint has one tensor for all experts; `bias` requires it. `per_token`:
-        experts of a token; None: all. `shared`: there is one more expert, which
-        the checkpoint has by itself; not with `bias`. Raises `UnsupportedError` for an unknown
+        """`stacked`: the checkpoint has one tensor for all experts; `bias` requires it.
+        `per_token`: experts of a token; None: all. `shared`: there is one more expert, which the
+        checkpoint has by itself; not with `bias`. Raises `UnsupportedError` for an unknown
         activation, for `bias` without `stacked`, and if `inner` can't be split over the ranks."""
         super().__init__()
         if isinstance(activation, str) and activation not in (*ACTIVATIONS, RELU2):
@@ -264,8 +268,9 @@ class Experts(nn.Module):
     def take_format(
         self, form: WeightFormat, device: torch.device, of_shared: WeightFormat | None = None
     ) -> None:
-        """Allocate the weights on `device` in format `form`, those of the shared expert in `of_shared` if given. A shared expert in the format of
-        the others is computed with them. Raises `UnsupportedError` if a format can't store a size."""
+        """Allocate the weights on `device` in format `form`, those of the shared expert in
+        `of_shared` if given. A shared expert in the format of the others is computed with them.
+        Raises `UnsupportedError` if a format can't store a size."""
         self.format, apart = form, of_shared is not None and of_shared != form
         self._shared_format = of_shared if apart else None
         for name in ("gate_up", "down"):
@@ -297,8 +302,9 @@ class Experts(nn.Module):
     def add_to(
         self, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        """Add to the stream, for each token, the weighted sum of its experts' outputs for x [tokens, hidden], the normed stream. `ids` [tokens, k]
-        int32: distinct, from 0 to count - 1. `weights` [tokens, k] float32."""
+        """Add to the stream, for each token, the weighted sum of its experts' outputs for x
+        [tokens, hidden], the normed stream. `ids` [tokens, k] int32: distinct, from 0 to count - 1.
+        `weights` [tokens, k] float32."""
         form, inner = self._shared_format, None
         if form is not None:
             inner = self._inner_of_shared(form, x).mul_(weights[:, -1:])
@@ -332,8 +338,9 @@ class Experts(nn.Module):
         both: str = "gate_up_proj",
         shared: str = "",
     ) -> Iterator[WeightRule]:
-        """Yield the rules for a checkpoint's tensors: `{prefix}3.{gate}.weight` for expert 3 and so on; or, if one tensor has all experts,
-        `{prefix}{both}` and `{prefix}{down}`, with the suffix `_bias` for biases. `shared`: the prefix of the shared expert's."""
+        """Yield the rules for a checkpoint's tensors: `{prefix}3.{gate}.weight` for expert 3 and so
+        on; or, if one tensor has all experts, `{prefix}{both}` and `{prefix}{down}`, with the
+        suffix `_bias` for biases. `shared`: the prefix of the shared expert's."""
         for index, (first, back) in enumerate(zip(self.gate_up, self.down, strict=True)):
             for layout in self._layouts_of(index):
                 one = shared if index == self.shared else f"{prefix}{index}."
@@ -400,7 +407,8 @@ class SparseFeedForward(nn.Module):
         self.experts.add_to(residual, x, ids, weights)
 
     def inner_of_shared(self, shared: SharedFeedForward, x: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer of the shared feed-forward multiplies, for x [tokens, hidden]."""
+        """Return what the last layer of the shared feed-forward multiplies, for x [tokens,
+        hidden]."""
         return shared.inner(x)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:

@@ -1,4 +1,5 @@
-"""RMSNorm (arXiv:1910.07467) of tokens, and of the heads of q and k; LayerNorm (arXiv:1607.06450) of tokens."""
+"""RMSNorm (arXiv:1910.07467) of tokens, and of the heads of q and k; LayerNorm (arXiv:1607.06450)
+of tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Norm = Layer
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x [..., size] / sqrt(mean(x²) + eps) * weight, over the last dimension; the mean in at least float32, the result in x's dtype.
+    """Return x [..., size] / sqrt(mean(x²) + eps) * weight, over the last dimension; the mean in at
+    least float32, the result in x's dtype.
 
     `weight` [size], or any shape that broadcasts to x, such as [heads, size].
     """
@@ -41,7 +43,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rms_norm_in_few_ops(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm in few operations: torch's own takes twice as many on a CPU, which dominates the time of small steps."""
+    """RMS norm in few operations: torch's own takes twice as many on a CPU, which dominates the
+    time of small steps."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).mul_(weight)
@@ -79,7 +82,8 @@ class RMSNorm(Layer):
 
 
 class LayerNorm(Layer):
-    """x [..., size] -> the same shape: minus its mean, divided by its deviation, times a weight, plus a bias if there is one."""
+    """x [..., size] -> the same shape: minus its mean, divided by its deviation, times a weight,
+    plus a bias if there is one."""
 
     def __init__(self, size: int, eps: float, context: BuildContext, *, bias: bool) -> None:
         super().__init__()
@@ -92,7 +96,8 @@ class LayerNorm(Layer):
 
 
 class QKNorm(Layer):
-    """Norms each head of q and k: qk [tokens, heads + kv_heads, head_size], q's heads first -> the same shape. Counts are this rank's.
+    """Norms each head of q and k: qk [tokens, heads + kv_heads, head_size], q's heads first -> the
+    same shape. Counts are this rank's.
 
     q's heads share a weight [head_size], k's another; these are repeated for each head, so that q
     and k are normed together. Shard ids: "q", "k". `zero_centered`: as of `RMSNorm`.

@@ -1,6 +1,8 @@
-"""Parameters that know their part of a checkpoint's tensors, so that each rank reads only its own part, directly into place.
+"""Parameters that know their part of a checkpoint's tensors, so that each rank reads only its own
+part, directly into place.
 
-A fused parameter (q, k and v; gate and up) has one `Part` for each of its tensors. Layers create them, `dovetail.nn.weights` loads them.
+A fused parameter (q, k and v; gate and up) has one `Part` for each of its tensors. Layers create
+them, `dovetail.nn.weights` loads them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ Transform = Callable[[torch.Tensor], torch.Tensor]  # see `WeightRule.transform`
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`size` indices from `start` on along `dim` of a checkpoint's tensor, which go to [at, at + size) along `dim` of the parameter, repeated after
-    that for further copies."""
+    """`size` indices from `start` on along `dim` of a checkpoint's tensor, which go to [at, at +
+    size) along `dim` of the parameter, repeated after that for further copies."""
 
     source_shape: tuple[
         int, ...
@@ -41,8 +43,9 @@ class Part:
     def read(
         self, source: Any, transform: Transform | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Read this part of `source`, a safetensors slice (only this part is read) or a tensor, repeated for its copies. `transform` gets the values
-        in float32, on `device` if given. Raises `ModelLoadError` if `source` has another shape, or a dtype that requires a scale."""
+        """Read this part of `source`, a safetensors slice (only this part is read) or a tensor,
+        repeated for its copies. `transform` gets the values in float32, on `device` if given.
+        Raises `ModelLoadError` if `source` has another shape, or a dtype that requires a scale."""
         where: dict[str, Any] = {"dim": self.dim, "start": self.start, "size": self.size}
         shapes = tuple(dict.fromkeys((self.whole_shape, self._unturned_shape)))
         turned = self.transposed and _shape_of(source) == self.whole_shape  # also a square one
@@ -72,11 +75,13 @@ class Part:
         return self.source_shape if self.expert is None else (self.expert[1], *self.source_shape)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Return numbers [*source_shape] as a checkpoint would have them, those of other experts the same."""
+        """Return numbers [*source_shape] as a checkpoint would have them, those of other experts
+        the same."""
         return (values.t() if self.transposed else values).expand(self.whole_shape)
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a view of this part of the parameter ([out, in], or [out] of a bias), with all its copies."""
+        """Return a view of this part of the parameter ([out, in], or [out] of a bias), with all its
+        copies."""
         return parameter.narrow(self.dim, self.at, self.size * self.copies)
 
 
@@ -91,8 +96,9 @@ def cut(
     expert: tuple[int, int] | None = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Return some indices along `dim` (None: all) of `source`, a safetensors slice, of which only these are read, or a tensor. The arguments are as
-    of `Part`. Raises `ModelLoadError` if its shape is none of `shapes`."""
+    """Return some indices along `dim` (None: all) of `source`, a safetensors slice, of which only
+    these are read, or a tensor. The arguments are as of `Part`. Raises `ModelLoadError` if its
+    shape is none of `shapes`."""
     shape = _shape_of(source)
     if shape not in shapes:
         raise ModelLoadError(
@@ -117,10 +123,12 @@ def _shape_of(source: Any) -> tuple[int, ...]:
 
 
 class Weight(nn.Parameter):
-    """Parameter without gradient, made of `parts`: shard id -> part; the shard id None is for a single tensor.
+    """Parameter without gradient, made of `parts`: shard id -> part; the shard id None is for a
+    single tensor.
 
-    `scale`: a multiplier (a norm's weight), so that 1 is the identity. Anything not covered by a part (padding of a vocabulary) is 0. `later`: it
-    stays on the meta device until its layer takes a format. `plain`: it never has a format, and a checkpoint that stores it in one is refused.
+    `scale`: a multiplier (a norm's weight), so that 1 is the identity. Anything not covered by a
+    part (padding of a vocabulary) is 0. `later`: it stays on the meta device until its layer takes
+    a format. `plain`: it never has a format, and a checkpoint that stores it in one is refused.
     """
 
     parts: Mapping[str | None, Part]
@@ -164,8 +172,9 @@ class Weight(nn.Parameter):
     def load(
         self, source: Any, shard_id: str | None = None, transform: Transform | None = None
     ) -> None:
-        """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors slice) into place, with `transform` (see
-        `WeightRule.transform`) applied and converted to the parameter's dtype and device. Raises `ModelLoadError` if its shape or dtype is wrong."""
+        """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors
+        slice) into place, with `transform` (see `WeightRule.transform`) applied and converted to
+        the parameter's dtype and device. Raises `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
         part.place(self.data).copy_(part.read(source, transform))
 
@@ -191,14 +200,16 @@ def weight_rules(
 
 
 def share(total: int, group: ParallelGroup, what: str) -> int:
-    """Return each rank's share of `total`. Raises `UnsupportedError` that names `what` if it can't be split evenly."""
+    """Return each rank's share of `total`. Raises `UnsupportedError` that names `what` if it can't
+    be split evenly."""
     if total % group.size:
         raise UnsupportedError(f"{what} ({total}) can't be split evenly over {group.size} ranks")
     return total // group.size
 
 
 def kv_share(kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """Return (first, count) of this rank's K and V heads. With more ranks than heads, several ranks hold the same head."""
+    """Return (first, count) of this rank's K and V heads. With more ranks than heads, several ranks
+    hold the same head."""
     if group.size <= kv_heads:
         count = share(kv_heads, group, "num_key_value_heads")
         return group.rank * count, count

@@ -121,7 +121,8 @@ class ConfigArch(ModelArch):
         return self.reasons_against_fields(config)
 
     def reasons_against_fields(self, config: Any) -> list[str]:
-        """Return the reasons for a config with the right `model_type`; architectures add their own."""
+        """Return the reasons for a config with the right `model_type`; architectures add their
+        own."""
         return [
             *self.size_reasons(config),
             *self._wrong_activation(config),
@@ -380,7 +381,8 @@ def _is_harmless(name: str, value: object) -> bool:
 
 
 def _is_copy(code: object, config: Any) -> bool:
-    """True if a class in the checkpoint's code has the name of transformers' class for this config; transformers also prefers its own then."""
+    """True if a class in the checkpoint's code has the name of transformers' class for this config;
+    transformers also prefers its own then."""
     return code is None or str(code).rpartition(".")[2] in (config.architectures or ())
 
 

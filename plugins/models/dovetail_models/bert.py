@@ -1,4 +1,5 @@
-"""BERT (arXiv:1810.04805), RoBERTa (arXiv:1907.11692) and XLM-RoBERTa: post-norm encoders with learned positions and token types."""
+"""BERT (arXiv:1810.04805), RoBERTa (arXiv:1907.11692) and XLM-RoBERTa: post-norm encoders with
+learned positions and token types."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    """The encoder. `padding`: id of padding in models whose positions begin after it, and leave padding out."""
+    """The encoder. `padding`: id of padding in models whose positions begin after it, and leave
+    padding out."""
 
     reads_types = True
 
@@ -179,7 +181,8 @@ class BertEncoder(nn.Module):
         wanted: torch.Tensor | None = None,
         types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `CausalLM.forward`. Each row is whole. `types` [tokens] int64: token types, clipped to those that the model has; None: all 0."""
+        """See `CausalLM.forward`. Each row is whole. `types` [tokens] int64: token types, clipped
+        to those that the model has; None: all 0."""
         if self.padding is not None:
             positions = positions_after_padding(token_ids, positions, self.padding)
         x = self.words(token_ids) + (
@@ -212,8 +215,8 @@ class BertEncoder(nn.Module):
 def positions_after_padding(
     token_ids: torch.Tensor, positions: torch.Tensor, padding: int
 ) -> torch.Tensor:
-    """Return [tokens] int64: `padding` for tokens that are padding, for the others the next number that their row doesn't have yet. Rows are whole
-    and `positions` [tokens] count from 0."""
+    """Return [tokens] int64: `padding` for tokens that are padding, for the others the next number
+    that their row doesn't have yet. Rows are whole and `positions` [tokens] count from 0."""
     real = (token_ids != padding).long()
     before = real.cumsum(0) - real  # in this step
     first = torch.arange(len(positions), device=positions.device) - positions  # of the row

@@ -1,9 +1,11 @@
-"""EAGLE-3 heads (arXiv:2503.01840) in the format of `speculators`: `transformer_layer_config` in config.json describes the layers.
+"""EAGLE-3 heads (arXiv:2503.01840) in the format of `speculators`: `transformer_layer_config` in
+config.json describes the layers.
 
     state = fc([states of the target after a low, a middle and a high layer])
     x = attention([norm(embedding of token i + 1), norm(state i)]) + state i      out = x + feed-forward(norm(x))      logits = head(norm(out))
 
-Logits are of a smaller vocabulary of frequent tokens: draft id d stands for the target's id d + d2t[d]. Further drafts are made from `out`.
+Logits are of a smaller vocabulary of frequent tokens: draft id d stands for the target's id d +
+d2t[d]. Further drafts are made from `out`.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class Eagle3(HeadArch):
 
 
 def _layer_config(fields: Any) -> Any:
-    """Return `transformer_layer_config` as a transformers config. Raises `UnsupportedError` if it is none of an implemented kind."""
+    """Return `transformer_layer_config` as a transformers config. Raises `UnsupportedError` if it
+    is none of an implemented kind."""
     from transformers import CONFIG_MAPPING
 
     kind = fields.get("model_type", "llama") if isinstance(fields, dict) else None
@@ -138,7 +141,8 @@ def _whole(raw: dict[str, Any], key: str, default: int) -> int:
 
 
 def _taps(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers after which states are read. Heads that don't say are made for these three."""
+    """Return the layers after which states are read. Heads that don't say are made for these
+    three."""
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         if layers < 5:
@@ -281,7 +285,8 @@ class Eagle3Head(nn.Module):
         )
 
     def _targets(self, directory: Path) -> torch.Tensor:
-        """Return the target's id of each draft id [draft vocabulary] int64. Raises `ModelLoadError` if the checkpoint's tables can't be right."""
+        """Return the target's id of each draft id [draft vocabulary] int64. Raises `ModelLoadError`
+        if the checkpoint's tables can't be right."""
         tables = dict(tensors_named(directory, lambda name: name in ("d2t", "t2d")))
         if "d2t" not in tables and self.draft_vocab_size < self.vocab_size:
             raise ModelLoadError(

@@ -1,4 +1,5 @@
-"""Encoders: what BERT's and ModernBERT's families share. Their attention sees later tokens, so each row of a step is a whole prompt."""
+"""Encoders: what BERT's and ModernBERT's families share. Their attention sees later tokens, so each
+row of a step is a whole prompt."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class EncoderArch(ConfigArch):
         )
 
     def pooling(self, config: Any) -> ModelPooling:
-        """Return the pooling of the architecture's classifier, otherwise sentence-transformers' own."""
+        """Return the pooling of the architecture's classifier, otherwise sentence-transformers'
+        own."""
         return (
             self.classifier(config) if _has_head(config) else ModelPooling("mean", generates=False)
         )
@@ -99,7 +101,8 @@ def _has_head(config: Any) -> bool:
 
 
 def rules(prefix: str, layers: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:
-    """Yield the rules for weights and biases of layers, by their names in a checkpoint; with the part that each has of a merged layer."""
+    """Yield the rules for weights and biases of layers, by their names in a checkpoint; with the
+    part that each has of a merged layer."""
     for name, (layer, shard_id) in layers.items():
         for kind, weight in layer.named_parameters():
             yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)

@@ -174,7 +174,8 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4(GemmaArch):
-    """Serves `Gemma4ForCausalLM`, and the text of `Gemma4ForConditionalGeneration`, without experts."""
+    """Serves `Gemma4ForCausalLM`, and the text of `Gemma4ForConditionalGeneration`, without
+    experts."""
 
     model_type = "gemma4_text"
     handled = GemmaArch.handled | {
@@ -271,7 +272,8 @@ class Gemma4(GemmaArch):
 
 
 class Gemma4Unified(Gemma4):
-    """Serves `Gemma4UnifiedForCausalLM`, and the text of `Gemma4UnifiedForConditionalGeneration`."""
+    """Serves `Gemma4UnifiedForCausalLM`, and the text of
+    `Gemma4UnifiedForConditionalGeneration`."""
 
     model_type = "gemma4_unified_text"
 

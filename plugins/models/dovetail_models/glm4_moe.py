@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates a part of each head, and the routing of
-DeepSeek-V3."""
+"""GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates a part of each head, and the routing
+of DeepSeek-V3."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ _MULTIPLIERS = (
 class GraniteMoeHybrid(HybridArch):
     """Serves `GraniteMoeHybridForCausalLM`.
 
-    In transformers a number r multiplies what each layer adds to the stream. The stream here is 1 / r of that one, so that nothing need be
-    multiplied: the embeddings are divided by r, and the eps of norms by r²."""
+    In transformers a number r multiplies what each layer adds to the stream. The stream here is 1 /
+    r of that one, so that nothing need be multiplied: the embeddings are divided by r, and the eps
+    of norms by r²."""
 
     model_type = "granitemoehybrid"
     kinds: ClassVar[Mapping[str, Kind]] = {

@@ -1,4 +1,5 @@
-"""DeepSeek's routing (arXiv:2405.04434, arXiv:2412.19437): experts form groups, and a token's experts come from its few best groups."""
+"""DeepSeek's routing (arXiv:2405.04434, arXiv:2412.19437): experts form groups, and a token's
+experts come from its few best groups."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class GroupedRouter(Router):
     def choose(
         self, x: torch.Tensor, k: int, *, normalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [tokens, hidden] -> ids [tokens, k] int32 and weights [tokens, k] float32. `normalize`: to a sum of 1, before they are scaled."""
+        """x [tokens, hidden] -> ids [tokens, k] int32 and weights [tokens, k] float32. `normalize`:
+        to a sum of 1, before they are scaled."""
         scores, correction = self(x), self.e_score_correction_bias
         scores = scores.sigmoid() if self.grouping.scoring == "sigmoid" else scores.softmax(-1)
         ids = chosen_in_groups(
@@ -77,7 +79,8 @@ class GroupedRouter(Router):
 
 
 def chosen_in_groups(scores: torch.Tensor, grouping: Grouping, k: int) -> torch.Tensor:
-    """Return the ids [tokens, k] int64 of the best of scores [tokens, experts] within each token's best groups; of equals, the lower id."""
+    """Return the ids [tokens, k] int64 of the best of scores [tokens, experts] within each token's
+    best groups; of equals, the lower id."""
     if grouping.kept < grouping.groups:
         by_group = scores.view(
             len(scores), grouping.groups, -1

@@ -1,5 +1,5 @@
-"""Parts of models whose layers are of several kinds: attention, Gated DeltaNet and Mamba2, which mix
-tokens, and feed-forwards, which don't.
+"""Parts of models whose layers are of several kinds: attention, Gated DeltaNet and Mamba2, which
+mix tokens, and feed-forwards, which don't.
 
 The recurrences are those of `dovetail.nn.state`; here are the products before and after them. Ranks
 split heads.
@@ -35,7 +35,8 @@ RECURRENT = ("delta", "mamba")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Hyperparameters of Gated DeltaNets. `interleaved`: the checkpoint has the projections of all heads in two tensors, key head by key head."""
+    """Hyperparameters of Gated DeltaNets. `interleaved`: the checkpoint has the projections of all
+    heads in two tensors, key head by key head."""
 
     shape: DeltaShape
     eps: float  # of the gated norm
@@ -62,7 +63,8 @@ class Mamba:
     bias: bool  # of the projections
 
     def on_rank(self, group: ParallelGroup) -> Mamba2Shape:
-        """Return the sizes of this rank. Raises `UnsupportedError` if heads or groups can't be split."""
+        """Return the sizes of this rank. Raises `UnsupportedError` if heads or groups can't be
+        split."""
         return replace(
             self.shape,
             heads=share(self.shape.heads, group, "Mamba heads"),
@@ -182,7 +184,8 @@ class MambaMixer(nn.Module):
 
 
 def _split(sections: dict[str, int], group: ParallelGroup) -> Iterator[tuple[str | None, Columns]]:
-    """Yield the parts of a checkpoint's tensor whose outputs are sections (shard id -> size on this rank), each split over the ranks."""
+    """Yield the parts of a checkpoint's tensor whose outputs are sections (shard id -> size on this
+    rank), each split over the ranks."""
     total, at = sum(sections.values()) * group.size, 0
     for name, size in sections.items():
         yield name, Columns(total, at * group.size + group.rank * size, size)
@@ -197,7 +200,8 @@ class HybridArch(DecoderArch):
 
     @abstractmethod
     def recurrent(self, config: Any) -> Delta | Mamba:
-        """Return the hyperparameters of recurrent layers. Raises `UnsupportedError` for sizes that aren't implemented."""
+        """Return the hyperparameters of recurrent layers. Raises `UnsupportedError` for sizes that
+        aren't implemented."""
 
     def kinds_of(self, config: Any) -> tuple[Kind, ...]:
         return tuple(self.kinds[name] for name in config.layer_types)

@@ -1,10 +1,12 @@
-"""Latent attention (MLA, arXiv:2405.04434): K and V of all heads are linear in one small vector a token, the latent, and only that is cached.
+"""Latent attention (MLA, arXiv:2405.04434): K and V of all heads are linear in one small vector a
+token, the latent, and only that is cached.
 
     latent [kv_rank] = norm(kv_down x)      k_rope [rope] = rotary(kv_down x), shared by all heads
     k of head h = [UK_h latent, k_rope]     v of head h = UV_h latent
 
-Attention runs over the latents themselves (*absorbed*): q_h · (UK_h latent) = (UK_hᵀ q_h) · latent, and the sum of weighted values is UV_h times the
-sum of weighted latents. So a layer has one K of kv_rank + rope numbers a token, whose first kv_rank are V.
+Attention runs over the latents themselves (*absorbed*): q_h · (UK_h latent) = (UK_hᵀ q_h) · latent,
+and the sum of weighted values is UV_h times the sum of weighted latents. So a layer has one K of
+kv_rank + rope numbers a token, whose first kv_rank are V.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class LatentShape:
 
 
 class LatentAttention(nn.Module):
-    """Attention over the latents of all earlier tokens of the same row. Ranks split the heads; each has all latents."""
+    """Attention over the latents of all earlier tokens of the same row. Ranks split the heads; each
+    has all latents."""
 
     name = "self_attn"
 
@@ -126,7 +129,8 @@ class LatentAttention(nn.Module):
         self.o_proj.add_to(residual, values.flatten(1))
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [tokens, heads, rope]: the order of the results' numbers is the same for q and k, and no other matters."""
+        """x [tokens, heads, rope]: the order of the results' numbers is the same for q and k, and
+        no other matters."""
         if self.shape.interleaved:
             x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
         return apply_rotary(x, rotation)

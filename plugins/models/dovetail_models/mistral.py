@@ -1,5 +1,5 @@
-"""Mistral: the plain decoder, with the same window in every layer or none; in Ministral, some layers
-have it."""
+"""Mistral: the plain decoder, with the same window in every layer or none; in Ministral, some
+layers have it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""ModernBERT (arXiv:2412.13663): pre-norm encoder with rotary positions and gated feed-forwards, most of whose layers have a window."""
+"""ModernBERT (arXiv:2412.13663): pre-norm encoder with rotary positions and gated feed-forwards,
+most of whose layers have a window."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ class ModernBert(EncoderArch):
 
 
 class ModernBertLayer(nn.Module):
-    """Attention, then feed-forward; each reads the stream through a norm, but the first layer's attention, and adds to it."""
+    """Attention, then feed-forward; each reads the stream through a norm, but the first layer's
+    attention, and adds to it."""
 
     def __init__(self, config: Any, spec: LayerSpec, context: BuildContext) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5: most layers are Gated DeltaNets, the others gated attention; feed-forwards
-are mixtures of experts, or dense."""
+"""Qwen3-Next and Qwen3.5: most layers are Gated DeltaNets, the others gated attention;
+feed-forwards are mixtures of experts, or dense."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ class Qwen35(HybridArch):
         return partial_rope_reasons(config, self._rope(config))
 
     def _rope(self, config: Any) -> dict[str, Any]:
-        """Return `rope_parameters` without those of images: the three positions of a token of text are equal."""
+        """Return `rope_parameters` without those of images: the three positions of a token of text
+        are equal."""
         return {
             key: value
             for key, value in (config.rope_parameters or {}).items()
@@ -240,7 +241,8 @@ class Qwen35Moe(Qwen35):
         return reasons + self._fixed(config)
 
     def _fixed(self, config: Any) -> list[str]:
-        """Return the reasons against fields that other such models have, and transformers' code for this one doesn't read."""
+        """Return the reasons against fields that other such models have, and transformers' code for
+        this one doesn't read."""
         expected = {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
         found = {name: getattr(config, name, value) for name, value in expected.items()}
         return [

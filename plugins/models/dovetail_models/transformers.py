@@ -1,6 +1,8 @@
-"""Serves any architecture of transformers: its own module code, with attention from Dovetail's backends (`transformers_attention`).
+"""Serves any architecture of transformers: its own module code, with attention from Dovetail's
+backends (`transformers_attention`).
 
-Native models are preferred. Models that can't be verified as exact are rejected (`transformers_check`).
+Native models are preferred. Models that can't be verified as exact are rejected
+(`transformers_check`).
 """
 
 from __future__ import annotations
@@ -201,8 +203,8 @@ class Traced:
         )
 
     def keeps(self, name: str) -> bool:
-        """Return True for modules of the base that must stay as they are: those with parameters that
-        stay in float32 for any model dtype, and those that text doesn't go through."""
+        """Return True for modules of the base that must stay as they are: those with parameters
+        that stay in float32 for any model dtype, and those that text doesn't go through."""
         return name not in self.called or any(
             pattern in name
             for attribute in _IN_FLOAT32
@@ -235,7 +237,8 @@ def traced_model(config: Any) -> Traced:
 
 
 class TransformersModel(nn.Module):
-    """A `dovetail.api.model.CausalLM` around a model of transformers, created by `load_checkpoint`. Some of its modules are replaced by `layers`."""
+    """A `dovetail.api.model.CausalLM` around a model of transformers, created by `load_checkpoint`.
+    Some of its modules are replaced by `layers`."""
 
     def __init__(
         self, config: Any, traced: Traced, layers: Layers, context: BuildContext, max_len: int
@@ -264,8 +267,9 @@ class TransformersModel(nn.Module):
         self._expected: torch.Tensor | None = None  # log-probabilities of `trial_tokens`
 
     def load_checkpoint(self, directory: Path | None, seed: int) -> None:
-        """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` if the checkpoint doesn't match, and `UnsupportedError` if
-        the model computes other states in ragged batches than by itself."""
+        """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` if the
+        checkpoint doesn't match, and `UnsupportedError` if the model computes other states in
+        ragged batches than by itself."""
         dtype, device = self._context.dtype, self._context.device
         if directory is None:
             dummy_weights(self, seed)
@@ -313,8 +317,8 @@ class TransformersModel(nn.Module):
         self._head = head_of(self.model)
 
     def verify(self, run: TrialRun) -> None:
-        """Compare the whole model, in its dtype, with transformers; if quantized, or with a smaller cache dtype, with itself without graphs. Then
-        store the verdict of all checks."""
+        """Compare the whole model, in its dtype, with transformers; if quantized, or with a smaller
+        cache dtype, with itself without graphs. Then store the verdict of all checks."""
         if not self._to_verify:
             return
         tokens = trial_tokens(self.config.vocab_size, self._max_len)
@@ -343,8 +347,8 @@ class TransformersModel(nn.Module):
             yield from own.rules(self._prefix + name)
 
     def _prove(self, directory: Path, stored: Sequence[WeightRule]) -> None:
-        """Run the first layers, with at least one of each kind, in float32, by themselves and in ragged batches. `stored`: rules of weights that
-        are already in their formats."""
+        """Run the first layers, with at least one of each kind, in float32, by themselves and in
+        ragged batches. `stored`: rules of weights that are already in their formats."""
         config, calls = self._shortened
         alone = _loaded(config, directory, torch.float32, stored, whole=False).to(
             self._context.device
@@ -401,7 +405,8 @@ class TransformersModel(nn.Module):
         specs: Sequence[LayerSpec],
         lengths: list[int],
     ) -> str | None:
-        """Return how the states of `alone` differ from those of the same model in ragged batches, with `layers`; None if they agree."""
+        """Return how the states of `alone` differ from those of the same model in ragged batches,
+        with `layers`; None if they agree."""
         batched = copy.deepcopy(
             alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())}
         )
@@ -438,7 +443,8 @@ def _hidden_by(config: Any) -> str:
 
 
 def _warn_of_plain_experts(traced: Traced, dtype: torch.dtype) -> None:
-    """Log the share of a quantized model's parameters that are stacked experts, which have no format but the model's dtype."""
+    """Log the share of a quantized model's parameters that are stacked experts, which have no
+    format but the model's dtype."""
     stacked = {
         parameter: type(module).__name__
         for module in traced.base.modules()
@@ -496,7 +502,8 @@ def _of_config(text: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model with buffers and vectors created by transformers, and with matrices on the meta device."""
+    """Return the model with buffers and vectors created by transformers, and with matrices on the
+    meta device."""
 
     def without_memory(
         _: nn.Module, __: str, parameter: nn.Parameter | None
@@ -515,7 +522,8 @@ def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Allocate parameters on the meta device on `device`, with random values like `dummy_weights`."""
+    """Allocate parameters on the meta device on `device`, with random values like
+    `dummy_weights`."""
     made: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -529,7 +537,8 @@ def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Keep rotary embeddings from changing their frequencies: `_check_rope` excludes sequences of that length."""
+    """Keep rotary embeddings from changing their frequencies: `_check_rope` excludes sequences of
+    that length."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
@@ -585,8 +594,9 @@ def _loaded(
     *,
     whole: bool = True,
 ) -> PreTrainedModel:
-    """Return the model with the weights from `directory`, on the CPU; those of `stored` are undefined. `whole`: reject tensors that the model
-    doesn't know, except parts that a text model omits. Raises `ModelLoadError`."""
+    """Return the model with the weights from `directory`, on the CPU; those of `stored` are
+    undefined. `whole`: reject tensors that the model doesn't know, except parts that a text model
+    omits. Raises `ModelLoadError`."""
     config = copy.deepcopy(config)
     try:
         with _quiet():
@@ -670,7 +680,8 @@ class _Given(nn.Module):
 
 
 def head_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a module that computes logits from hidden states: the model's own code, including scaling and soft caps, without its base."""
+    """Return a module that computes logits from hidden states: the model's own code, including
+    scaling and soft caps, without its base."""
     head = copy.copy(model)
     base = _base_of(model)
     vars(head)["_modules"] = {
@@ -682,7 +693,8 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
 def _shortened(
     config: Any, base: nn.Module, calls: list[AttentionCall]
 ) -> tuple[Any, list[AttentionCall]]:
-    """Return the config of a model with the first layers of `base`, at least one of each kind, and their calls."""
+    """Return the config of a model with the first layers of `base`, at least one of each kind, and
+    their calls."""
     count = int(config.num_hidden_layers)
     lists = [
         (name, module)
@@ -741,7 +753,8 @@ def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall])
 
 
 def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
-    """Return the length of a sequence that exceeds every length in the config, up to the check's limit."""
+    """Return the length of a sequence that exceeds every length in the config, up to the check's
+    limit."""
     named = [2 * length for length in _windows(config, calls).values()]
     named += _hidden_lengths(config).values()
     named += [rope[_ORIGINAL] for rope in _ropes(config) if isinstance(rope.get(_ORIGINAL), int)]
@@ -749,7 +762,8 @@ def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
 
 
 def _windows(config: Any, calls: list[AttentionCall]) -> dict[str, int]:
-    """Return the windows of attention: those of the calls, and those that only the config names, which a mask may have."""
+    """Return the windows of attention: those of the calls, and those that only the config names,
+    which a mask may have."""
     windows = {
         key: value
         for key, value in config.to_dict().items()
@@ -761,8 +775,8 @@ def _windows(config: Any, calls: list[AttentionCall]) -> dict[str, int]:
 
 
 def _hidden_lengths(config: Any) -> dict[str, int]:
-    """Return the lengths, by fields of the config, from which on a layer may leave out tokens without a word to the backend: of chunks, and of
-    sparse attention."""
+    """Return the lengths, by fields of the config, from which on a layer may leave out tokens
+    without a word to the backend: of chunks, and of sparse attention."""
     sizes = {key: value for key, value in config.to_dict().items() if type(value) is int}
     sparse = {key: value for key, value in sizes.items() if "index" in key or "sparse" in key}
     block = max((value for key, value in sparse.items() if "block_size" in key), default=1)
@@ -775,7 +789,8 @@ def _hidden_lengths(config: Any) -> dict[str, int]:
 
 
 def _check_lengths(config: Any, calls: list[AttentionCall], max_len: int) -> None:
-    """Raise `UnsupportedError` if sequences may be so long that no check crosses a length at which the numbers may change."""
+    """Raise `UnsupportedError` if sequences may be so long that no check crosses a length at which
+    the numbers may change."""
     for key, length in (_hidden_lengths(config) | _windows(config, calls)).items():
         if length + _BEYOND > _LONGEST and max_len > length:
             raise UnsupportedError(
@@ -794,7 +809,8 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def _check_rope(config: Any, max_len: int) -> None:
-    """Raise `UnsupportedError` if the rotary frequencies of one request would depend on another's length."""
+    """Raise `UnsupportedError` if the rotary frequencies of one request would depend on another's
+    length."""
     for rope in _ropes(config):
         kind = rope.get("rope_type")
         original = int(
@@ -809,7 +825,8 @@ def _check_rope(config: Any, max_len: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without transformers' report of missing or unknown tensors, which Dovetail reports, and without its progress bar."""
+    """Context without transformers' report of missing or unknown tensors, which Dovetail reports,
+    and without its progress bar."""
     level, had_bar = (
         transformers.logging.get_verbosity(),
         transformers.logging.is_progress_bar_enabled(),

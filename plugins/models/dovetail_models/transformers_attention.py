@@ -1,7 +1,8 @@
-"""Transformers' attention modules on Dovetail's attention backends, through transformers' `AttentionInterface`.
+"""Transformers' attention modules on Dovetail's attention backends, through transformers'
+`AttentionInterface`.
 
-`trace` runs a model on the meta device and records the call of each attention module. `bind` gives each module its layer, which writes K and V to
-the paged cache and attends over it.
+`trace` runs a model on the meta device and records the call of each attention module. `bind` gives
+each module its layer, which writes K and V to the paged cache and attends over it.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function: query [1, heads, tokens, head_size], key and value [1, kv_heads, tokens, head_size] -> [1, tokens, heads,
-    V's head_size]."""
+    """Transformers' attention function: query [1, heads, tokens, head_size], key and value [1,
+    kv_heads, tokens, head_size] -> [1, tokens, heads, V's head_size]."""
     if (recorder := _recorder.get()) is not None:
         given = {**kwargs, "dropout": dropout or None}
         recorder.calls.append(
@@ -130,7 +131,8 @@ def _changed(
     scaling: Any,
     kwargs: Mapping[str, Any],
 ) -> str | None:
-    """Return the name of an argument with another value than `spec`, which the trace made, says; None if there is none."""
+    """Return the name of an argument with another value than `spec`, which the trace made, says;
+    None if there is none."""
     same = {
         "attention_mask": mask is None,
         "is_causal": kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False,
@@ -195,7 +197,8 @@ def _call(
 def experts(
     module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts function for transformers: grouped products without synchronization, and no products while a model is traced."""
+    """Experts function for transformers: grouped products without synchronization, and no products
+    while a model is traced."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     result: torch.Tensor = grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
@@ -222,8 +225,8 @@ def _recording(model: nn.Module) -> Iterator[list[AttentionCall]]:
 
 @torch.no_grad()
 def trace(base: nn.Module) -> list[AttentionCall]:
-    """Return the attention calls of a forward pass of a model on the meta device, in their order. Raises `UnsupportedError` if there are none, or if
-    the model can't be traced."""
+    """Return the attention calls of a forward pass of a model on the meta device, in their order.
+    Raises `UnsupportedError` if there are none, or if the model can't be traced."""
     ids, positions = (torch.zeros(1, 3, dtype=torch.long, device="meta") for _ in range(2))
     with _recording(base) as calls:
         try:
@@ -254,7 +257,8 @@ def specs_of(calls: Sequence[AttentionCall]) -> list[LayerSpec]:
 
 
 def bind(base: nn.Module, calls: Sequence[AttentionCall], layers: Sequence[AttentionLayer]) -> None:
-    """Make each attention module of `base` use its layer. Sinks are read from the module's parameter."""
+    """Make each attention module of `base` use its layer. Sinks are read from the module's
+    parameter."""
     for call, layer in zip(calls, layers, strict=True):
         module = base.get_submodule(call.module)
         setattr(module, LAYER, layer)

@@ -1,7 +1,9 @@
-"""Verifies that a model of transformers computes the same in ragged batches of chunks as by itself in transformers.
+"""Verifies that a model of transformers computes the same in ragged batches of chunks as by itself
+in transformers.
 
-A model may keep state that no attention layer sees (a convolution, a recurrence), or mask attention by other means than the arguments of the call. In
-flat batches it would produce wrong tokens. So `check` runs it both ways before it may serve.
+A model may keep state that no attention layer sees (a convolution, a recurrence), or mask attention
+by other means than the arguments of the call. In flat batches it would produce wrong tokens. So
+`check` runs it both ways before it may serve.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class PlainBatch:
 
 
 class PlainAttention(AttentionLayer):
-    """Causal attention over each row's K and V, kept in a list of tensors: the simplest implementation."""
+    """Causal attention over each row's K and V, kept in a list of tensors: the simplest
+    implementation."""
 
     def __init__(self, spec: LayerSpec, batch: PlainBatch) -> None:
         self.spec, self._batch = spec, batch
@@ -107,9 +110,10 @@ def check(
     lengths: Sequence[int],
     vocab_size: int,
 ) -> str | None:
-    """Compare `reference`, which computes one sequence by itself, with `flat`, in which rows of all `lengths` share batches, in chunks, in changing
-    order. The layers of `base`, which this rank computes as `specs`, are bound to plain attention. Returns None if they agree, and otherwise what
-    differs."""
+    """Compare `reference`, which computes one sequence by itself, with `flat`, in which rows of all
+    `lengths` share batches, in chunks, in changing order. The layers of `base`, which this rank
+    computes as `specs`, are bound to plain attention. Returns None if they agree, and otherwise
+    what differs."""
     batch = PlainBatch()
     bind(base, calls, [PlainAttention(spec, batch) for spec in specs])
     device = next(base.parameters()).device
@@ -141,7 +145,8 @@ def check(
 
 
 def _schedule(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield steps of (row, begin, end): chunks of 1, 7 and the rest but four, then four decodes; rows in an order that changes with each step."""
+    """Yield steps of (row, begin, end): chunks of 1, 7 and the rest but four, then four decodes;
+    rows in an order that changes with each step."""
     ends = [sorted({min(1, n), min(8, n), *range(max(n - 4, 1), n + 1)}) for n in lengths]
     for step in range(max(len(row) for row in ends)):
         parts = [
@@ -163,8 +168,9 @@ def trial_tokens(vocab_size: int, max_len: int) -> torch.Tensor:
 
 @torch.no_grad()
 def whole_logprobs(model: nn.Module, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the log-probabilities [rows, tokens, vocab] float32 that a model of transformers, which is on the CPU, computes by itself on `device`.
-    Its layers are moved there one at a time."""
+    """Return the log-probabilities [rows, tokens, vocab] float32 that a model of transformers,
+    which is on the CPU, computes by itself on `device`. Its layers are moved there one at a
+    time."""
     layers = [
         layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module
     ]
@@ -210,8 +216,9 @@ def whole_logprobs(model: nn.Module, token_ids: torch.Tensor, device: torch.devi
 def check_logprobs(
     run: TrialRun, token_ids: torch.Tensor, expected: torch.Tensor | None
 ) -> str | None:
-    """Compare the log-probabilities [rows, tokens, vocab] that are `expected` for `token_ids` with what `run` computes. None: those that it computes
-    without recorded graphs. Returns None if they agree, and otherwise what differs."""
+    """Compare the log-probabilities [rows, tokens, vocab] that are `expected` for `token_ids` with
+    what `run` computes. None: those that it computes without recorded graphs. Returns None if they
+    agree, and otherwise what differs."""
     first, sequences = min(TRIAL_FIRST, token_ids.shape[1]), token_ids.tolist()
     found = run(sequences, first)
     if expected is None:

@@ -2,8 +2,8 @@
 feed-forwards, experts, attention, pre-norm blocks.
 
 `KINDS` names the classes whose code computes what a layer of ours does; tests compare each with its
-layer. Other classes stay as they are. When a checkpoint is loaded, `transformers_check` compares the
-model with and without the layers, whatever a version of transformers has made of these classes.
+layer. Other classes stay as they are. When a checkpoint is loaded, `transformers_check` compares
+the model with and without the layers, whatever a version of transformers has made of these classes.
 """
 
 from __future__ import annotations
@@ -225,7 +225,8 @@ class OwnBlock(OwnLayer):
 
 
 class OwnHead(nn.Module):
-    """Linear layer with the parameters of transformers' own, which may be tied to another layer's."""
+    """Linear layer with the parameters of transformers' own, which may be tied to another
+    layer's."""
 
     def __init__(self, theirs: nn.Linear) -> None:
         super().__init__()
@@ -274,9 +275,9 @@ def find_layers(
 def reasons_against_split(
     base: nn.Module, calls: Sequence[AttentionCall], layers: Layers, plan: Mapping[str, str] | None
 ) -> list[str]:
-    """Return why a base model can't be split over ranks. `plan`: how transformers would split it, by
-    patterns of names. Only replaced attention and feed-forwards are split here: whatever else is to
-    be split is named, the first of each pattern."""
+    """Return why a base model can't be split over ranks. `plan`: how transformers would split it,
+    by patterns of names. Only replaced attention and feed-forwards are split here: whatever else is
+    to be split is named, the first of each pattern."""
     if not plan:
         return ["its config has no base_model_tp_plan"]
     kinds = (OwnAttention, OwnExperts, OwnFeedForward, OwnBlock)

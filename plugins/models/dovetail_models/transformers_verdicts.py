@@ -1,4 +1,5 @@
-"""Cached verdicts of the checks of models through transformers, so that restarts of the same model skip them."""
+"""Cached verdicts of the checks of models through transformers, so that restarts of the same model
+skip them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def folder() -> Path:
-    """Return the folder of verdicts: `dovetail/transformers` in XDG_CACHE_HOME, by default ~/.cache."""
+    """Return the folder of verdicts: `dovetail/transformers` in XDG_CACHE_HOME, by default
+    ~/.cache."""
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         / "dovetail"
@@ -34,11 +36,12 @@ def folder() -> Path:
 
 
 class Verdict:
-    """Verdict file of one model in one environment. Only passed checks are stored: rejected models are checked again."""
+    """Verdict file of one model in one environment. Only passed checks are stored: rejected models
+    are checked again."""
 
     def __init__(self, config: Any, environment: Mapping[str, Any]) -> None:
-        """`config`: transformers' config. `environment`: other dependencies of the numbers; the versions of packages, including all plugins, are
-        added."""
+        """`config`: transformers' config. `environment`: other dependencies of the numbers; the
+        versions of packages, including all plugins, are added."""
         versions = {
             package.__name__: str(package.__version__)
             for package in (dovetail, transformers, torch)
@@ -56,8 +59,8 @@ class Verdict:
         )
 
     def read(self) -> bool | None:
-        """Return whether a passed model may use Dovetail's layers; None: not checked yet. A file that is unreadable or belongs to another model is
-        ignored with a warning."""
+        """Return whether a passed model may use Dovetail's layers; None: not checked yet. A file
+        that is unreadable or belongs to another model is ignored with a warning."""
         try:
             text = self.path.read_bytes()
         except FileNotFoundError:
@@ -75,7 +78,8 @@ class Verdict:
         return None
 
     def write(self, *, replaced: bool) -> None:
-        """Store that the model passed. If the file can't be written, this is logged, and the next start checks again."""
+        """Store that the model passed. If the file can't be written, this is logged, and the next
+        start checks again."""
         stored = json.dumps({"key": self._key, "replaced": replaced}, indent=1)
         own = self.path.with_name(
             f"{self.path.name}.{os.getpid()}"

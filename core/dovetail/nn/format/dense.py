@@ -143,7 +143,8 @@ def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kern
 def kernel_for_many(
     rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False
 ) -> Kernel | None:
-    """Return a kernel that is faster than torch for more rows, or None; same signature as `kernels.many_rows.linear`."""
+    """Return a kernel that is faster than torch for more rows, or None; same signature as
+    `kernels.many_rows.linear`."""
     if not _on_matrix_units(weight) or not has_many_rows(weight.device):
         return None
     from dovetail.nn.kernels import many_rows
