@@ -236,6 +236,9 @@ class OwnHead(nn.Module):
         return linear(x.flatten(0, -2), self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
+Make = Callable[[BuildContext], OwnLayer]
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A module of the model, by its name, that can be replaced by what `make` returns, an instance
@@ -243,7 +246,7 @@ class Found:
 
     name: str
     kind: type[OwnLayer]
-    make: Callable[[BuildContext], OwnLayer]
+    make: Make
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,35 +321,38 @@ class _Finder:
         self._specs = {call.module: spec for call, spec in zip(calls, specs_of(calls), strict=True)}
         self.found: dict[str, Found] = {}
         self.rotaries: dict[str | None, RotaryTable] = {}  # by kind of layer, if they differ
+        self._makers: Mapping[type[OwnLayer], Callable[[str, Any], Make | None]] = {
+            OwnNorm: self._norm,
+            OwnLinear: self._linear,
+            OwnFeedForward: self._feed_forward,
+            OwnExperts: self._experts,
+            OwnAttention: self._attention,
+            OwnBlock: self._block,
+        }
 
     def replace(self, name: str, module: Any, kind: type[OwnLayer]) -> None:
         """Note the replacement of a module, unless its attributes make its class compute something
         else."""
         if _is_within(name, self.found):
             return
-        make: Callable[[BuildContext], OwnLayer] | None = None
-        if kind is OwnNorm:
-            eps, names = _eps(module), [name for name, _ in module.named_parameters()]
-            if eps is not None and names == ["weight"]:
-                make = partial(OwnNorm, len(module.weight), eps)
-        elif kind is OwnLinear:
-            sizes, bias = (module.in_features, module.out_features), module.bias is not None
-            make = partial(OwnLinear, *sizes, bias=bias)
-        elif kind is OwnFeedForward:
-            make = self._feed_forward(module)
-        elif kind is OwnExperts:
-            make = self._experts(module)
-        elif kind is OwnAttention:
-            make = self._attention(name, module)
-        elif kind is OwnBlock:
-            make = self._block(name, module)
+        make = self._makers[kind](name, module)
         if make is not None:
             inner = [other for other in self.found if other.startswith(f"{name}.")]
             for other in inner:
                 del self.found[other]
             self.found[name] = Found(name, kind, make)
 
-    def _feed_forward(self, module: Any) -> Callable[[BuildContext], OwnLayer] | None:
+    def _norm(self, name: str, module: Any) -> Make | None:
+        eps, parameters = _eps(module), [one for one, _ in module.named_parameters()]
+        if eps is None or parameters != ["weight"]:
+            return None
+        return partial(OwnNorm, len(module.weight), eps)
+
+    def _linear(self, name: str, module: Any) -> Make:
+        sizes, bias = (module.in_features, module.out_features), module.bias is not None
+        return partial(OwnLinear, *sizes, bias=bias)
+
+    def _feed_forward(self, name: str, module: Any) -> Make | None:
         activation, parts = (
             _activation(module),
             (module.gate_proj, module.up_proj, module.down_proj),
@@ -358,7 +364,7 @@ class _Finder:
         sizes = (module.gate_proj.in_features, module.gate_proj.out_features)
         return partial(OwnFeedForward, sizes, activation, bias=biases.pop())
 
-    def _experts(self, module: Any) -> Callable[[BuildContext], OwnLayer] | None:
+    def _experts(self, name: str, module: Any) -> Make | None:
         activation: Activation | None = _activation(module)
         if _class_of(module) == "GptOssExperts":
             activation = ClampedSwiGLU(module.alpha, module.limit)
@@ -374,7 +380,7 @@ class _Finder:
             Experts(hidden, inner, count, context, *settings, per_token=per_token)
         )
 
-    def _attention(self, name: str, module: Any) -> Callable[[BuildContext], OwnLayer] | None:
+    def _attention(self, name: str, module: Any) -> Make | None:
         spec, parts = self._specs.get(name), [getattr(module, one) for one in PROJECTIONS]
         rotary = self._rotary(module)
         biases = {part.bias is not None for part in parts[:3]}
@@ -432,7 +438,7 @@ class _Finder:
             self.rotaries[kind] = RotaryTable(table.to(self._device))
         return self.rotaries[kind]
 
-    def _block(self, name: str, module: Any) -> Callable[[BuildContext], OwnLayer] | None:
+    def _block(self, name: str, module: Any) -> Make | None:
         parts = {child: self.found.get(f"{name}.{child}") for child in BLOCK}
         kinds = [None if part is None else part.kind for part in parts.values()]
         multiplier = getattr(module, "residual_multiplier", 1)
