@@ -37,7 +37,8 @@ def write_adapter(
     """Random numbers in PEFT's format; `modules`: (in, out) features of each."""
     from safetensors.torch import save_file
 
-    generator, tensors = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
     for name, (inputs, outputs) in modules.items():
         for which, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             tensors[f"base_model.model.{name}.lora_{which}.weight"] = (

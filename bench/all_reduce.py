@@ -99,7 +99,8 @@ def microseconds(act: Callable[[], None], device: torch.device) -> float:
             act()
     times = []
     for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()

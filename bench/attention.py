@@ -200,7 +200,8 @@ class Bench:
     """A backend with layers full of random K and V, for one model and load."""
 
     def __init__(self, model: Model, load: Load) -> None:
-        self.model, self.load = model, load
+        self.model = model
+        self.load = load
         blocks_of_row = [-(-n // model.block_size) for n in load.lens]
         num_blocks = sum(blocks_of_row)
         num_layers = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
@@ -280,11 +281,10 @@ class Bench:
         table: np.ndarray, lens: list[int], queries: list[int], slots: torch.Tensor, shared: int
     ) -> AttentionBatch:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=DEVICE)
-        host_queries, host_lens = np.array(queries, np.int32), np.array(lens, np.int32)
-        device_lens, device_table = (
-            torch.from_numpy(host_lens).to(DEVICE),
-            torch.from_numpy(table).to(DEVICE),
-        )
+        host_queries = np.array(queries, np.int32)
+        host_lens = np.array(lens, np.int32)
+        device_lens = torch.from_numpy(host_lens).to(DEVICE)
+        device_table = torch.from_numpy(table).to(DEVICE)
         return AttentionBatch(
             len(lens),
             sum(queries),
@@ -430,7 +430,8 @@ def decode_table(bandwidth: float, cache_dtype: str | None, models: Sequence[Mod
     for model in models:
         for load in DECODES if model == Model() else DECODES[:3]:
             bench = Bench(replace(model, cache_dtype=cache_dtype), load)
-            seconds, plan = bench.seconds(), bench.plan_seconds()
+            seconds = bench.seconds()
+            plan = bench.plan_seconds()
             rate = bench.bytes / seconds
             other = flash_decode_seconds(model, load)
             beside = f"{bench.bytes / other / 1e12:11.2f}" if other else f"{'-':>11}"
@@ -444,7 +445,8 @@ def prefill_table(cache_dtype: str | None, models: Sequence[Model]) -> None:
     for model in models:
         for load in PREFILLS:
             bench = Bench(replace(model, cache_dtype=cache_dtype), load)
-            seconds, plan = bench.seconds(), bench.plan_seconds()
+            seconds = bench.seconds()
+            plan = bench.plan_seconds()
             other = flash_prefill_seconds(model, load)
             beside = f"{bench.operations / other / 1e12:11.0f}" if other else f"{'-':>11}"
             row = f"{seconds * 1e3:8.3f} {bench.operations / seconds / 1e12:8.0f} {plan * 1e6:8.0f} {beside}"

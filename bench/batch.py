@@ -202,7 +202,8 @@ def killed(args: argparse.Namespace) -> None:
         job = written_job(directory, "rows.jsonl", "killed", config, sampling, args.engines)
         moments = [(rng.uniform(0, alone), "command") for _ in range(args.kills)]
         moments += [(rng.uniform(start, alone), "worker") for _ in range(args.worker_kills)]
-        begun, kills = time.perf_counter(), Counter[str]()
+        begun = time.perf_counter()
+        kills = Counter[str]()
         process = command(job, environment, options=options)
         for moment, victim in sorted(moments):
             try:

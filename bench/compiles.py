@@ -63,7 +63,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 KV_HEADS = 8
 FP8_FROM = 89  # architecture
 FORMATS_FROM = 80  # likewise, of weights with 4 bits
-HIDDEN, INTERMEDIATE, VOCAB = (1024, 4096), 3072, 5000
+HIDDEN = (1024, 4096)
+INTERMEDIATE = 3072
+VOCAB = 5000
 ROWS = (1, 2, 16, 17, 64)  # of a linear layer: each kernel for such layers has some
 STATES = (
     DeltaShape(2, 4, 128, 128, 4),
@@ -168,12 +170,12 @@ def launch_attention(
     layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if fp8 else None
     bind_layers(backend, [layer], 4)
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
-    lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
-    starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
-    table, slots = (
-        torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32),
-        torch.full((1, tokens), 4 * block_size),
-    )
+    lens = np.array([3000] * 20 + [1500], np.int32)
+    queries = np.array([1] * 20 + [700], np.int32)
+    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    tokens = int(queries.sum())
+    table = torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32)
+    slots = torch.full((1, tokens), 4 * block_size)
     on_device = torch.from_numpy(starts), torch.from_numpy(lens), (table,), (slots,)
     fused = torch.zeros(tokens, heads + 2 * KV_HEADS, head_size, dtype=backend.dtype)
     q, k, v = fused.split([heads, KV_HEADS, KV_HEADS], dim=1)
@@ -202,10 +204,12 @@ def launch_attention(
 
 def launch_layers(dtype: torch.dtype) -> None:
     """A decoder's layers besides attention, in two sizes, for few and many tokens; and the start and end of a step."""
-    addresses, released = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    addresses = torch.zeros(2, dtype=torch.int64)
+    released = torch.zeros(1, dtype=torch.int32)
     exchange = rank_sums.Exchange(addresses, addresses, addresses, released, 0)
     for hidden in HIDDEN:
-        x, norm = torch.zeros(5, hidden, dtype=dtype), (torch.zeros(hidden, dtype=dtype), 1e-6)
+        x = torch.zeros(5, hidden, dtype=dtype)
+        norm = (torch.zeros(hidden, dtype=dtype), 1e-6)
         embedding.embed(torch.zeros(5, dtype=torch.int64), torch.zeros(100, hidden, dtype=dtype))
         rms_norm.rms_norm(x, *norm)
         rms_norm.add_and_norm(x, torch.zeros(3, 5, hidden), *norm)
@@ -236,7 +240,9 @@ def launch_layers(dtype: torch.dtype) -> None:
 
 def launch_experts(dtype: torch.dtype) -> None:
     """Routing and a layer of experts, for one token and for more."""
-    hidden, inner, count = HIDDEN[0], 256, 8
+    hidden = HIDDEN[0]
+    inner = 256
+    count = 8
     gate_up = Stored(torch.zeros(count, 2 * inner, hidden, dtype=dtype), hidden)
     down = Stored(torch.zeros(count, hidden, inner, dtype=dtype), inner)
     for tokens in (1, 20, SORTED_AT_ONCE // 2 + 1):
@@ -255,8 +261,11 @@ def launch_experts(dtype: torch.dtype) -> None:
 
 def launch_adapters(dtype: torch.dtype) -> None:
     """A layer with adapters, for few tokens and for many."""
-    hidden, rank, width = HIDDEN[0], 16, 128
-    a, b = torch.zeros(3, 3 * rank, hidden, dtype=dtype), torch.zeros(3, hidden, rank, dtype=dtype)
+    hidden = HIDDEN[0]
+    rank = 16
+    width = 128
+    a = torch.zeros(3, 3 * rank, hidden, dtype=dtype)
+    b = torch.zeros(3, hidden, rank, dtype=dtype)
     pieces = torch.zeros(hidden // width, 3, dtype=torch.int32)
     for tokens in (1, adapters.FEW_TOKENS, adapters.FEW_TOKENS + 1):
         x = torch.zeros(tokens, hidden, dtype=dtype)
@@ -273,7 +282,10 @@ def launch_adapters(dtype: torch.dtype) -> None:
 
 def launch_experts_of_float8(dtype: torch.dtype) -> None:
     """Experts whose inputs are rounded, too, and those of few tokens."""
-    hidden, inner, count, many = HIDDEN[0], 128, 4, SORTED_AT_ONCE // 2
+    hidden = HIDDEN[0]
+    inner = 128
+    count = 4
+    many = SORTED_AT_ONCE // 2
 
     def stored(outputs: int, inputs: int) -> Stored:
         values, scales = (
@@ -282,8 +294,10 @@ def launch_experts_of_float8(dtype: torch.dtype) -> None:
         )
         return Stored(values, inputs, scales, None, 128, FLOAT8, True)
 
-    gate_up, down = stored(2 * inner, hidden), stored(hidden, inner)
-    ids, weights = torch.zeros(many + 1, 2, dtype=torch.int32), torch.zeros(many + 1, 2)
+    gate_up = stored(2 * inner, hidden)
+    down = stored(hidden, inner)
+    ids = torch.zeros(many + 1, 2, dtype=torch.int32)
+    weights = torch.zeros(many + 1, 2)
     few_experts_float8.experts(
         torch.zeros(1, hidden, dtype=dtype), gate_up, down, ids[:1], weights[:1]
     )
@@ -295,23 +309,23 @@ def launch_experts_of_float8(dtype: torch.dtype) -> None:
 def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
     """A recurrent layer without its projections: a step of single tokens, one of a prefill, too, and one with drafts, which are accepted."""
     bound = bind_states([shape.spec(0)], 2, dtype, max_lines=8)
-    state, is_delta = bound.layers[0], isinstance(shape, DeltaShape)
+    state = bound.layers[0]
+    is_delta = isinstance(shape, DeltaShape)
     heads, size = (
         (shape.v_heads, shape.v_size)
         if isinstance(shape, DeltaShape)
         else (shape.heads, shape.head_size)
     )
-    gates, weight = torch.zeros(heads), torch.zeros(shape.conv_channels, shape.kernel, dtype=dtype)
+    gates = torch.zeros(heads)
+    weight = torch.zeros(shape.conv_channels, shape.kernel, dtype=dtype)
     for lengths, drafts in (([1, 1], None), ([1, 70], None), ([4, 2], [3, 1])):
         checked = None
         if drafts is None:
             bound.plan([0, 1], lengths, [9, 0])
         else:
             checked = bound.plan_drafts([0, 1], lengths, [9, 5], drafts)
-        x, a = (
-            torch.zeros(sum(lengths), shape.conv_channels, dtype=dtype),
-            torch.zeros(sum(lengths), heads, dtype=dtype),
-        )
+        x = torch.zeros(sum(lengths), shape.conv_channels, dtype=dtype)
+        a = torch.zeros(sum(lengths), heads, dtype=dtype)
         y = short_conv.short_conv(
             x, weight, None if is_delta else weight[:, 0].contiguous(), state, 0
         )
@@ -326,7 +340,8 @@ def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
 
 def launch_formats(dtype: torch.dtype, arch: int) -> None:
     """Products with 8-bit and 4-bit weights, for one row and more."""
-    hidden, outputs = HIDDEN[0], 256
+    hidden = HIDDEN[0]
+    outputs = 256
     int4 = streamed.Stored(
         torch.zeros(outputs, hidden // 2, dtype=torch.uint8),
         torch.zeros(hidden // 128, outputs).half(),
@@ -335,7 +350,8 @@ def launch_formats(dtype: torch.dtype, arch: int) -> None:
         128,
     )
     one_row_int4.linear(torch.zeros(1, hidden, dtype=dtype), int4)
-    wide, zeros = HIDDEN[1], torch.zeros(HIDDEN[1] // 32, 2 * outputs)
+    wide = HIDDEN[1]
+    zeros = torch.zeros(HIDDEN[1] // 32, 2 * outputs)
     of_32 = streamed.Stored(
         torch.zeros(2 * outputs, wide // 2, dtype=torch.uint8),
         zeros.half(),
@@ -368,10 +384,8 @@ def launch_formats(dtype: torch.dtype, arch: int) -> None:
             )
     if GPUS[arch].is_hopper:
         inputs = one_row_float8.CHUNK + 128
-        values, row = (
-            torch.zeros(outputs, inputs).to(torch.float8_e4m3fn),
-            torch.zeros(1, inputs, dtype=dtype),
-        )
+        values = torch.zeros(outputs, inputs).to(torch.float8_e4m3fn)
+        row = torch.zeros(1, inputs, dtype=dtype)
         one_row_float8.linear(
             row,
             values,
@@ -394,12 +408,11 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    x, norm = zeros(rows, hidden), (zeros(hidden), 1e-6)
-    qkv_weight, gated, down = (
-        zeros(hidden + 1024, hidden),
-        zeros(2 * INTERMEDIATE, hidden),
-        zeros(hidden, INTERMEDIATE),
-    )
+    x = zeros(rows, hidden)
+    norm = (zeros(hidden), 1e-6)
+    qkv_weight = zeros(hidden + 1024, hidden)
+    gated = zeros(2 * INTERMEDIATE, hidden)
+    down = zeros(hidden, INTERMEDIATE)
     if kernel := dense.kernel_for_few(rows, qkv_weight):
         kernel(x, qkv_weight, zeros(len(qkv_weight)), norm=norm)
     if kernel := dense.kernel_for_few(rows, gated, gated=True):

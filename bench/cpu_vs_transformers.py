@@ -73,10 +73,8 @@ def run_dovetail(llm: LLM, work: Work) -> float:
     begun = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
     seconds = time.perf_counter() - begun
-    produced, asked = (
-        sum(len(output.outputs[0].token_ids) for output in outputs),
-        sum(count for _, count in work),
-    )
+    produced = sum(len(output.outputs[0].token_ids) for output in outputs)
+    asked = sum(count for _, count in work)
     if produced != asked:
         raise SystemExit(f"Dovetail generated {produced} tokens, not {asked}")
     return seconds

@@ -48,7 +48,8 @@ class Work(NamedTuple):
 def edited(text: str, chance: random.Random) -> str:
     """Return a file with changed lines and a name replaced."""
     names = sorted(set(re.findall(r"\b[a-z_]{5,12}\b", text)))
-    old, new = chance.choice(names), "".join(chance.choices("abcdefghij", k=7))
+    old = chance.choice(names)
+    new = "".join(chance.choices("abcdefghij", k=7))
     lines = []
     for line in re.sub(rf"\b{old}\b", new, text).splitlines(keepends=True):
         kind = chance.random() / CHANGED
@@ -131,12 +132,10 @@ def measure(drafter: str, works: Sequence[Work], max_drafts: int) -> tuple[float
                 len(drafts),
             )
             request.output_token_ids.extend(expected[: agreed + 1])
-            steps, tokens, proposed, right = (
-                steps + 1,
-                tokens + min(agreed + 1, left),
-                proposed + len(drafts),
-                right + agreed,
-            )
+            steps += 1
+            tokens = tokens + min(agreed + 1, left)
+            proposed = proposed + len(drafts)
+            right = right + agreed
         subject.on_finished(request)
     return tokens / steps, right / max(1, proposed), took_s / steps
 

@@ -67,7 +67,8 @@ class CollectorTime:
     """Sums the garbage collector's time from its creation on."""
 
     def __init__(self) -> None:
-        self.seconds, self._begun = 0.0, 0.0
+        self.seconds = 0.0
+        self._begun = 0.0
         gc.callbacks.append(self._note)
 
     def _note(self, phase: str, info: dict[str, Any]) -> None:
@@ -157,7 +158,8 @@ class Driver:
 
     def _step(self) -> None:
         outputs = self.engine.step()
-        now, decodes = self.engine.now(), 0
+        now = self.engine.now()
+        decodes = 0
         for output in outputs:
             timeline, then = self._running[output.request_id]
             decodes += bool(timeline.stamps)
@@ -176,9 +178,12 @@ class Driver:
 
     def _note(self, now: float) -> None:
         """Record the times of the step that was just submitted, if any."""
-        before, stats, last = self._before, self.engine.stats(), self._stepped
+        before = self._before
+        stats = self.engine.stats()
+        last = self._stepped
         if stats.steps > before.steps:
-            self._before, self._stepped = stats, now
+            self._before = stats
+            self._stepped = now
             spent, (thread_s, collector_s) = self._spent, self._own_times()
             self._spent = thread_s, collector_s
             times = (
@@ -211,7 +216,9 @@ def quantiles(seconds: Iterable[float]) -> dict[str, float]:
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
     """Return Poisson arrival times in [0, seconds), with `rate` per second on average."""
-    rng, times, at = random.Random(seed), [], 0.0
+    rng = random.Random(seed)
+    times = []
+    at = 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
         times.append(at)
     return times

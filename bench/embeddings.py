@@ -92,7 +92,8 @@ def run_encoders(work: Workload, overrides: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_encoder(architecture, fields, Path(folder))
             measured: Measured = apart(run_dovetail, work, Path(folder), overrides)
-        median, busy = statistics.median(measured.seconds), measured.details["device_busy_share"]
+        median = statistics.median(measured.seconds)
+        busy = measured.details["device_busy_share"]
         rates = f"{len(work.lens) / median:,.0f} texts/s, {work.prompt_tokens / median:,.0f} tok/s"
         print(f"{name:>16}: {rates}, device busy {100 * busy:.0f} %", flush=True)
 
@@ -169,13 +170,17 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
-    work, overrides, rows = texts(args.texts), settings_of(args.set), list[dict[str, Any]]()
-    shares, rates = dict[str, float](), dict[str, float]()
+    work = texts(args.texts)
+    overrides = settings_of(args.set)
+    rows = list[dict[str, Any]]()
+    shares = dict[str, float]()
+    rates = dict[str, float]()
     if args.encoders:
         run_encoders(work, overrides)
         return
     with tempfile.TemporaryDirectory() as folder:
-        directory, prefill = Path(folder, "embeds"), WORKLOADS[PREFILL]
+        directory = Path(folder, "embeds")
+        prefill = WORKLOADS[PREFILL]
         write_embedding_model(work, directory)
         write_checkpoint(SHAPES[prefill.shape], Path(folder, "generates"))
         limits = {
@@ -198,10 +203,8 @@ def main() -> None:
             if measured is None:
                 continue
             median = statistics.median(measured.seconds)
-            share, tokens = (
-                floors[name] / median,
-                (work if name == "embed" else prefill).prompt_tokens,
-            )
+            share = floors[name] / median
+            tokens = (work if name == "embed" else prefill).prompt_tokens
             (
                 shares[name if name == PREFILL else engine],
                 rates[name if name == PREFILL else engine],

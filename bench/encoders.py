@@ -23,22 +23,19 @@ LENGTHS = (3, 8, 15, 30, 60, 120)  # words
 
 def some_texts(count: int) -> list[str]:
     """Return texts of many lengths, from the words of this project's README."""
-    words, chance = (
-        (Path(__file__).parents[1] / "README.md").read_text().split() * 2,
-        random.Random(0),
-    )
+    words = (Path(__file__).parents[1] / "README.md").read_text().split() * 2
+    chance = random.Random(0)
     starts = (chance.randrange(len(words) // 2) for _ in range(count))
     return [" ".join(words[start : start + chance.choice(LENGTHS)]) for start in starts]
 
 
 def serve(engine: str, model: str, count: int) -> None:
     """For each line of the input embed the texts, and print seconds, processor seconds and the embeddings as JSON."""
-    texts, embed = (
-        some_texts(count),
-        _dovetail(model) if engine == "dovetail" else _sentence_transformers(model),
-    )
+    texts = some_texts(count)
+    embed = _dovetail(model) if engine == "dovetail" else _sentence_transformers(model)
     for _ in sys.stdin:
-        began, used = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        used = time.process_time()
         embeddings = embed(texts)
         found = {
             "seconds": time.perf_counter() - began,

@@ -24,7 +24,8 @@ from bench.adapters import write_adapter
 from bench.apart import apart
 from bench.shapes import SHAPES, Shape, write_checkpoint
 
-REQUESTS, MAX_TOKENS = 48, 48
+REQUESTS = 48
+MAX_TOKENS = 48
 MODELS = {
     "dense": replace(SHAPES["qwen3-0.6b"], layers=12),
     "experts": replace(SHAPES["qwen3-30b-a3b"], layers=6),

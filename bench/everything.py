@@ -35,10 +35,9 @@ KERNEL_TESTS = (
     "attention/test_triton_backend",
 )
 GRACE_S = 15.0
-FIGURES, FOLDER = (
-    "{json}",
-    "{folder}",
-)  # in a command: the part's JSON file, and a folder of its own
+# in a command: the part's JSON file, and a folder of its own
+FIGURES = "{json}"
+FOLDER = "{folder}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,8 @@ class Folder:
     """Folder of results."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._parts = path, path / "parts.json"
+        self.path = path
+        self._parts = path / "parts.json"
         path.mkdir(parents=True, exist_ok=True)
         told = json.loads(self._parts.read_text()) if self._parts.exists() else {}
         self.ended = {name: Ended(**fields) for name, fields in told.items()}
@@ -212,7 +212,8 @@ def run_parts(among: Sequence[Part], description: str | None) -> None:
             )
         )
         raise SystemExit(None if args.list else "--out DIR is needed to run them")
-    folder, end = Folder(args.out), time.monotonic() + args.seconds
+    folder = Folder(args.out)
+    end = time.monotonic() + args.seconds
     for part in parts:
         if folder.passed(part) and not args.again:
             print(f"{part.name:24} has passed before", flush=True)

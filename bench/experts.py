@@ -61,7 +61,8 @@ def layer_of(shape: Shape, checkpoint: str | None) -> Layer:
     """Return experts with random weights in the format of such a checkpoint; None: bfloat16."""
 
     def stored(outputs: int, inputs: int) -> Stored:
-        count, fp4_bytes = shape.experts, -(-inputs // CHUNK) * CHUNK // 2
+        count = shape.experts
+        fp4_bytes = -(-inputs // CHUNK) * CHUNK // 2
         if checkpoint is None:
             values = torch.empty(count, outputs, inputs, device="cuda", dtype=torch.bfloat16)
             return Stored(values.normal_(std=0.02), inputs)
@@ -249,7 +250,8 @@ def main() -> None:
     require_gpu()
     with torch.inference_mode():
         shape = SHAPES[args.shape]
-        limits, layer = measure_limits(shape), layer_of(shape, args.checkpoint)
+        limits = measure_limits(shape)
+        layer = layer_of(shape, args.checkpoint)
         weight_bytes = EXPERT_BYTES.get(args.checkpoint, BYTES)
         print(
             f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s",

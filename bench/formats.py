@@ -53,7 +53,9 @@ FORMATS: dict[str, WeightFormat] = {
     "int4 g32 z": PackedInt4(32, symmetric=False),
 }
 ROTATED_BYTES = 256 << 20
-WIDE, NARROW = 2.0**-8, 2.0**-4  # bounds of errors
+# bounds of errors
+WIDE = 2.0**-8
+NARROW = 2.0**-4
 Run = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
@@ -227,7 +229,8 @@ def float8_kernels(
 
 def error(form: WeightFormat, product: Product, run: Run, x: torch.Tensor, weight: Any) -> float:
     _stream_of.cache_clear()
-    y, right = run(x, weight).float(), exact(form, product, x, weight)
+    y = run(x, weight).float()
+    right = exact(form, product, x, weight)
     y = y.sum(0) if y.ndim == 3 else y
     return float((y - right).norm() / right.norm())
 
@@ -505,7 +508,8 @@ def check() -> None:
             Product("adds", 128, 512, adds=True),
         ):
             for (label, form), rows in itertools.product(list(FORMATS.items())[1:], (1, 4, 20)):
-                weight, x = weight_of(form, product), torch.randn(rows, product.inputs, dtype=DTYPE)
+                weight = weight_of(form, product)
+                x = torch.randn(rows, product.inputs, dtype=DTYPE)
                 for kernel, run, bound in kernels(form, product, rows):
                     if "*" in kernel or (
                         kernel == "float8 x float8" and form != FORMATS["fp8 128x128"]

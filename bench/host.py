@@ -11,12 +11,14 @@ import time
 import numpy as np
 
 ITERATIONS = 20_000  # of one loop: about a millisecond
-WARM_UPS, LOOPS = 50, 200
+WARM_UPS = 50
+LOOPS = 200
 
 
 def work() -> int:
     """Run a typical interpreter load: additions, and writing to a dictionary."""
-    total, seen = 0, {}
+    total = 0
+    seen = {}
     for index in range(ITERATIONS):
         seen[index & 255] = total
         total += index

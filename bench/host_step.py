@@ -40,7 +40,8 @@ def read_and_drop(address: str, messages: list[bytes], over: threading.Event) ->
 def measure_host(num_seqs: int, context: int, steps: int) -> float:
     """Return the median milliseconds of a turn of the host's loop in which all `num_seqs` requests decode."""
     engine = make_engine(num_seqs, context)
-    core, intake = engine.core, engine._intake
+    core = engine.core
+    intake = engine._intake
     params = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False)
     prompts = [[index % 512 + 1] + [5] * (context - 1) for index in range(num_seqs)]
     checked = [
@@ -52,7 +53,8 @@ def measure_host(num_seqs: int, context: int, steps: int) -> float:
         *(encode(add_of(number, request)) for number, request in enumerate(checked)),
     ]
     with tempfile.TemporaryDirectory() as directory:
-        address, over = f"ipc://{directory}/engine", threading.Event()
+        address = f"ipc://{directory}/engine"
+        over = threading.Event()
         post = ZmqPost(address)
         host = EngineHost(engine._assembly, post)
         core.plan_timing.expects_arrivals = False  # planning late would be waiting
@@ -77,7 +79,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     for num_seqs in (256, 1024):
-        offline, host = measure(num_seqs, 100, False, 300), measure_host(num_seqs, 100, 300)
+        offline = measure(num_seqs, 100, False, 300)
+        host = measure_host(num_seqs, 100, 300)
         print(
             f"{num_seqs:>5} requests: offline {offline:.2f} ms, host {host:.2f} ms a step: {host / offline:.2f} times"
         )

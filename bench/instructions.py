@@ -29,7 +29,10 @@ from dovetail.nn.kernels import one_row, one_row_float8, one_row_int4, streamed
 from dovetail.nn.kernels.launch import launch
 
 DTYPE = torch.bfloat16
-PROCESSORS, CYCLES_PER_S, BYTES_PER_S = 132, 1.98e9, 4.8e12  # of an H200
+# of an H200
+PROCESSORS = 132
+CYCLES_PER_S = 1.98e9
+BYTES_PER_S = 4.8e12
 SCHEDULERS = 4  # of a processor
 FORMATS = ("bf16", "fp8 one_row", "fp8", "int4 g128", "int4 g128 z", "int4 g32 z")
 KINDS = (
@@ -73,10 +76,8 @@ def launch_product(
     at_once: int | None,
 ) -> None:
     """Launch one product of a layer with empty weights and inputs."""
-    x, out = (
-        torch.empty(1, inputs, dtype=DTYPE),
-        torch.empty(1, outputs, dtype=DTYPE) if adds else None,
-    )
+    x = torch.empty(1, inputs, dtype=DTYPE)
+    out = torch.empty(1, outputs, dtype=DTYPE) if adds else None
     norm = (torch.empty(inputs, dtype=DTYPE), 1e-6) if normed else None
     if form.startswith("int4"):
         group = int(form.split()[1][1:])
@@ -179,7 +180,8 @@ def main() -> None:
     for name in args.shape:
         for form in args.format:
             for at_once in args.outputs:
-                issued, weight_bytes = 0.0, 0.0
+                issued = 0.0
+                weight_bytes = 0.0
                 for product, outputs, inputs, around in products(name):
                     cells, own = told(
                         *compiled(args.arch, form, outputs, inputs, around, at_once),
@@ -188,10 +190,8 @@ def main() -> None:
                     issued += own
                     weight_bytes += outputs * inputs * {"b": 2, "f": 1, "i": 0.5}[form[0]]
                     print(f"{name:12} {form:12} {product:8} {cells}", flush=True)
-                issue_us, memory_us = (
-                    issued / (PROCESSORS * SCHEDULERS * CYCLES_PER_S) * 1e6,
-                    weight_bytes / BYTES_PER_S * 1e6,
-                )
+                issue_us = issued / (PROCESSORS * SCHEDULERS * CYCLES_PER_S) * 1e6
+                memory_us = weight_bytes / BYTES_PER_S * 1e6
                 print(
                     f"{name:12} {form:12} a layer: {issue_us:.1f} us to issue, {memory_us:.1f} us to read weights\n",
                     flush=True,

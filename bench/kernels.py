@@ -160,7 +160,9 @@ class TurnAndWrite(Case):
         return f"{'norm + ' if self.normed else ''}rope + write {self.heads}/{self.kv_heads} x {self.size}"
 
     def draw(self, dtype: torch.dtype) -> Draw:
-        heads, kv_heads, size = self.heads, self.kv_heads, self.size
+        heads = self.heads
+        kv_heads = self.kv_heads
+        size = self.size
         rotation = RotaryEmbedding(Rope(1e6, size), 4096, device=DEVICE)(
             torch.randint(4096, (self.n,), device=DEVICE)
         )
@@ -203,12 +205,13 @@ class PagedLayer(AttentionLayer):
     """A cache like the triton backend's, with the simplest way to write to it."""
 
     def __init__(self, spec: LayerSpec, slots: torch.Tensor, dtype: torch.dtype) -> None:
-        self.spec, self.slots, self.dtype = spec, slots, dtype
-        self.blocks, self.offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        pages, row = (
-            int(slots.max()) // BLOCK_SIZE + 1,
-            spec.kv_heads * BLOCK_SIZE * spec.head_size * dtype.itemsize,
-        )
+        self.spec = spec
+        self.slots = slots
+        self.dtype = dtype
+        self.blocks = slots // BLOCK_SIZE
+        self.offsets = slots % BLOCK_SIZE
+        pages = int(slots.max()) // BLOCK_SIZE + 1
+        row = spec.kv_heads * BLOCK_SIZE * spec.head_size * dtype.itemsize
         self.bind(
             LayerCache(
                 tuple(
@@ -290,7 +293,8 @@ def nn_cases() -> list[Case]:
 # ---- the sampler
 
 
-GREEDY, PLAIN = RowSampling(temperature=0.0), RowSampling(temperature=0.8)
+GREEDY = RowSampling(temperature=0.0)
+PLAIN = RowSampling(temperature=0.8)
 SAMPLINGS = {
     "greedy": GREEDY,
     "temperature": PLAIN,
@@ -361,8 +365,10 @@ def check_sampler() -> None:
 
 def different(rows: int, logits: torch.Tensor) -> list[int]:
     """Return the rows with another token than the twin's, over all ways of sampling."""
-    sampler, lines = make_sampler(rows, list(SAMPLINGS.values())), lines_of(rows)
-    device_rows, history = sampler._device_rows, sampler.context.history
+    sampler = make_sampler(rows, list(SAMPLINGS.values()))
+    lines = lines_of(rows)
+    device_rows = sampler._device_rows
+    history = sampler.context.history
     with dispatching(to_kernels=True):
         ours = sampler.sample(logits, lines, capture=Capture.TOKENS).token_ids
     twins = draw_plain(
@@ -437,7 +443,8 @@ def turns(size: int) -> int:
 def time_nn() -> None:
     print(f"\n{'time':38} {'n':>5} {'twin us':>9} {'kernel us':>9} {'x':>6} {'TB/s':>6}")
     for case in nn_cases():
-        size, seconds = 2 * case.numbers, []
+        size = 2 * case.numbers
+        seconds = []
         for to_kernels in (False, True):
             with dispatching(to_kernels):
                 seconds.append(
@@ -515,8 +522,10 @@ def compare(title: str, candidates: Sequence[Sizes], names: Sequence[str]) -> No
 def fused_seconds(rows: int, logits: Sequence[torch.Tensor], name: str, sizes: Sizes) -> float:
     from dovetail_samplers import fused
 
-    sampler, lines = make_sampler(rows, [SAMPLINGS[name]]), lines_of(rows)
-    device_rows, history = sampler._device_rows, sampler.context.history
+    sampler = make_sampler(rows, [SAMPLINGS[name]])
+    lines = lines_of(rows)
+    device_rows = sampler._device_rows
+    history = sampler.context.history
     return seconds_in_graph(
         [
             lambda x=x: fused.draw(

@@ -64,12 +64,15 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 def check_steps() -> None:
     """Print the step closest to the error bound, and all beyond it."""
-    nearest, beyond, count = (0.0, ""), 0, 0
+    nearest = (0.0, "")
+    beyond = 0
+    count = 0
     for name, case in cases():
         bench = Stepped(lambda context: TritonAttention(NoOptions(), context), case)
         [result], [exact], [allowed] = bench.run(), bench.expected(), bench.allowed_errors()
         share = float(((result - exact).abs().nan_to_num(torch.inf).amax((1, 2)) / allowed).max())
-        nearest, count = max(nearest, (share, name)), count + 1
+        nearest = max(nearest, (share, name))
+        count += 1
         if share > 1:
             beyond += 1
             print(f"WRONG: {share:.1f} of what is allowed: {name}", flush=True)
@@ -113,7 +116,8 @@ def check_codes() -> None:
     bench.layers[0].write(x, x)
     cache = bench.layers[0].cache_for_fused_write()
     assert cache is not None
-    slots, wrong = cache.slots[: len(x)], 0
+    slots = cache.slots[: len(x)]
+    wrong = 0
     for stored, scale in ((cache.k, bench.scales[0].k), (cache.v, bench.scales[0].v)):
         twin = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
         wrong += int(
@@ -128,8 +132,10 @@ def times(loads: Sequence[Load], bandwidth: float) -> None:
         f"{'model':46} {'load':28} {'bf16 us':>9} {'fp8 us':>9} {'faster':>7} {'bf16 of copy':>13} {'fp8 of copy':>12}"
     )
     for model, load in product(MODELS, loads):
-        wide, small = Bench(model, load), Bench(replace(model, cache_dtype=FP8), load)
-        wide_s, small_s = wide.seconds(), small.seconds()
+        wide = Bench(model, load)
+        small = Bench(replace(model, cache_dtype=FP8), load)
+        wide_s = wide.seconds()
+        small_s = small.seconds()
         shares = [
             bench.bytes / seconds / bandwidth
             for bench, seconds in ((wide, wide_s), (small, small_s))

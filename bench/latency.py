@@ -32,12 +32,12 @@ from dovetail import LLMEngine
 
 MAX_ID = 10_000
 
-STREAMS, STREAM_PROMPT, STREAM_OUTPUT = (
-    64,
-    500,
-    1000,
-)  # answers that go on: their contexts are 1,000 tokens on average
-LONG_PROMPT, LONG_RATE = 4096, 4.0
+# answers that go on: their contexts are 1,000 tokens on average
+STREAMS = 64
+STREAM_PROMPT = 500
+STREAM_OUTPUT = 1000
+LONG_PROMPT = 4096
+LONG_RATE = 4.0
 UNDISTURBED_S = 5.0
 LONGEST = 10  # steps that are told of one by one
 UNCHUNKED = {"pace": None}  # a prompt of 4,096 fits the default budget of a step
@@ -61,7 +61,8 @@ def engine_of(directory: Path, settings: dict[str, Any]) -> Iterator[LLMEngine]:
 
 def warm_up(engine: LLMEngine, longest: int) -> None:
     """Kernels for prefills, chunks, decodes, and both in a step."""
-    driver, now = Driver(engine), engine.now()
+    driver = Driver(engine)
+    now = engine.now()
     for index in range(8):
         driver.schedule(
             "warm-up",
@@ -79,8 +80,10 @@ class Split:
         self._engine, self._before, self._began = engine, engine.stats(), engine.now()
 
     def told(self) -> dict[str, float]:
-        now, before = self._engine.stats(), self._before
-        steps, wall = max(1, now.steps - before.steps), self._engine.now() - self._began
+        now = self._engine.stats()
+        before = self._before
+        steps = max(1, now.steps - before.steps)
+        wall = self._engine.now() - self._began
         return {
             "wall_s": wall,
             "steps": steps,
@@ -103,7 +106,9 @@ def under_poisson(
     """Requests of about `--prompt` and `--output` tokens: each is drawn from half to one and a half times that."""
     with engine_of(directory, {"overlap": overlap, **settings}) as engine:
         warm_up(engine, args.prompt)
-        driver, split, rng = Driver(engine), Split(engine), random.Random(args.seed)
+        driver = Driver(engine)
+        split = Split(engine)
+        rng = random.Random(args.seed)
         begin = engine.now() + 0.5
         for index, at in enumerate(poisson(rate, args.seconds, args.seed)):
             prompt, output = (
@@ -145,10 +150,9 @@ def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any])
         warm_up(engine, LONG_PROMPT)
         driver = Driver(engine)
         begin = engine.now() + 0.5
-        calm, rough = (
-            begin + UNDISTURBED_S,
-            begin + 2 * UNDISTURBED_S,
-        )  # till `calm` the streams get under way, and nothing is measured
+        # till `calm` the streams get under way, and nothing is measured
+        calm = begin + UNDISTURBED_S
+        rough = begin + 2 * UNDISTURBED_S
         end = rough + args.seconds
 
         def stream(index: int, output_tokens: int) -> None:
@@ -171,7 +175,8 @@ def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any])
         driver.run(until=end)
         told = split.told()
         driver.run()
-        streams, prompts = driver.of("stream"), driver.of("prompt")
+        streams = driver.of("stream")
+        prompts = driver.of("prompt")
         undisturbed = quantiles(gap for timeline in streams for gap in timeline.gaps(calm, rough))
         disturbed = quantiles(gap for timeline in streams for gap in timeline.gaps(rough, end))
         served = [timeline for timeline in prompts if timeline.stamps[0] < end]

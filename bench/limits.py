@@ -29,7 +29,8 @@ def seconds(run: Callable[[], object], repeat: int = 20, warm_ups: int = 3) -> f
     """Median device time, after warming up."""
     times = []
     for turn in range(repeat + warm_ups):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         run()
         end.record()
@@ -52,7 +53,8 @@ def sustained_seconds(run: Callable[[], object], for_s: float = 1.0) -> float:
 
 def measure_limits(shape: Shape) -> Limits:
     """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes, each kept up for a second; random data."""
-    copy, rates = copy_bytes_per_s(), []
+    copy = copy_bytes_per_s()
+    rates = []
     for m, n, k in [
         (8192, 8192, 8192),
         (8192, 2 * shape.intermediate, shape.hidden),

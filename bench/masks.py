@@ -25,11 +25,12 @@ from dovetail.front.tokenizer import Tokenizer
 from dovetail.registry.registry import Registry
 
 VOCABULARY = 151_936
-ANSWERS, TOKENS = 4, 200  # one after the other
-STEPS, SKIPPED = (
-    40,
-    10,
-)  # of answers together; masks of the first aren't counted, since threads and what they share are being made
+# one after the other
+ANSWERS = 4
+TOKENS = 200
+# of answers together; masks of the first aren't counted, since threads and what they share are being made
+STEPS = 40
+SKIPPED = 10
 
 
 def context_of(directory: Path) -> GrammarContext:
@@ -46,7 +47,8 @@ def drawn(line: Any, chance: np.random.Generator) -> int:
 def one_answer(matcher: Matcher, chance: np.random.Generator) -> tuple[list[float], list[float]]:
     """Return the CPU milliseconds of each mask, and of each token."""
     words = np.zeros(-(-VOCABULARY // 32), np.uint32)
-    masks, tokens = [], []
+    masks = []
+    tokens = []
     for _ in range(TOKENS):
         begun = time.thread_time()
         matcher.fill(words)
@@ -66,15 +68,18 @@ def together(
     backend: GrammarBackend, matchers: list[Matcher], chance: np.random.Generator
 ) -> dict[str, float]:
     words = np.zeros((len(matchers), -(-VOCABULARY // 32)), np.uint32)
-    walls, cpus = [], []
+    walls = []
+    cpus = []
     for _ in range(STEPS):
-        begun, cpu = time.perf_counter(), time.process_time()
+        begun = time.perf_counter()
+        cpu = time.process_time()
         backend.fill_many(matchers, words)
         walls.append(1e3 * (time.perf_counter() - begun))
         cpus.append(1e3 * (time.process_time() - cpu))
         for matcher, line in zip(matchers, words, strict=True):
             matcher.accept(drawn(line, chance))
-    walls, cpus = walls[SKIPPED:], cpus[SKIPPED:]
+    walls = walls[SKIPPED:]
+    cpus = cpus[SKIPPED:]
     return {
         "wall_mean": float(np.mean(walls)),
         "wall_p90": float(np.percentile(walls, 90)),

@@ -59,7 +59,8 @@ def _copy_row(
 ):
     let_next_begin(PDL)
     wait(PDL)
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
     tl.store(out + row * SIZE + i, tl.load(x + row * STRIDE + i, mask=i < SIZE), mask=i < SIZE)
 
 
@@ -96,7 +97,9 @@ class Choice:
 def decoder(shape: Shape, context: BuildContext) -> Decoder:
     """Return enough layers of a dense model that their weights don't fit in the GPU's cache."""
     count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
-    hidden, size, eps = shape.hidden, shape.head_size, 1e-6
+    hidden = shape.hidden
+    size = shape.head_size
+    eps = 1e-6
 
     def block(index: int) -> Block[Attention]:
         spec = LayerSpec(index, shape.heads, shape.kv_heads, size, size**-0.5)
@@ -187,7 +190,8 @@ def tune(layers: Layers, rows: int) -> None:
 
 
 def tell(name: str, layers: Layers, rows: int) -> None:
-    ours, plain = layers.us(rows, Choice()), layers.us(rows, Choice(frozenset(PRODUCTS)))
+    ours = layers.us(rows, Choice())
+    plain = layers.us(rows, Choice(frozenset(PRODUCTS)))
     without = (
         f"{product} {layers.us(rows, Choice(frozenset({product}))) - ours:+.1f}"
         for product in PRODUCTS

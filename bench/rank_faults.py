@@ -38,7 +38,8 @@ CLOSED_S = 25.0  # that closing may take, and then ending
 LEFT_S = 15.0  # that the system may take to release what a process had
 LEFT_MIB = 64  # of a GPU, more than before
 STOPPED_LIMIT_S = 10.0  # executor.step_timeout_s
-PROMPTS, MAX_TOKENS = 48, 48
+PROMPTS = 48
+MAX_TOKENS = 48
 MOMENTS = {
     "loading": 4.0,
     "recording": 2.0,
@@ -135,7 +136,8 @@ def generate(engine: Any) -> list[list[int]]:
     from dovetail import SamplingParams
     from dovetail.errors import EngineDeadError
 
-    chance, outputs = random.Random(0), dict[str, list[int]]()
+    chance = random.Random(0)
+    outputs = dict[str, list[int]]()
     with suppress(EngineDeadError):
         for index in range(PROMPTS):
             prompt = [chance.randint(1, 400) for _ in range(chance.randint(1, 60))]
@@ -257,7 +259,9 @@ class Faults:
     """Runs engines, injects faults, and checks for leaked resources."""
 
     def __init__(self, device: str, model: str, size: int, seed: int) -> None:
-        self._device, self._model, self._size = device, model, size
+        self._device = device
+        self._model = model
+        self._size = size
         self._chance = random.Random(seed)
         self._before = used_mib()
         self._expected: dict[str, Any] = {}  # dtype -> tokens
@@ -291,9 +295,9 @@ class Faults:
     def kill_at(self, moment: str) -> Seen:
         """Kill a rank at a random time of a stage."""
         delay = self._chance.uniform(0, MOMENTS[moment])
-        seen, watched = (
-            Seen(f"kill-{moment}+{delay:.2f}"),
-            Watched(self.settings("bfloat16", self._size), 1.0 if moment == "closing" else 8.0),
+        seen = Seen(f"kill-{moment}+{delay:.2f}")
+        watched = Watched(
+            self.settings("bfloat16", self._size), 1.0 if moment == "closing" else 8.0
         )
         watched.find_ranks(START_S)
         begins = {
@@ -462,7 +466,8 @@ def main() -> None:
     if args.engine is not None:
         run_engine(json.loads(args.engine))
         return
-    begun, all_seen = time.monotonic(), list[Seen]()
+    begun = time.monotonic()
+    all_seen = list[Seen]()
     with tempfile.TemporaryDirectory() as folder:
         if args.device == "cuda":
             write_checkpoint(SHAPES["qwen3-0.6b"], Path(folder))

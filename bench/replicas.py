@@ -36,7 +36,8 @@ from urllib.parse import urlsplit
 
 from bench.soak import free_port
 
-UP_S, REQUEST_S = 240.0, 120.0
+UP_S = 240.0
+REQUEST_S = 120.0
 ROUTER_BACK_S = 30.0  # for which clients try again while the router is started
 KV_BYTES = (
     24 * 2**20
@@ -66,7 +67,10 @@ def ask(url: str, body: dict[str, Any], key: str | None = None) -> Answer:
     """Send a streamed completion. Raises `Failed`."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=REQUEST_S)
-    begun, first, texts, usage = time.perf_counter(), None, [], None
+    begun = time.perf_counter()
+    first = None
+    texts = []
+    usage = None
     try:
         whole = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}, **body}
         headers = {"Content-Type": "application/json"}
@@ -164,7 +168,8 @@ class Load:
                 self.different += answer.text != self.expected[number].text
 
     def _with_retries(self, body: dict[str, Any]) -> tuple[Answer, bool]:
-        end, retried = time.monotonic() + self.tries_s, False
+        end = time.monotonic() + self.tries_s
+        retried = False
         while True:
             try:
                 return ask(self.url, body, self.key), retried

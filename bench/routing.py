@@ -16,7 +16,8 @@ class Routing:
     """Takes the place of `dovetail.nn.moe.choose`, and remembers what each layer chose last."""
 
     def __init__(self, shape: Shape) -> None:
-        self._shape, self._calls = shape, 0
+        self._shape = shape
+        self._calls = 0
         self._last: list[torch.Tensor] = []  # one a layer, for the most tokens that came
 
     def choose(

@@ -27,7 +27,8 @@ def _choose(
 ):
     """One token, as `dovetail.nn.kernels.routing` does it, but by a hash of its first logits' bits, its row and an expert's number:
     rows of a random model often come to the same token, whose states are then bit for bit the same."""
-    token, e = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, PADDED)
     let_next_begin(PDL)
     wait(PDL)
     bits = tl.load(logits + token * stride + e % 2, mask=e < COUNT, other=0.0).to(
@@ -60,7 +61,8 @@ def choose_by_hash(
     logits: torch.Tensor, k: int, last: torch.Tensor, shared: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids [tokens, k] and equal weights; the ids are kept in `last`, too. `shared`: as `dovetail.nn.moe.choose` has it."""
-    tokens, count = logits.shape[0], logits.shape[1] - shared
+    tokens = logits.shape[0]
+    count = logits.shape[1] - shared
     ids = torch.empty((tokens, k + shared), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k + shared), dtype=torch.float32, device=logits.device)
     sizes = {

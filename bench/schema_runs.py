@@ -14,7 +14,8 @@ from typing import Any
 from bench.schemas import SCHEMAS, endless
 from bench.workloads import Workload
 
-PROMPT, OUTPUT = 100, 300
+PROMPT = 100
+OUTPUT = 300
 
 Generate = Callable[
     [list[list[int]], dict[str, Any] | None], dict[str, float]
@@ -56,7 +57,9 @@ def dovetail(plan: Plan) -> Iterator[Generate]:
             )
             params = SamplingParams(temperature=0.6, max_tokens=OUTPUT, **ruled)
             before = llm.engine.stats()
-            steps, device_s, core_s = before.steps, before.device_s, before.core_s
+            steps = before.steps
+            device_s = before.device_s
+            core_s = before.core_s
             outputs = [
                 output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)
             ]

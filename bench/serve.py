@@ -106,14 +106,10 @@ def metrics(records: list[Record], wanted_tokens: int | None = None) -> dict[str
     began = min(record.began for record in records)
     ended = max((outcome.last for outcome in done), default=began)
     duration = max(ended - began, 1e-9)
-    prompt_tokens, output_tokens = (
-        sum(o.prompt_tokens for o in done),
-        sum(o.output_tokens for o in done),
-    )
-    events, cpu_s = (
-        sum(record.events for record in records),
-        sum(record.cpu_s for record in records),
-    )
+    prompt_tokens = sum(o.prompt_tokens for o in done)
+    output_tokens = sum(o.output_tokens for o in done)
+    events = sum(record.events for record in records)
+    cpu_s = sum(record.cpu_s for record in records)
     return {
         "requests": len(outcomes),
         "completed": len(done),
@@ -196,7 +192,8 @@ def model_of(url: str, api_key: str | None) -> str:
 
 def poisson(rate: float, requests: int, seed: int) -> tuple[float, ...]:
     """Return the times of `count` arrivals, with `rate` per second on average; the first is immediate."""
-    rng, times = random.Random(seed), [0.0]
+    rng = random.Random(seed)
+    times = [0.0]
     while len(times) < requests:
         times.append(times[-1] + rng.expovariate(rate))
     return tuple(times[:requests])

@@ -44,7 +44,9 @@ from dovetail_server.settings import ServerSettings
 from dovetail_server.wire import DirectProtocol
 
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-_FIRST_TOKEN, _TOKENS = 34, 26  # ids of letters, in the demo model's vocabulary
+# ids of letters, in the demo model's vocabulary
+_FIRST_TOKEN = 34
+_TOKENS = 26
 
 
 class FakeLine:
@@ -68,7 +70,8 @@ class FakeLine:
     def close(self) -> None: ...
 
     def step(self, *, last: bool = False) -> None:
-        numbers, now = self.numbers, time.perf_counter()
+        numbers = self.numbers
+        now = time.perf_counter()
         tokens = array("i", [_FIRST_TOKEN + self._steps % _TOKENS] * len(numbers)).tobytes()
         first = tuple(First(number, 0, now, now) for number in numbers) if not self._steps else ()
         finished = tuple(Finished(number, "length", None, 0) for number in numbers) if last else ()
@@ -156,7 +159,8 @@ async def _measure(streams: int, tokens: int, step_s: float) -> None:
 
 async def _steps(line: FakeLine, tokens: int, step_s: float) -> tuple[float, float]:
     """Run the steps; return the process's CPU seconds, user plus system."""
-    began, next_at = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    began = resource.getrusage(resource.RUSAGE_SELF)
+    next_at = time.monotonic()
     for step in range(tokens):
         line.step(last=step == tokens - 1)
         next_at += step_s

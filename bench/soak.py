@@ -36,9 +36,11 @@ from bench import serve
 from bench.streams import Plan
 from bench.toy import installed_in
 
-READY_S, STOP_S = 120.0, 60.0
+READY_S = 120.0
+STOP_S = 60.0
 IDLE_S = 10.0  # until all requests are gone, once no client wants any
-GROWTH, GROWTH_BYTES = 1.05, 8 * 2**20
+GROWTH = 1.05
+GROWTH_BYTES = 8 * 2**20
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 

@@ -37,7 +37,8 @@ from dovetail.request import Request
 from dovetail_samplers.default import DefaultSampler
 
 MAX_ID = 10_000
-REPLACED, LEFT_OUT = 23, 64
+REPLACED = 23
+LEFT_OUT = 64
 RUNS = 3
 DRAFTERS = {
     "none": None,
@@ -197,7 +198,8 @@ def run(
     import bench.speculation as home  # components are made from this module, not from `__main__`
     from dovetail import LLM, SamplingParams
 
-    home.EDITS, home.ACCEPTANCE = edits, acceptance
+    home.EDITS = edits
+    home.ACCEPTANCE = acceptance
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "bfloat16",
@@ -214,20 +216,23 @@ def run(
         params = SamplingParams(
             temperature=temperature, ignore_eos=True, max_tokens=lens[1], detokenize=False
         )
-        times, wrong = [], 0
+        times = []
+        wrong = 0
         steps = device = 0.0
         for index in range(1 + RUNS):
             rng = np.random.default_rng(index)
             prompts = rng.integers(0, MAX_ID, (rows, lens[0])).tolist()
             before = llm.engine.stats()
-            before_steps, before_device = before.steps, before.device_s
+            before_steps = before.steps
+            before_device = before.device_s
             begun = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - begun
             after = llm.engine.stats()
             if index:
                 times.append(seconds)
-                steps, device = after.steps - before_steps, after.device_s - before_device
+                steps = after.steps - before_steps
+                device = after.device_s - before_device
             for prompt, output in zip(prompts, outputs, strict=True):
                 expected = [
                     answer_id(prompt.__getitem__, len(prompt), i, edits) for i in range(lens[1])

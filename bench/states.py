@@ -88,8 +88,10 @@ class Bench:
     """Layers of a model with a planned step: `lengths` tokens of each row."""
 
     def __init__(self, model: Model, lengths: Sequence[int], state_dtype: torch.dtype) -> None:
-        self.model, shape = model, model.shape
-        rows, tokens = len(lengths), sum(lengths)
+        self.model = model
+        shape = model.shape
+        rows = len(lengths)
+        tokens = sum(lengths)
         decodes = max(lengths) == 1
         count = max(1, min(64, -(-ROTATED_BYTES // (rows * model.state_bytes)))) if decodes else 1
         self.layers = [self._layer(index, lengths, state_dtype) for index in range(count)]
@@ -133,7 +135,8 @@ class Bench:
         return short_conv(self.qkv, self.weight, None, layer.layers[INDEX], 0)
 
     def recur(self, layer: BoundStates, x: torch.Tensor) -> torch.Tensor:
-        shape, state = self.model.shape, layer.layers[INDEX]
+        shape = self.model.shape
+        state = layer.layers[INDEX]
         if isinstance(shape, DeltaShape):
             return delta_rule.gated_delta_rule(
                 x, self.a, self.b, self.gates[0], self.gates[1], shape, state, 1
@@ -242,7 +245,8 @@ def prefill_table(names: Sequence[str], state_dtype: torch.dtype, with_parts: bo
     )
     for name, (rows, length) in itertools.product(names, PREFILLS):
         bench = Bench(MODELS[name], [length] * rows, state_dtype)
-        seconds, tokens = bench.seconds(), rows * length
+        seconds = bench.seconds()
+        tokens = rows * length
         projections = tokens * bench.model.projection_flop / rate
         numbers = f"{seconds * 1e3:8.3f} {tokens * bench.model.flop() / seconds / 1e12:8.0f} {projections * 1e3:14.3f} {seconds / projections:8.0%}"
         print(
@@ -271,7 +275,8 @@ def tuning_table(names: Sequence[str], decode: bool, state_dtype: torch.dtype) -
             if decode
             else [[length] * rows for rows, length in PREFILLS[:2]]
         ):
-            bench, results = Bench(MODELS[name], lengths, state_dtype), list[tuple[float, Tiling]]()
+            bench = Bench(MODELS[name], lengths, state_dtype)
+            results = list[tuple[float, Tiling]]()
             for tiling in candidates(decode):
                 name_of = "recur_tiling" if decode else "carry_tiling"
                 with (

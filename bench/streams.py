@@ -32,7 +32,8 @@ REFUSED_PAUSE_S = 0.1  # before a closed loop tries again to connect
 ERROR_BYTES = 2000  # of a refusal's body, at most, that are kept
 MAX_SEED = 2**63
 
-COMPLETED, HUNG_UP = "completed", "hung up by the client"
+COMPLETED = "completed"
+HUNG_UP = "hung up by the client"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Plan:
         rng = np.random.default_rng((self.seed, index))
         if self.work is None:
             traced = self.trace[index]
-            prompt, output_tokens = prompt_ids(traced, 10_000).tolist(), traced.output_tokens
+            prompt = prompt_ids(traced, 10_000).tolist()
+            output_tokens = traced.output_tokens
         else:
             work = self.work
             prompt_tokens, output_tokens = work.lens[index % len(work.lens)]
@@ -195,7 +197,9 @@ class Connection(asyncio.Protocol):
     """Keep-alive connection for one request at a time."""
 
     def __init__(self, record: Record, headers: bytes, timeout_s: float) -> None:
-        self._record, self._headers, self._timeout_s = record, headers, timeout_s
+        self._record = record
+        self._headers = headers
+        self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._done: asyncio.Future[None] | None = None  # of the request under way
@@ -208,7 +212,10 @@ class Connection(asyncio.Protocol):
     async def send(self, job: Job, late: float = 0.0) -> None:
         """Send a request and wait until it has ended; the record then has its outcome."""
         assert self.transport is not None
-        self._job, self._buffer, self._status, self._over = job, b"", 0, False
+        self._job = job
+        self._buffer = b""
+        self._status = 0
+        self._over = False
         self._texts: list[str] | None = [] if job.text is not None else None
         self._gaps: array[float] = array("d")
         self._events = 0
@@ -301,10 +308,8 @@ class Connection(asyncio.Protocol):
             if self._events == self._job.hangs_up_after:
                 self._hang_up()
         if event.usage is not None:
-            outcome.prompt_tokens, outcome.output_tokens = (
-                event.usage.prompt_tokens,
-                event.usage.completion_tokens,
-            )
+            outcome.prompt_tokens = event.usage.prompt_tokens
+            outcome.output_tokens = event.usage.completion_tokens
             outcome.cached_tokens = (
                 event.usage.prompt_tokens_details or _Details()
             ).cached_tokens or 0
@@ -319,7 +324,8 @@ class Connection(asyncio.Protocol):
         """Return the error in the text so far, if it is checked."""
         if self._texts is None or self._job.text is None:
             return None
-        text, whole = "".join(self._texts), self._job.text
+        text = "".join(self._texts)
+        whole = self._job.text
         right = (
             whole.startswith(text)
             if self._job.hangs_up_after is not None and not self._over
@@ -360,7 +366,8 @@ class Client:
     """Client of one process's part of a plan."""
 
     def __init__(self, plan: Plan, process: int) -> None:
-        self.plan, self.process = plan, process
+        self.plan = plan
+        self.process = process
         self.record = Record(began=0.0)
         self._address = urlsplit(plan.url)
         self._host = self._address.hostname or "127.0.0.1"

@@ -33,7 +33,9 @@ from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import Workload
 from dovetail.front.tokenizer import Tokenizer
 
-REQUESTS, PROMPT, OUTPUT = 256, 200, 300
+REQUESTS = 256
+PROMPT = 200
+OUTPUT = 300
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-STREAMS, TOKENS = 8, 400
+STREAMS = 8
+TOKENS = 400
 
 
 def attacks(salt: int) -> dict[str, dict[str, Any]]:

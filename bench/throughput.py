@@ -105,7 +105,9 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu()
     overrides: dict[str, Any] = {"attention": args.attention, **settings_of(args.set)}
-    rows, limits, params = [], {}, params_of(args.param)
+    rows = []
+    limits = {}
+    params = params_of(args.param)
     for name in args.workload:
         work = WORKLOADS[name] if args.shape is None else replace(WORKLOADS[name], shape=args.shape)
         ways = [work, replace(work, params=params)] if params else [work]

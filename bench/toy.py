@@ -86,7 +86,8 @@ class ToyExecutor(Executor):
         self._last_ended = 0.0
 
     def start(self) -> Capacity:
-        options, config = self.options, self.context.config
+        options = self.options
+        config = self.context.config
         return Capacity(
             num_pages=options.num_blocks,
             max_in_flight=options.max_in_flight,

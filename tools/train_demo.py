@@ -148,7 +148,8 @@ def training_batches(ids: Tensor, recipe: Recipe) -> Iterator[tuple[Tensor, Tens
         order = torch.randperm(len(windows), generator=rng)
         for chosen in torch.split(order, recipe.batch_windows):
             batch = windows[chosen]
-            inputs, targets = batch[:, :-1], batch[:, 1:]
+            inputs = batch[:, :-1]
+            targets = batch[:, 1:]
             noise = torch.randint(recipe.vocab_size, inputs.shape, generator=rng)
             noisy = torch.rand(inputs.shape, generator=rng) < recipe.token_noise
             yield torch.where(noisy, noise, inputs), targets
@@ -273,7 +274,9 @@ def train(corpus: Corpus, recipe: Recipe, device: str, limit_s: float) -> Qwen3F
     average = AveragedModel(model, multi_avg_fn=moving_average)
     optimizer = build_optimizer(model, recipe)
     batches = training_batches(corpus.train_ids, recipe)
-    best_loss, best_model, evals_since_best = math.inf, model, 0
+    best_loss = math.inf
+    best_model = model
+    evals_since_best = 0
     started = time.monotonic()
     for step in range(1, recipe.max_steps + 1):
         elapsed_s = time.monotonic() - started
@@ -294,7 +297,9 @@ def train(corpus: Corpus, recipe: Recipe, device: str, limit_s: float) -> Qwen3F
         )
         evals_since_best += 1
         if held_out < best_loss:
-            best_loss, best_model, evals_since_best = held_out, copy.deepcopy(average.module), 0
+            best_loss = held_out
+            best_model = copy.deepcopy(average.module)
+            evals_since_best = 0
         if progress >= 1.0 or evals_since_best >= recipe.patience_evals:
             break
     return best_model

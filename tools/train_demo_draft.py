@@ -83,12 +83,14 @@ def main() -> None:
         ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
         for ids in (corpus.train_ids, corpus.held_out_ids)
     )
-    learned, held_out = learned[::2], held_out[::8]
+    learned = learned[::2]
+    held_out = held_out[::8]
     logits = targets(teacher, learned)
     held_out_logits = targets(teacher, held_out)
     torch.manual_seed(RECIPE.seed)
     student = build_model(RECIPE)
-    optimizer, order = build_optimizer(student, RECIPE), torch.Generator().manual_seed(RECIPE.seed)
+    optimizer = build_optimizer(student, RECIPE)
+    order = torch.Generator().manual_seed(RECIPE.seed)
     for step in range(RECIPE.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, step / RECIPE.max_steps, RECIPE)

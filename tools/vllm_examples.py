@@ -216,7 +216,8 @@ def main() -> None:
         else:
             shutil.copytree(source / "examples", folder / source.name / "examples")
             source = folder / source.name
-        models, adapter = make_models(folder), make_adapter(folder)
+        models = make_models(folder)
+        adapter = make_adapter(folder)
         rows = dict(known["examples"]) if parts else {}
         for path in examples(source):
             example = str(path.relative_to(source / "examples").with_suffix(""))

@@ -106,7 +106,8 @@ def default_of(value: ast.expr | None, configs: dict[str, dict[str, Any]]) -> An
     if isinstance(value, ast.Call):
         called = ast.unparse(value.func)
         if called == "get_field":
-            owner, field = ast.unparse(value.args[0]), ast.literal_eval(value.args[1])
+            owner = ast.unparse(value.args[0])
+            field = ast.literal_eval(value.args[1])
             return default_of(configs.get(owner, {}).get(field), configs)
         keywords = {keyword.arg: keyword.value for keyword in value.keywords}
         if "default" in keywords:

@@ -218,7 +218,8 @@ def measure_all(
     for name, turn in runs:
         gc.collect()
         torch.cuda.empty_cache()
-        begun, case = time.perf_counter(), CASES[name]
+        begun = time.perf_counter()
+        case = CASES[name]
         replay(
             engine(str(model), case.scheduler, case.pace),
             trace_of(case, args.seconds),

@@ -34,7 +34,9 @@ from dovetail_lab.step_time import StepShape
 Config = Mapping[str, Any]
 FITTED = ("h200-qwen3-0.6b", "h200-qwen3-8b")
 CONSTANTS = ("bandwidth_share", "flops_share", "attention_share", "layer_s")
-ROWS, CONTEXTS, MOST_CONTEXT = (1, 2, 4, 8, 16, 32, 64, 128), (256, 512, 1024, 2048, 4096), 131_072
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+MOST_CONTEXT = 131_072
 PROMPTS = (64, 128, 256, 512, 1024, 2048)
 CHUNKS = ((512, 512), (512, 1536), (512, 3584))  # (tokens, those before)
 JOINED = ((8, 512), (32, 512), (64, 1024))  # (rows, context) of decodes beside a prompt
@@ -190,7 +192,8 @@ def of_splitwise(traces: Path) -> Iterator[Source]:
     )
     with (traces / "calibration" / "splitwise_perf_model.csv").open() as file:
         for row in csv.DictReader(file):
-            prompt, batch = int(row["prompt_size"]), int(row["batch_size"])
+            prompt = int(row["prompt_size"])
+            batch = int(row["batch_size"])
             if (
                 row["token_size"] == "128" and batch <= 32 and not row["hardware"].endswith("pcap")
             ):  # not those with capped power

@@ -27,7 +27,8 @@ ENGINE = {
     "max_num_batched_tokens": 2048,
     "max_model_len": 32_768,
 }
-BUDGET_S, START_BUDGET_S = 60.0, 1.0
+BUDGET_S = 60.0
+START_BUDGET_S = 1.0
 
 
 def start_seconds() -> float:

@@ -101,7 +101,8 @@ def engine(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Any]:
 
 
 def simulated(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Floats]:
-    config, router = engine(run, step_time), LeastLoaded()
+    config = engine(run, step_time)
+    router = LeastLoaded()
     return simulated_times(
         replay_replicas(
             config, run.trace, run.replicas, router, in_step=run.in_step, registry=registry()
@@ -112,7 +113,8 @@ def simulated(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Floats]:
 def by_data_sheet(run: VLLMRun) -> dict[str, float]:
     """Return the seconds for the weights, for one token's K and V, and for the weights of all experts, read once by GPUs that share them. Experts are
     shared by the GPUs of all replicas, all else by those of one. Nothing for a model of unknown sizes."""
-    sizes, per_s = run.sizes, run.bytes_per_s * run.gpus
+    sizes = run.sizes
+    per_s = run.bytes_per_s * run.gpus
     if sizes is None:
         return {}
     of_experts = sizes.experts * sizes.expert_weights
@@ -139,7 +141,8 @@ def experts_chosen(run: VLLMRun) -> dict[str, float]:
 def first_guess(run: VLLMRun) -> dict[str, float]:
     """Return where the search begins: half of the quickest answer's TPOT is the base; the first request, which is alone, tells what a prompt token
     takes; what a typical TPOT is beyond the base is half context, a quarter rows. The data sheet, where there is one, knows better."""
-    measured, first_half = measured_times(run.trace), slice(0, FIRST_HALF)
+    measured = measured_times(run.trace)
+    first_half = slice(0, FIRST_HALF)
     base = 0.5 * float(measured["TPOT"][first_half].min())
     per_token = float(measured["TTFT"][0]) / run.trace.requests[0].prompt_tokens
     beyond = float(np.median(measured["TPOT"][first_half])) - base
@@ -192,7 +195,8 @@ def fit(run: VLLMRun, evaluations: int) -> LinearStepTime:
 def figures(simulated: dict[str, Floats], measured: dict[str, Floats], part: slice) -> list[Figure]:
     found = []
     for name in measured:
-        ours, theirs = simulated[name][part], measured[name][part]
+        ours = simulated[name][part]
+        theirs = measured[name][part]
         found.append(Figure(f"{name} mean, s", float(ours.mean()), float(theirs.mean()), WITHIN))
         found += [
             Figure(
@@ -222,7 +226,8 @@ def profile_of(model: LinearStepTime, run: VLLMRun, held_out: list[Figure]) -> S
 
 def check(run: VLLMRun, model: LinearStepTime, fitted: bool) -> list[Figure]:
     """Print both halves, and return what wasn't fitted: the second if the first was."""
-    found, measured = simulated(run, model.model_dump()), measured_times(run.trace)
+    found = simulated(run, model.model_dump())
+    measured = measured_times(run.trace)
     print(
         f"\n{run}\n{', '.join(f'{term} {value:.4g}' for term, value in model if term != 'kind' and value)}",
         flush=True,

@@ -130,11 +130,9 @@ class VLLMRun:
             raise ConfigError(
                 f"{name}: meta.json says {meta['num_requests']} requests, and {len(trace)} have times"
             )
-        memory, gpus, kv_bytes = (
-            instances[0]["npu_mem"],
-            settings["tensor_parallel_size"],
-            KV_BYTES[settings.get("kv_cache_dtype") or "auto"],
-        )
+        memory = instances[0]["npu_mem"]
+        gpus = settings["tensor_parallel_size"]
+        kv_bytes = KV_BYTES[settings.get("kv_cache_dtype") or "auto"]
         described = model_config if model_config is not None else MODELS.get(settings["model"])
         sizes = (
             None
@@ -235,7 +233,8 @@ def _estimated_blocks(
     tokens of a block."""
     if sizes is None:
         raise ConfigError("the pool can't be estimated for a model of unknown sizes")
-    gpus, given = settings["tensor_parallel_size"], settings.get("kv_cache_memory_bytes")
+    gpus = settings["tensor_parallel_size"]
+    given = settings.get("kv_cache_memory_bytes")
     taken = (
         (settings.get("gpu_memory_utilization") or memory.get("mem_util", MEMORY_SHARE))
         * memory["mem_size"]

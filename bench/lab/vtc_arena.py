@@ -155,7 +155,8 @@ def with_host(profile: StepTimeProfile, factor: float) -> StepTimeProfile:
 def host_factor(run: ServedRun, profile: StepTimeProfile) -> float:
     """Return the factor of the host's times with which `run` has its measured throughput: two steps of the secant method from 1 and 1.2."""
     target = figures_of_measured(run)["tokens/s"]
-    low, high = 1.0, 1.2
+    low = 1.0
+    high = 1.2
     at_low, at_high = (
         simulate(run, with_host(profile, factor), 0)["tokens/s"] for factor in (low, high)
     )

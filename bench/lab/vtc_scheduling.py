@@ -25,7 +25,8 @@ class SLoRAScheduler(LightLLM):
 
     def schedule(self, step: Step) -> None:
         super().schedule(step)
-        self._heard_of, self._turned = frozenset(request.id for request in step.waiting), False
+        self._heard_of = frozenset(request.id for request in step.waiting)
+        self._turned = False
 
     def on_finished(self, request: Request) -> None:
         super().on_finished(request)

@@ -75,7 +75,8 @@ class ServedRun:
         found = []
         for one in result["responses"]:
             arrival = one["req_time"]
-            first, last = arrival + one["first_token_latency"], arrival + one["request_latency"]
+            first = arrival + one["first_token_latency"]
+            last = arrival + one["request_latency"]
             found.append(
                 Served(
                     one["adapter_dir"], arrival, first, last, one["prompt_len"], one["output_len"]
@@ -106,7 +107,8 @@ def single_batches(path: Path) -> list[Measurement]:
     found = []
     for prompt, outputs in json.loads(path.read_text()).items():
         for output, (batch, prefill_s, decode_s) in outputs.items():
-            ones, had = np.ones(batch, np.int64), np.zeros(batch, np.int64)
+            ones = np.ones(batch, np.int64)
+            had = np.zeros(batch, np.int64)
             found.append(Measurement((StepShape.of(ones * int(prompt), had),), batch * prefill_s))
             decodes = tuple(
                 StepShape.of(ones, had + int(prompt) + done) for done in range(int(output))
@@ -121,11 +123,9 @@ def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> Ste
     alone = np.stack(
         [np.concatenate([_device(one.shapes), np.zeros(len(HOST))]) for one in batches]
     )
-    rows, seconds, shares = (
-        [alone],
-        [np.array([one.seconds for one in batches])],
-        [np.ones(len(batches))],
-    )
+    rows = [alone]
+    seconds = [np.array([one.seconds for one in batches])]
+    shares = [np.ones(len(batches))]
     for run in runs:
         equations, took = _equations(run, model)
         rows.append(equations)
@@ -173,7 +173,8 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
     """Return the factors of all coefficients [answers, knots + 1 + host] and the seconds of each answer [answers]. What the steps of `device` take
     is a weight of moments only."""
     instants = np.arange(0.0, run.total_s + 2 * GRID_S, GRID_S)
-    rows, context = np.zeros(len(instants)), np.zeros(len(instants))
+    rows = np.zeros(len(instants))
+    context = np.zeros(len(instants))
     for one in run.requests:
         low, high = np.searchsorted(instants, (one.first_s, one.last_s))
         rows[low:high] += 1
@@ -190,7 +191,8 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
     until = np.cumsum(
         np.column_stack([decodes, rows, np.ones(len(instants))]) * share[:, None], axis=0
     )
-    factors, seconds = [], []
+    factors = []
+    seconds = []
     for one in run.requests:
         low, high = np.searchsorted(instants, (one.first_s, one.last_s))
         total = until[high - 1] - until[low]

@@ -155,7 +155,8 @@ def _openai_line(model: str, answer: Answer) -> Mapping[str, Any]:
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
         return {**line, "response": {"status_code": 200, "request_id": line["id"], "body": told}}
-    chat, made = answer.get("form") == "messages", output_tokens(answer)
+    chat = answer.get("form") == "messages"
+    made = output_tokens(answer)
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{answer['row']}",
         "object": "chat.completion" if chat else "text_completion",

@@ -94,7 +94,9 @@ class EngineWorker:
         send: Callable[[list[Answer]], None],
     ) -> None:
         """`received` ends with None. `send` is called in a thread of the worker's; an `OSError` of it means that nobody receives any more."""
-        self._engine, self._received, self._send = engine, received, send
+        self._engine = engine
+        self._received = received
+        self._send = send
         self._prepared: queue.SimpleQueue[list[_Prepared] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[Answer] | None] = queue.SimpleQueue()
         self._rows: dict[str, JobRow] = {}  # in the engine, by request id

@@ -122,7 +122,8 @@ class Plan:
         given = self.job.gpus
         if isinstance(given, list):
             return tuple(given) or (None,) * len(self.sources)
-        needed, visible = given * len(self.sources), os.environ.get("CUDA_VISIBLE_DEVICES")
+        needed = given * len(self.sources)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = (
             [str(place) for place in range(needed)]
             if visible is None
@@ -205,7 +206,8 @@ def _config(source: Source, where: Where) -> EngineConfig:
 
 
 def _format(job: JobSettings, where: Where) -> Format:
-    given, place = job.input, where.at("input")
+    given = job.input
+    place = where.at("input")
     if given.path == "-":
         raise ConfigError(
             place.says(

@@ -58,11 +58,13 @@ def scan(source: Source, reader: RowReader, shard_rows: int) -> tuple[int, tuple
     _check_first_rows(source, reader)
     starts: list[int] = []
     hashes: array[int] = array("Q")
-    position, rows = source.first, 0
+    position = source.first
+    rows = 0
     for record, end in source.records(source.first):
         if rows % shard_rows == 0:
             starts.append(position)
-        rows, position = rows + 1, end
+        rows += 1
+        position = end
         if (name := _id(source, record, rows)) is not None:
             hashes.append(_hash(name))
     ordered = np.sort(np.frombuffer(hashes, np.uint64))
@@ -146,7 +148,8 @@ class RowsLeft:
 
     def __iter__(self) -> Iterator[JobRow | Answer]:
         """Yield each row, or the answer with its error if it is invalid. Raises `ConfigError` if the input has changed."""
-        records, position = self.source.records(self.source.first), self.source.first
+        records = self.source.records(self.source.first)
+        position = self.source.first
         for shard, start in enumerate(self.starts):
             if shard not in self.left:
                 continue
@@ -215,7 +218,8 @@ def job_folder(plan: Plan, *, anew: bool = False) -> Iterator[Callable[[], OpenJ
 
 def source_of(plan: Plan) -> Source:
     """Return the source of a job's rows. Raises `ConfigError` if the file can't be read in its format, `MissingExtraError` without pyarrow."""
-    path, columns = Path(plan.job.input.path), dict[str, str](plan.job.input.columns.items())
+    path = Path(plan.job.input.path)
+    columns = dict[str, str](plan.job.input.columns.items())
     if plan.format == "parquet":
         from dovetail_batch.parquet import Parquet
 
@@ -238,13 +242,11 @@ class OpenJob:
         manifest: Manifest,
         store: ShardStore,
     ) -> None:
-        self._plan, self._source, self._stamp, self._manifest, self._store = (
-            plan,
-            source,
-            stamp,
-            manifest,
-            store,
-        )
+        self._plan = plan
+        self._source = source
+        self._stamp = stamp
+        self._manifest = manifest
+        self._store = store
         self.summary = Summary(manifest.rows, store.answered)
         self._begun: float | None = None
         disable = True if self.is_done else None  # None: shown on a terminal only

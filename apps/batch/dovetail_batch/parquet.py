@@ -36,7 +36,8 @@ class Parquet(Source):
     def records(self, position: int) -> Iterator[tuple[Fields | RequestError, int]]:
         import pyarrow as pa
 
-        group, begin = 0, 0
+        group = 0
+        begin = 0
         while group < len(self._groups) and begin + self._groups[group] <= position:
             begin += self._groups[group]
             group += 1

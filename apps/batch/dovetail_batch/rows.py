@@ -52,7 +52,9 @@ class RowReader:
     ) -> None:
         """`sampling`, or `pooling` of a job that embeds: default parameters of rows; `has_logprobs`: whether the format of the answers has
         log-probabilities. Raises `RequestError` if the parameters are invalid."""
-        self._sampling, self._seed, self._has_logprobs = dict(sampling), seed, has_logprobs
+        self._sampling = dict(sampling)
+        self._seed = seed
+        self._has_logprobs = has_logprobs
         self._task, self._pooling = task, dict(pooling or {})
         if task == "embed" and sampling:
             raise RequestError("sampling: a job that embeds has `pooling` instead")

@@ -128,7 +128,8 @@ def run(plan: Plan, *, anew: bool = False) -> Summary:
         job = stack.enter_context(open_job())
         if job.is_done:
             return job.end()
-        rows, more = iter(job.rows_left()), True
+        rows = iter(job.rows_left())
+        more = True
         while True:
             more = more and _hand_out(job, links, rows)
             if not more and not any(link.rows for link in links):

@@ -155,7 +155,9 @@ class ShardStore:
 
     def __init__(self, directory: Path, manifest: Manifest, writer: Writer, suffix: str) -> None:
         """Resume from the folder's files. `suffix` ends the names of complete shards. Raises `UnwritableOutput`."""
-        self._directory, self._writer, self._suffix = directory, writer, suffix
+        self._directory = directory
+        self._writer = writer
+        self._suffix = suffix
         self._rows, self._shard_rows = manifest.rows, int(manifest.settings["shard_rows"])
         with writing(directory):
             sizes = {
@@ -210,7 +212,9 @@ class ShardStore:
             self._finish(shard)
 
     def _finish(self, shard: int) -> None:
-        path, opened, rows = self._path(shard), self._open_path(shard), self._numbers(shard)
+        path = self._path(shard)
+        opened = self._open_path(shard)
+        rows = self._numbers(shard)
         with writing(path):
             answers = sorted(_answers_in(opened, rows), key=lambda answer: int(answer["row"]))
             if [answer["row"] for answer in answers] != list(rows):

@@ -34,7 +34,9 @@ JSON_CELLS = (
     "pooling",
     *FIELD_KEYS,
 )  # columns that hold JSON where cells are text
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
 OPENAI_KEYS = ("custom_id", "method", "url", "body")
 NO_EFFECT = (
     "model",
@@ -60,7 +62,8 @@ class Source(ABC):
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         """`columns`: the file's names of columns by ours; empty: the same. Raises `ConfigError` if the file can't be read in this format."""
-        self.path, self.columns = path, columns
+        self.path = path
+        self.columns = columns
 
     @abstractmethod
     def records(self, position: int) -> Iterator[tuple[Any, int]]:

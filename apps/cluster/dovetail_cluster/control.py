@@ -22,7 +22,9 @@ from dovetail.errors import ConfigError, DovetailError
 
 Answer = Mapping[str, Any]
 PATIENCE_S = 5.0
-LOCK_ATTEMPTS, LOCK_RETRY_S = 10, 0.03  # attempts to take a lock, and seconds between them
+# attempts to take a lock, and seconds between them
+LOCK_ATTEMPTS = 10
+LOCK_RETRY_S = 0.03
 _MOST_BYTES = 1 << 20
 
 

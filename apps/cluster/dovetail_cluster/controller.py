@@ -38,7 +38,8 @@ class Scaler:
     """Changes the target by one at a time, after the queue has been too long, or empty, without interruption."""
 
     def __init__(self, bounds: Replicas, scale: Scale) -> None:
-        self._bounds, self._scale = bounds, scale
+        self._bounds = bounds
+        self._scale = scale
         self.target = bounds.min
         self._long_since: float | None = None
         self._empty_since: float | None = None
@@ -63,13 +64,15 @@ class Scaler:
             and now - self._long_since >= self._scale.up_after_s
             and self.target < self._bounds.max
         ):
-            self.target, self._long_since = self.target + 1, None
+            self.target += 1
+            self._long_since = None
         elif (
             self._empty_since is not None
             and now - self._empty_since >= self._scale.down_after_s
             and self.target > self._bounds.min
         ):
-            self.target, self._empty_since = self.target - 1, now
+            self.target -= 1
+            self._empty_since = now
         return self.target
 
 
@@ -118,13 +121,12 @@ class Controller:
         say: Callable[[str], None] = print,
     ):
         """`say` logs a line per event."""
-        self._settings, self._launcher, self._router, self._prober = (
-            settings,
-            launcher,
-            router,
-            prober,
-        )
-        self._clock, self._say = clock, say
+        self._settings = settings
+        self._launcher = launcher
+        self._router = router
+        self._prober = prober
+        self._clock = clock
+        self._say = say
         self._scaler = Scaler(settings.replicas, settings.scale)
         self._members: list[Member] = []
         self._number = 0
@@ -229,7 +231,8 @@ class Controller:
         if member.state is State.DRAINING:
             self._say(f"{member.name} has ended")
             return
-        self.deaths, self.last_death = self.deaths + 1, f"{member.name} {how}"
+        self.deaths += 1
+        self.last_death = f"{member.name} {how}"
         self._say(f"{member.name} {how}")
         if member.state not in _COMING:
             return
@@ -271,7 +274,8 @@ class Controller:
         for member in self._members:
             how_listed = None if member.url is None else self._listed.get(member.url)
             if member.state is State.JOINING and how_listed is Listed.READY:
-                self._has_served, self._futile = True, 0
+                self._has_served = True
+                self._futile = 0
                 self._enter(member, State.SERVING)
             elif member.state is State.LEAVING and (
                 how_listed is None or self._clock() - member.since > LETS_GO_S

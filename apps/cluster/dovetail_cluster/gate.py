@@ -150,14 +150,16 @@ class Forward:
     ) -> None:
         """`path`: the router's, if it differs."""
         self._settings, self._bodies, self._port, self._key = settings, bodies, port, key.encode()
-        self._method, self._path = method, path
+        self._method = method
+        self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
             await self._forward(scope, receive, send)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held, most = 0, self._settings.max_body_bytes
+        held = 0
+        most = self._settings.max_body_bytes
 
         def hold(size: int) -> None:
             nonlocal held
@@ -259,7 +261,8 @@ class Forward:
                     }
                 )
             if is_begun and (answer.parts or answer.is_whole):
-                parts, answer.parts = answer.parts, []
+                parts = answer.parts
+                answer.parts = []
                 await send(
                     {
                         "type": "http.response.body",

@@ -140,7 +140,8 @@ class LocalLauncher:
         gpus: Sequence[str] | None = None,
     ) -> None:
         """`gpus`: those to assign; None: all visible ones. Raises `ConfigError` if `min` replicas need more."""
-        self._settings, self._keys = settings, api_keys
+        self._settings = settings
+        self._keys = api_keys
         self._gpus = list(visible_gpus() if gpus is None else gpus) if settings.gpus else []
         self._replicas: list[ServerProcess] = []
         if len(self._gpus) < (needed := settings.gpus * settings.replicas.min):

@@ -18,7 +18,8 @@ from dovetail_cluster.interfaces import Vitals
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 MAX_BYTES = 16 * 2**20
-WAITING, RUNNING = "vllm:num_requests_waiting", "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+RUNNING = "vllm:num_requests_running"
 
 
 def ask(
@@ -57,7 +58,9 @@ class Probes:
         every_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._key, self._every_s, self._clock = key, every_s, clock
+        self._key = key
+        self._every_s = every_s
+        self._clock = clock
         self._vitals: dict[str, Vitals | None] = {}
 
     def vitals(self, url: str) -> Vitals | None:

@@ -105,6 +105,7 @@ class BatchEngine:
         except BaseException as error:  # callers must get it, whatever it is
             with self._lock:
                 self._failure = "dead", str(error) or type(error).__name__
-                waiting, self._waiting = self._waiting, {}
+                waiting = self._waiting
+                self._waiting = {}
             for future in waiting.values():
                 future.set_exception(DovetailError(self._failure[1]))

@@ -132,7 +132,9 @@ def _check_reachable(address: str) -> None:
 
 def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpus: int) -> None:
     """Send the unanswered rows to the cluster and keep the answers. Raises `BatchEngineFailed` if it fails without a single answer."""
-    kept, dead, why = 0, 0, "Ray has lost rows"
+    kept = 0
+    dead = 0
+    why = "Ray has lost rows"
     stream = _stream(ray, job, engine, engines, gpus)
     try:
         for batch in stream:
@@ -144,7 +146,8 @@ def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gp
                     job.ready(ready_s)
                     kept += job.store(content)
                 else:
-                    dead, why = dead + 1, content
+                    dead += 1
+                    why = content
             if (
                 dead > engines * CALLS
             ):  # more than were under way: everything answered before has arrived

@@ -142,7 +142,8 @@ class RayReplica:
 
     def __init__(self, calls: RayCalls, group: Any, actor: Any) -> None:
         self.actor = actor
-        self._calls, self._group = calls, group
+        self._calls = calls
+        self._group = group
         self._status = ReplicaStatus()
         self._question = calls.ask(actor)
 
@@ -185,13 +186,15 @@ class RayLauncher:
         calls: RayCalls | None = None,
     ) -> None:
         """Raises `MissingExtraError` and `ConfigError`."""
-        self._settings, self._keys = settings, api_keys
+        self._settings = settings
+        self._keys = api_keys
         self.calls = RayCalls() if calls is None else calls
         self.calls.connect(settings.ray.address)
         self._replicas: list[RayReplica] = []
 
     def start(self, name: str) -> Replica:
-        cpus, gpus = self._settings.ray.cpus, self._settings.gpus
+        cpus = self._settings.ray.cpus
+        gpus = self._settings.gpus
         group = self.calls.reserve(cpus, gpus)
         actor = self.calls.start(
             group,

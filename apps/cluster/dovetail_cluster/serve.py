@@ -55,10 +55,8 @@ def app(arguments: Mapping[str, Any]) -> Any:
         ) from None
     config = plain_config(EngineConfig.load(arguments.get("engine", "demo")))
     settings = server_settings(arguments)
-    replicas, gpus = (
-        _count(arguments, "replicas", 1, least=1),
-        _count(arguments, "gpus", 0, least=0),
-    )
+    replicas = _count(arguments, "replicas", 1, least=1)
+    gpus = _count(arguments, "gpus", 0, least=0)
     deployment = serve.deployment(
         name="dovetail",
         num_replicas=replicas,

@@ -43,7 +43,9 @@ class SmgRouter:
         Raises `MissingExtraError` without the package, `ConfigError` if a port is taken.
         """
         check_installed()
-        self._settings, self._keys, self._replica_key = settings, api_keys, replica_key
+        self._settings = settings
+        self._keys = api_keys
+        self._replica_key = replica_key
         self._admin_key = secrets.token_urlsafe(32)
         # The replicas' own, if they need one: of the caller's key and the replica's, smg forwards the caller's since 1.13, and both before.
         self._gate_key = replica_key or secrets.token_urlsafe(32)
@@ -76,7 +78,8 @@ class SmgRouter:
             if status == 200 and ask(f"{self._gate}/health")[0] == 200:
                 workers = json.loads(text)["workers"]
                 self._ids = {worker["url"]: worker["id"] for worker in workers}
-                self._answered, self._has_answered = time.monotonic(), True
+                self._answered = time.monotonic()
+                self._has_answered = True
                 return {worker["url"]: _listed(worker["status"]) for worker in workers}
         except (ValueError, KeyError, TypeError):  # another program, or another version of this one
             pass

@@ -25,7 +25,8 @@ class BlockLength:
 def block_length(runs: Sequence[Pairs], statistic: Statistic) -> BlockLength:
     """Return a length sufficient for the statistic in every run: twice the largest of their optimal lengths. Those are optimal for a variance; for an
     interval their bias weighs more, and doubling brings the coverage nearer to the stated level (`tests/lab/test_statistics.py` simulates it)."""
-    longest, shortest_run = 1, min((run.requests for run in runs), default=1)
+    longest = 1
+    shortest_run = min((run.requests for run in runs), default=1)
     for run in runs:
         present = run.present
         if len(present):
@@ -56,7 +57,8 @@ def optimal_block(series: Floats) -> int:
     lags = np.arange(-min(2 * max(m, 1), n - 1), min(2 * max(m, 1), n - 1) + 1)
     window = np.clip(2 * (1 - np.abs(lags) / (2 * max(m, 1))), 0, 1)
     near = covariance[np.abs(lags)]
-    spectrum, slope = float(window @ near), float(window @ (np.abs(lags) * near))
+    spectrum = float(window @ near)
+    slope = float(window @ (np.abs(lags) * near))
     if spectrum <= 0:
         return 1
     return max(1, math.ceil(math.cbrt(2 * slope**2 / (4 / 3 * spectrum**2) * n)))

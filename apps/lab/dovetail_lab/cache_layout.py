@@ -45,7 +45,8 @@ def layout_of(
 ) -> KVLayout:
     """Return the layout of an engine with these groups; one with full attention if there are none. Pages have no size: the profile tells the number
     of pages. Windows of `max_len` tokens or more never release anything."""
-    made, first = [], 0
+    made = []
+    first = 0
     for group in groups or (MeasuredGroup(layers=1),):
         layers = tuple(range(first, first + group.layers))
         made.append(
@@ -72,5 +73,6 @@ def windows_of(layout: KVLayout) -> Windows:
 
 def pool_tokens(layout: KVLayout, num_pages: int, requests: int = 1) -> int:
     """Return how many tokens of so many requests the pool holds if they release nothing."""
-    whole, left = layout.hit_tokens, num_pages - requests * layout.state_pages
+    whole = layout.hit_tokens
+    left = num_pages - requests * layout.state_pages
     return max(0, left // (layout.pages(whole) - layout.state_pages) * whole)

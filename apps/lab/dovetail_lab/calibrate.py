@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from dovetail.serving import Registry
 
 TIME_LIMIT_S = 60.0
-REHEARSAL_S, QUICK_REHEARSAL_S = 6.0, 1.5
+REHEARSAL_S = 6.0
+QUICK_REHEARSAL_S = 1.5
 REHEARSAL_SHARE = 1 / 6  # maximum share of the time limit
 HELD_OUT = 5  # every fifth measurement is excluded from the fit and evaluates it
 SETTLING = 2  # decode steps after a change that aren't measured
@@ -91,7 +92,9 @@ PREFILLS = (
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
 )  # (tokens, chunk), without decodes: a first chunk finds the device idle, a second doesn't
 FIRST = 2 * len(FEW_GRAPHS) + 1  # this many come first: they show which steps are graphs
-REPEATS, LARGE = 3, 6000  # larger prompts aren't repeated: such steps hardly vary
+# larger prompts aren't repeated: such steps hardly vary
+REPEATS = 3
+LARGE = 6000
 ROUNDS = 2
 LEVEL_TOKENS = 120_000  # of KV cache: filling more takes too long
 QUICK_CONTEXTS = ((8, 512), (48, 128))
@@ -130,7 +133,8 @@ class Design:
     def of(cls, engine: LLMEngine, quick: bool) -> Design:
         """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the engine is too small. Raises `ConfigError` if
         nothing fits."""
-        capacity, config = engine.capacity, engine.config
+        capacity = engine.capacity
+        config = engine.config
         pool = int(
             0.6
             * pool_tokens(capacity.layout, capacity.num_pages, min(config.max_num_seqs, ROWS[-1]))
@@ -310,7 +314,8 @@ def _measure_prefills(
 
 
 def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], None]) -> None:
-    groups, leftovers = cycle(level.prompts), cycle(level.leftovers)
+    groups = cycle(level.prompts)
+    leftovers = cycle(level.leftovers)
     for rows in sorted({*level.rows, *level.between}):
         rig.grow(rows, level.context, level.chunk)
         rig.decode(design.decode_steps)
@@ -352,9 +357,12 @@ def _cells(steps: Sequence[Timed]) -> list[list[tuple[Timed, ...]]]:
 
 def _spans(shapes: Sequence[StepShape]) -> Iterator[tuple[int, int]]:
     """Yield [first, last) of the steps of each measurement."""
-    index, settled = 0, 0  # decodes of the same rows in a row
+    # decodes of the same rows in a row
+    index = 0
+    settled = 0
     while index < len(shapes):
-        shape, following = shapes[index], shapes[index + 1 : index + TOGETHER]
+        shape = shapes[index]
+        following = shapes[index + 1 : index + TOGETHER]
         if shape.prefill_rows:
             settled = 0
             yield index, index + 1
@@ -424,7 +432,8 @@ def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, 
 
 def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
     """Return a description of what was measured, and how."""
-    capacity, config = engine.capacity, engine.config
+    capacity = engine.capacity
+    config = engine.config
     details = ", ".join(
         f"{key} {value}"
         for key, value in capacity.details.items()

@@ -91,7 +91,9 @@ class _Search:
         objectives: Sequence[Objective],
         start: float,
     ) -> None:
-        self._run, self._objectives, self._start = run, objectives, start
+        self._run = run
+        self._objectives = objectives
+        self._start = start
         self.trials: dict[float, Trial] = {}
 
     @property
@@ -121,7 +123,8 @@ class _Search:
 
     def next_rate(self, tolerance: float) -> float | None:
         """Return the next rate: double or halve to find a bracket, halve the bracket, then probe next to it; an unexpected probe moves it."""
-        low, high = self.low, self.high
+        low = self.low
+        high = self.high
         if low is None:
             return high / 2 if high > self._start / 2**MAX_DOUBLINGS else None
         if high == math.inf:

@@ -80,7 +80,10 @@ def capacity(
     own_rate = _own_rate(trace, of_seeds)
     if out is not None:
         make_folder(out)
-    found, engines_run, said, cautions = {}, [], [], []
+    found = {}
+    engines_run = []
+    said = []
+    cautions = []
     for name, config in configs.items():
         runner = _Runner(name, config, trace, of_seeds, routing[name], cores(jobs))
         found[name] = find_capacity(
@@ -143,7 +146,8 @@ class _Runner:
         from dovetail_lab.planned_runs import PlannedRun
 
         self._jobs = [PlannedRun(config, trace, one, name, routing) for one in options]
-        self._name, self._processes = name, processes
+        self._name = name
+        self._processes = processes
         self._jobs[0].check()
 
     def __call__(self, scale: float) -> list[RunResult]:
@@ -158,7 +162,8 @@ class _Runner:
                 scaled, unchanged, self._processes, f"{self._name} at {scale:.3g} times the rate"
             )
         )
-        self.engine, self.seeded = Engine.of(self._name, runs), runs[0].seeded
+        self.engine = Engine.of(self._name, runs)
+        self.seeded = runs[0].seeded
         return runs
 
 

@@ -332,10 +332,8 @@ def _method(
     seed: int,
 ) -> Method:
     """Choose what to resample: whole runs if enough seeds have different traffic, otherwise blocks of consecutive requests."""
-    runs, level = (
-        policies[0],
-        f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of ",
-    )
+    runs = policies[0]
+    level = f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of "
     same_traffic = all(_traffic(run) == _traffic(runs[0]) for run in runs)
     if len(runs) >= MIN_SEEDS and not same_traffic:
         return Method(
@@ -343,7 +341,8 @@ def _method(
             confidence,
             f"{level}the {len(runs)} seeds' runs, each with traffic of its own",
         )
-    length, requests = max(length.requests for length in lengths), min(len(run) for run in runs)
+    length = max(length.requests for length in lengths)
+    requests = min(len(run) for run in runs)
     draws = BlockDraws(length, requests, resamples, seed, same_traffic)
     new_traffic = runs[0].seeded and (len(runs) == 1 or not same_traffic)  # that of more seeds
     if same_traffic and len(runs) > 1:

@@ -39,7 +39,9 @@ from dovetail.api.scheduler import Refusal
 from dovetail.errors import ConfigError, shown
 from dovetail.request import Request
 
-ENGINE, REQUESTS = 1, 2  # "processes" of the trace
+# "processes" of the trace
+ENGINE = 1
+REQUESTS = 2
 DEVICE = 1  # the engine's only "thread"
 
 LATEST_US = float(2**53)  # integers up to here are exact in any JSON: 285 years
@@ -215,7 +217,8 @@ class DecisionLog(Observer):
 
     def _follow(self, life: Life, fate: Decision | None, event: StepFinished) -> None:
         """Update a request's phase after a step."""
-        request, at = life.request, self._us(event.started)
+        request = life.request
+        at = self._us(event.started)
         act, why = (fate.act, fate.why) if fate is not None else ("", NOT_ASKED)
         if act == "granted":
             life.turn("prefill" if life.prefilling else "decode", "", at)
@@ -232,7 +235,8 @@ class DecisionLog(Observer):
             life.prefilling &= act != "granted"
 
     def _step(self, event: StepFinished) -> list[dict[str, Any]]:
-        begin, end = self._us(event.started), self._us(event.ended)
+        begin = self._us(event.started)
+        end = self._us(event.ended)
         kinds = [
             kind
             for kind, tokens in (("prefill", event.prefill_tokens), ("decode", event.decode_tokens))
@@ -332,7 +336,8 @@ def _slices(life: Life, end_us: int) -> list[dict[str, Any]]:
     slices = [_slice(name, REQUESTS, life.lane + 1, life.begin_us, end_us, args)]
     ends = [phase.begin_us for phase in life.phases[1:]] + [end_us]
     for phase, phase_end in zip(life.phases, ends, strict=True):
-        begin, until = min(phase.begin_us, end_us), min(phase_end, end_us)
+        begin = min(phase.begin_us, end_us)
+        until = min(phase_end, end_us)
         if until > begin:
             slices.append(
                 _slice(

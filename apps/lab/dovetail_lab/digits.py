@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 
 MISSING = "–"
-_LEAST, _MOST = 3, 5  # significant digits: of the smallest number, and of the largest
+# significant digits: of the smallest number, and of the largest
+_LEAST = 3
+_MOST = 5
 
 
 def evenly(values: Sequence[float]) -> list[str]:

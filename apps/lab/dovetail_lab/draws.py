@@ -73,7 +73,8 @@ class BlockDraws:
         total = np.zeros((2, len(statistics), self.resamples))
         for index, run in enumerate(runs):
             seed = self.seed if self.same_traffic else [self.seed, index]
-            sides, done = [Ranked.of(run.a, run.requests), Ranked.of(run.b, run.requests)], 0
+            sides = [Ranked.of(run.a, run.requests), Ranked.of(run.b, run.requests)]
+            done = 0
             for weights in self._weights(run.requests, np.random.default_rng(seed)):
                 span = slice(done, done + len(weights))
                 for side, ranked in enumerate(sides):

@@ -69,7 +69,8 @@ def wide_console() -> Console:
 
 def shown_command() -> str:
     """Return this process's command line for a report, without options that don't affect results, so that equal results give equal reports."""
-    kept, arguments = [], iter(sys.argv[1:])
+    kept = []
+    arguments = iter(sys.argv[1:])
     for argument in arguments:
         if argument in _OF_NO_CONSEQUENCE:
             next(arguments, None)

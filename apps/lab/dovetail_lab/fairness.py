@@ -13,7 +13,9 @@ from dovetail_lab.records import RunResult
 
 Floats = NDArray[np.float64]
 
-INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0  # weights of a prompt token and a generated one
+# weights of a prompt token and a generated one
+INPUT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
 SHORTEST_S = 1e-5  # the time of service is unknown for requests whose tokens arrived in less
 
 
@@ -58,11 +60,10 @@ def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) 
     clients = tuple(
         sorted({one.client for one in work}, key=lambda client: (client is None, client or ""))
     )
-    served, asked = (
-        np.zeros((len(clients), len(centres_s))),
-        np.zeros((len(clients), len(centres_s))),
-    )
-    low, high = centres_s - window_s / 2, centres_s + window_s / 2
+    served = np.zeros((len(clients), len(centres_s)))
+    asked = np.zeros((len(clients), len(centres_s)))
+    low = centres_s - window_s / 2
+    high = centres_s + window_s / 2
     row_of = {client: row for row, client in enumerate(clients)}
     for one in work:
         row = row_of[one.client]

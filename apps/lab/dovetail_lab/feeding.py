@@ -54,12 +54,10 @@ class Feeder:
         `refused(request, reason)` is called for each rejected request. `rules`: those of a
         simulated engine; None: no request has a grammar.
         """
-        self._engine, self._simulated, self._start, self._refused = (
-            engine,
-            simulated,
-            start,
-            refused,
-        )
+        self._engine = engine
+        self._simulated = simulated
+        self._start = start
+        self._refused = refused
         self._rules = SimulatedRules() if rules is None else rules
         self._followers = Followers(trace)
         self._released: list[Released] = []  # followers with an arrival time, a heap

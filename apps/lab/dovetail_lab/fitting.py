@@ -71,9 +71,11 @@ def knot_weights(tokens: Sequence[int] | Floats, knots: Sequence[int]) -> Floats
     """Return the weight of each knot in the linear interpolation at each of `tokens` [tokens, knots], with linear extrapolation beyond the knots."""
     at_tokens = np.array(tokens, np.float64)
     at = np.clip(np.searchsorted(knots, at_tokens), 1, len(knots) - 1)
-    low, high = np.array(knots, np.float64)[at - 1], np.array(knots, np.float64)[at]
+    low = np.array(knots, np.float64)[at - 1]
+    high = np.array(knots, np.float64)[at]
     share = (at_tokens - low) / (high - low)
-    weights, lines = np.zeros((len(at_tokens), len(knots))), np.arange(len(at_tokens))
+    weights = np.zeros((len(at_tokens), len(knots)))
+    lines = np.arange(len(at_tokens))
     weights[lines, at - 1] = 1.0 - share
     weights[lines, at] = share
     return weights
@@ -108,7 +110,8 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
     """Return x >= 0 [columns] that minimizes |matrix x - target|. Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: columns
     enter one by one, most helpful first, and leave when their weight would become negative."""
     columns = matrix.shape[1]
-    x, passive = np.zeros(columns), np.zeros(columns, np.bool_)
+    x = np.zeros(columns)
+    passive = np.zeros(columns, np.bool_)
     tolerance = (
         10
         * np.finfo(np.float64).eps

@@ -36,7 +36,10 @@ class SimulatedGrammars:
         self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int
     ) -> None:
         """Compiling takes `median_s` x exp(`sigma` z), z standard normal, drawn for each request from the seed and its id."""
-        self._clock, self._median_s, self._sigma, self._seed = clock, median_s, sigma, seed
+        self._clock = clock
+        self._median_s = median_s
+        self._sigma = sigma
+        self._seed = seed
         self.backend = FreeBackend(NoOptions(), GrammarContext((), frozenset(), vocab_size))
 
     def compile(self, request_id: str, arrival: float) -> Future[Grammar]:
@@ -54,7 +57,8 @@ class _Compiling(Future[Grammar]):
 
     def __init__(self, clock: Clock, ready: float, grammar: Grammar) -> None:
         super().__init__()
-        self._clock, self._ready = clock, ready
+        self._clock = clock
+        self._ready = ready
         self.set_result(grammar)
 
     def done(self) -> bool:

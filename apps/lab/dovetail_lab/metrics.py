@@ -190,7 +190,8 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
     last = max(
         (float(record.token_times_s[-1]) for record in records if record.output_tokens), default=0.0
     )
-    duration, offered = max(last, *arrivals) - min(arrivals), max(arrivals) - min(arrivals)
+    duration = max(last, *arrivals) - min(arrivals)
+    offered = max(arrivals) - min(arrivals)
     if result.window is not None:
         duration = offered = end - begin
 

@@ -165,8 +165,10 @@ class ModelSizes:
                 )
             return value
 
-        hidden, heads = number("hidden"), number("heads")
-        experts, layers = number("experts", 0), number("layers")
+        hidden = number("hidden")
+        heads = number("heads")
+        experts = number("experts", 0)
+        layers = number("layers")
         recurrent = None
         if model_type in RECURRENT:
             recurrent, config = _recurrent(origin, config, layers)
@@ -260,7 +262,8 @@ class ModelSizes:
             None if window is None or (max_len is not None and window >= max_len) else window
             for window in windows
         ]
-        states, kept = list[CachedState](), self.recurrent
+        states = list[CachedState]()
+        kept = self.recurrent
         if kept:
             tensors = (
                 (kept.channels, 2 * (kept.kernel - 1)),
@@ -294,7 +297,8 @@ def _recurrent(
             raise ConfigError(f"{origin}: expected {key} as a positive integer, got {value!r}")
         return value
 
-    every, kinds = number("full_attention_interval", 4), config.get("layer_types")
+    every = number("full_attention_interval", 4)
+    kinds = config.get("layer_types")
     if kinds is None:
         kinds = [
             "full_attention" if (index + 1) % every == 0 else "linear_attention"
@@ -318,7 +322,8 @@ def _recurrent(
 
 def _windows(origin: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer. Raises `ConfigError` if the config's keys contradict each other, or name other kinds of attention."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
     first = config.get(
         "max_window_layers"
     )  # Qwen's: the layers before it have none, and none has any unless `use_sliding_window` says so

@@ -38,7 +38,10 @@ class Statistic:
         return np.asarray(above - above.mean(), np.float64)
 
 
-MEAN, P50, P90, P99 = Statistic(), Statistic(0.5), Statistic(0.9), Statistic(0.99)
+MEAN = Statistic()
+P50 = Statistic(0.5)
+P90 = Statistic(0.9)
+P99 = Statistic(0.99)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ class Ranked:
     def of(cls, values: Values, requests: int, bin: int | None = None) -> Ranked:
         """`requests`: number of requests in a run, with or without values. `bin`: None chooses the fastest size."""
         order = np.argsort(values.numbers, kind="stable")
-        request, count = values.request[order], len(order)
+        request = values.request[order]
+        count = len(order)
         size = bin or max(MIN_BIN, math.isqrt(requests * count // _BIN_COST))
         bins = max(1, -(-count // size))
         counts = np.bincount(

@@ -22,7 +22,9 @@ class Recorder:
     """Records the core's deliveries. Times are in seconds after `start`, the start of the trace on the engine's clock."""
 
     def __init__(self, core: EngineCore, trace: Trace, start: float) -> None:
-        self._core, self._trace, self._start = core, trace, start
+        self._core = core
+        self._trace = trace
+        self._start = start
         self._of_trace = {request.id: request for request in trace}
         self._token_times: dict[str, list[float]] = {request.id: [] for request in trace}
         self._records: dict[str, RequestRecord] = {}
@@ -33,7 +35,8 @@ class Recorder:
 
     def take(self, delivery: Delivery) -> None:
         """Record the result of a call of `EngineCore.step`."""
-        now, times = self._core.clock.now(), self._token_times
+        now = self._core.clock.now()
+        times = self._token_times
         for request in delivery.requests:
             times[request.id].append(now)
         if self._core.stats.steps != self._num_steps:
@@ -74,7 +77,8 @@ class Recorder:
     def _note_step(self, time_s: float) -> None:
         """Record the changes of the engine's counters since the previous step."""
         stats = self._core.update_stats()
-        before, self._num_steps = self._counted, stats.steps
+        before = self._counted
+        self._num_steps = stats.steps
         self._counted = (
             stats.prefill_tokens,
             stats.decode_tokens,

@@ -142,7 +142,8 @@ class Timeline:
             for step, time in enumerate(line.time_s)
         )
         after = dict.fromkeys(_AFTER, 0) | {"kv_free": num_blocks}
-        states, rows = [dict(after) for _ in timelines], []
+        states = [dict(after) for _ in timelines]
+        rows = []
         for _, replica, step in order:
             row = {
                 column.name: getattr(timelines[replica], column.name)[step]

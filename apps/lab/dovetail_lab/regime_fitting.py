@@ -118,7 +118,8 @@ def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) ->
     for step in (
         _step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)
     ):
-        rows, ratio = step.shape.rows, step.seconds / decode.seconds(step.shape)
+        rows = step.shape.rows
+        ratio = step.seconds / decode.seconds(step.shape)
         if padded(rows, decode.sizes) == rows and abs(ratio - 1) < HICCUP:
             ratios[rows][step.shape.context_tokens] = ratio
     return decode.model_copy(
@@ -157,7 +158,8 @@ def _with_prefills(
             large_above=tried,
         )
         if least > GOOD and (error := _error(parted, steps)) < WORTH * least:
-            best, least = parted, error
+            best = parted
+            least = error
     return best
 
 
@@ -196,7 +198,8 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) ->
     if least <= GOOD:
         return best
     for floor in np.percentile([step.seconds for step in steps], (5, 10, 20, 30, 40, 50)).tolist():
-        model, above = best, list(steps)
+        model = best
+        above = list(steps)
         for _ in range(3):  # the model determines which steps are above the floor, and vice versa
             if len(above) < ENOUGH:
                 break
@@ -205,7 +208,8 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) ->
             above = [step for step in steps if free.seconds(step.shape) > floor]
         error = float(np.abs(_relative(model, steps)).mean())
         if error < WORTH * least:
-            best, least = model, error
+            best = model
+            least = error
     return best
 
 
@@ -255,7 +259,8 @@ def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> Piecew
 
 def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
     """Return the candidates between which steps were measured, and both ends."""
-    low, high = int(tokens.min()), int(tokens.max())
+    low = int(tokens.min())
+    high = int(tokens.max())
     knots = [low]
     for knot in (*(knot for knot in candidates if low < knot < high), high):
         if knot > knots[-1] and np.count_nonzero((tokens > knots[-1]) & (tokens <= knot)) >= 3:
@@ -265,7 +270,8 @@ def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
 
 def _measured(tokens: Floats, candidates: Sequence[int]) -> list[int]:
     """Return the candidates that were measured, and both ends. One measurement is enough, since a context adds the same to all."""
-    low, high = int(tokens.min()), int(tokens.max())
+    low = int(tokens.min())
+    high = int(tokens.max())
     return sorted({low, max(high, low + 1), *(set(candidates) & set(tokens.astype(int).tolist()))})
 
 

@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 
 SETTLING = 1 / 6  # share of a rehearsal that is discarded
 ROWS = 12  # decoding on average; 8 to 16 by chance
-PROMPT_TOKENS, OUTPUT_TOKENS = (
-    900,
-    300,
-)  # maximum per request: prompts arrive one by one, after decodes, when the host's code is cold
+# maximum per request: prompts arrive one by one, after decodes, when the host's code is cold
+PROMPT_TOKENS = 900
+OUTPUT_TOKENS = 300
 LEAST = 1 / 20, 1 / 6  # minimum, as a share of these
 ROOM = 3  # the KV pool holds this multiple of the rows at maximum length
 BUSY = 0.25  # maximum share of the time in steps with prompts
@@ -51,7 +50,9 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
     were created, or the core has slept, which a simulation accounts for separately.
     """
     rig.give_back()
-    engine, core, probe = rig.engine, rig.engine.core, rig.probe
+    engine = rig.engine
+    core = rig.engine.core
+    probe = rig.probe
     trace = workload(engine, profile, seconds)
     start, first = engine.now() + LEAD_S, len(probe.collected)
     settled = start + SETTLING * seconds
@@ -102,7 +103,8 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
 
 def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Trace:
     """Return a workload with all lengths that fit the engine, at a rate that keeps about `ROWS` requests decoding."""
-    capacity, config = engine.capacity, engine.config
+    capacity = engine.capacity
+    config = engine.config
     rows = max(1, min(ROWS, config.max_num_seqs // 2))
     windows = windows_of(capacity.layout)
     room = min(
@@ -176,7 +178,8 @@ def as_rehearsed(
 
 def _setup_s(profile: StepTimeProfile, steps: Sequence[Timed]) -> float:
     """Return the median difference between recorded steps with prefills, launched in time, and the grid's."""
-    model, rule = profile.make(), profile.rule
+    model = profile.make()
+    rule = profile.rule
     recorded = [
         step
         for step in steps
@@ -194,7 +197,8 @@ def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, An
     """Return the profile's `launch`, which the grid has for starting prompts, its reduction for continued ones, and its spread."""
     if profile.launch is None:
         return {}
-    launch, rule = RegimeStepTime.model_validate(profile.launch), profile.rule
+    launch = RegimeStepTime.model_validate(profile.launch)
+    rule = profile.rule
     own: dict[Regime, list[tuple[float, float]]] = defaultdict(list)
     for step in steps:
         if not step.goes_on:

@@ -264,7 +264,9 @@ class _Meeting:
     def __init__(
         self, members: Sequence[_Replica], trace: Trace, router: Router, progress: Progress
     ) -> None:
-        self._members, self._router, self._progress = members, router, progress
+        self._members = members
+        self._router = router
+        self._progress = progress
         self._requests = len(trace)
         self._loads: list[ReplicaLoad] = []  # most recently reported
         self._followers = Followers(trace)
@@ -273,10 +275,9 @@ class _Meeting:
         self._past_s = self._reported_s = -math.inf  # the last instant, and report
         self.next_s, self._due = self._next_instant()
         self._changed = Condition()
-        self._present, self._held = (
-            len(members),
-            0,
-        )  # replicas still running; instants of the agenda that have passed
+        # replicas still running; instants of the agenda that have passed
+        self._present = len(members)
+        self._held = 0
         self._blocked = 0  # replicas waiting here
         self._steps: list[_Waiting] = []  # of some of these replicas
         self._ended_s = -math.inf  # end of the last common step
@@ -332,7 +333,8 @@ class _Meeting:
             ready = [step for step in self._steps if step.ready_s <= start]
             longest = max(step.seconds for step in ready)
             for step in ready:
-                step.started_s, step.seconds = start, longest
+                step.started_s = start
+                step.seconds = longest
             self._steps = [step for step in self._steps if step.started_s is None]
             self._ended_s = start + longest
             self._blocked -= len(ready)

@@ -84,7 +84,8 @@ class Probe(Executor):
         _, sighting = self._in_flight.popleft()
         sighting.asked = self.context.clock.now()
         result = self._inner.collect(handle)
-        sighting.started, sighting.ended = result.started, result.ended
+        sighting.started = result.started
+        sighting.ended = result.ended
         self.collected.append(sighting)
         return result
 
@@ -119,8 +120,10 @@ class Rig:
 
     def __init__(self, engine: LLMEngine, until: float) -> None:
         """`until`: time limit on the machine's monotonic clock."""
-        config, capacity = engine.config, engine.capacity
-        self.engine, self._until = engine, until
+        config = engine.config
+        capacity = engine.capacity
+        self.engine = engine
+        self._until = until
         context = SchedulerContext(
             config.max_num_batched_tokens,
             config.max_num_seqs,
@@ -193,14 +196,16 @@ class Rig:
             detokenize=False,
             output_kind=OutputKind.FINAL,
         )
-        ids, begun = prompt.tolist(), self.engine.now()
+        ids = prompt.tolist()
+        begun = self.engine.now()
         self.engine.add_request(name, ids, params)
         self.taking_in.append(self.engine.now() - begun)
         self._alive.add(name)
         return name
 
     def _run(self, done: Callable[[], bool]) -> None:
-        core, probe = self.engine.core, self.probe
+        core = self.engine.core
+        probe = self.probe
         while not done() and core.has_unfinished():
             if time.monotonic() > self._until:
                 raise TimeIsUpError

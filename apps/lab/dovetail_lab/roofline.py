@@ -81,7 +81,8 @@ class RooflineStepTime(Described):
         return DATA_SHEETS[self.device] if isinstance(self.device, str) else self.device
 
     def seconds(self, shape: StepShape) -> float:
-        sizes, tokens = self.sizes, shape.tokens
+        sizes = self.sizes
+        tokens = shape.tokens
         seconds = sizes.layers * self.layer_s
         seconds += self._products(sizes.dense_weights, sizes.dense_weights * tokens)
         seconds += self._products(sizes.head_weights, sizes.head_weights * shape.rows)
@@ -106,10 +107,8 @@ class RooflineStepTime(Described):
             - self.weight_bytes * self.sizes.parameters
         )
         if left < layout.page_bytes:
-            weights, memory = (
-                1e-9 * self.weight_bytes * self.sizes.parameters,
-                1e-9 * self.sheet.memory_bytes,
-            )
+            weights = 1e-9 * self.weight_bytes * self.sizes.parameters
+            memory = 1e-9 * self.sheet.memory_bytes
             raise ConfigError(
                 f"{weights:.0f} GB of weights leave no room for K and V in {memory_share:.0%} of {self.gpus} x {memory:.0f} GB"
             )

@@ -182,7 +182,9 @@ class PrefixAware(Router):
 
     def _names(self, prompt: TokenIds) -> list[int]:
         """Return a name for each whole block, which identifies it and all blocks before it."""
-        whole, names, before = len(prompt) // self.block_tokens, [], 0
+        whole = len(prompt) // self.block_tokens
+        names = []
+        before = 0
         for block in np.ascontiguousarray(prompt[: whole * self.block_tokens], np.int32).reshape(
             whole, self.block_tokens
         ):

@@ -52,7 +52,8 @@ def run(
     from dovetail_lab.workloads import load_workload
 
     slo = None if goodput is None else parse_goodput(goodput)
-    config, name = open_engine(engine, settings, step_time=step_time, real=real), Path(engine).stem
+    config = open_engine(engine, settings, step_time=step_time, real=real)
+    name = Path(engine).stem
     routing = routed.routing([name])[name]
     if routing is not None and real:
         raise ConfigError("--replicas are simulated only: drop --real")

@@ -158,7 +158,8 @@ def _run(
 
 def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> dict[str, Any]:
     """Return the `settings` of a run: the engine's full config, and derived settings."""
-    capacity, core = engine.capacity, engine.core
+    capacity = engine.capacity
+    core = engine.core
     return {
         "config": {key: _finite(value) for key, value in config.items() if key != "plugins"},
         "scheduler": core.settings.scheduler_name,
@@ -192,7 +193,8 @@ def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterato
     """Yield differences between the engine that was measured and the simulated one."""
     if (factor := executor.options.step_time_factor) != 1:
         yield f"step times are multiplied by {factor:.6g}"
-    profile, here = executor.profile, core.max_in_flight
+    profile = executor.profile
+    here = core.max_in_flight
     if profile.max_in_flight not in (None, here):
         measured, simulated = (
             f"{'on' if steps > 1 else 'off'} (steps in flight: {steps})"

@@ -39,7 +39,9 @@ from dovetail_lab.traces.request import stream_of
 
 DEFAULT_BLOCK_SIZE = 16
 OVERLAPPED = 2  # default number of steps in flight
-CORE_STREAM, LAUNCH_STREAM = 1, 2  # of random numbers
+# of random numbers
+CORE_STREAM = 1
+LAUNCH_STREAM = 2
 FILLER = np.ones(1, np.int32)  # a request's answer if none was set
 
 
@@ -283,10 +285,8 @@ class SimulatedExecutor(Executor):
     def _planned_layout(self) -> PlannedLayout | None:
         """Return the layout of the model that the options or a roofline name; None if there is none. Raises `ConfigError` if both do, or if the step
         times were measured on other layers."""
-        model, roofline = (
-            self.options.model,
-            self._step_time if isinstance(self._step_time, RooflineStepTime) else None,
-        )
+        model = self.options.model
+        roofline = self._step_time if isinstance(self._step_time, RooflineStepTime) else None
         if model is not None and (roofline is not None or self.profile.cache_groups):
             raise ConfigError(
                 f"executor simulated: step times {self.profile.name!r} state their model's layers: leave executor.model out"
@@ -332,7 +332,9 @@ class SimulatedExecutor(Executor):
         for new in batch.added:
             self._begin(new)
         rows = batch.rows
-        new_tokens, context, drafts = batch.num_tokens, self._computed[rows], batch.drafts
+        new_tokens = batch.num_tokens
+        context = self._computed[rows]
+        drafts = batch.drafts
         lines = np.repeat(np.arange(len(rows)), batch.num_lines)
         ahead = np.zeros(len(lines), np.int64) if drafts is None else _ahead(batch.num_lines)
         of_lines = self._answers[
@@ -344,7 +346,8 @@ class SimulatedExecutor(Executor):
             self._computed[rows] += new_tokens
             self._position[rows] += batch.yields_token
         else:  # the device computes each line as a decode of its own; what is accepted is known when the results are
-            token_ids, repeats = of_lines, 1 + drafts.counts
+            token_ids = of_lines
+            repeats = 1 + drafts.counts
             new_tokens = np.repeat(np.where(drafts.counts > 0, 1, new_tokens), repeats).astype(
                 np.int32
             )
@@ -382,7 +385,8 @@ class SimulatedExecutor(Executor):
         pending = self._oldest(handle)
         if pending.sampled is not None:
             raise DovetailError(f"executor simulated: step {handle} has been sampled already")
-        count, options = len(masks.lines), self.options
+        count = len(masks.lines)
+        options = self.options
         places = slice(None) if pending.drafts is not None else pending.lines
         pending.token_ids[places] = _allowed(masks, pending.token_ids[places], options.vocab_size)
         filling_s = options.mask_row_s * -(-count // options.mask_cores)
@@ -390,7 +394,8 @@ class SimulatedExecutor(Executor):
         pending.sampled = (
             max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
         )
-        pending.masked, self._accepting_s = count, 0.0
+        pending.masked = count
+        self._accepting_s = 0.0
         self.clock.wait_until(pending.sampled)
         self._left = self.clock.now()
         self._core_late_s = self._left - free
@@ -470,17 +475,16 @@ class SimulatedExecutor(Executor):
         """Return the tokens of a step, and how many each row yields if it has drafts, whose rows advance now."""
         if pending.drafts is None:
             return pending.token_ids, None
-        tokens, ids = iter(pending.token_ids.tolist()), iter(pending.drafts.token_ids.tolist())
+        tokens = iter(pending.token_ids.tolist())
+        ids = iter(pending.drafts.token_ids.tolist())
         lines = np.bincount(pending.lines, minlength=len(pending.rows)).tolist()
         yielded: list[int] = []
         counts: list[int] = []
         for row, drafts, num_lines in zip(
             pending.rows.tolist(), pending.drafts.counts.tolist(), lines, strict=True
         ):
-            of_row, guesses = (
-                [next(tokens) for _ in range(num_lines)],
-                [next(ids) for _ in range(drafts)],
-            )
+            of_row = [next(tokens) for _ in range(num_lines)]
+            guesses = [next(ids) for _ in range(drafts)]
             accepted = next(
                 (
                     place
@@ -527,11 +531,9 @@ class SimulatedExecutor(Executor):
     ) -> tuple[float, float]:
         """Return when the device, free since `last_ended`, starts a step's model, and how long that occupies it, had the step been submitted
         `earlier_s` earlier."""
-        ready, launched, seconds = (
-            pending.ready - earlier_s,
-            pending.launched - earlier_s,
-            pending.seconds,
-        )
+        ready = pending.ready - earlier_s
+        launched = pending.launched - earlier_s
+        seconds = pending.seconds
         started = max(ready, last_ended)
         if self._launch is not None:
             seconds = self._rule.occupied_s(
@@ -575,7 +577,8 @@ def _sizes(most: int) -> list[int]:
 
 def _allowed(masks: Masks, tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
     """Return the tokens of all lines; the next allowed id for one that its mask forbids."""
-    allowed, masked = tokens.copy(), tokens[masks.lines]
+    allowed = tokens.copy()
+    masked = tokens[masks.lines]
     bits = masks.words[np.arange(len(masked)), masked >> 5] >> (masked & 31).astype(
         np.uint32
     ) & np.uint32(1)

@@ -134,7 +134,8 @@ def _objective(text: str) -> Objective:
     match = _OBJECTIVE.fullmatch(text)
     if match is None:
         raise ConfigError(f"--slo: {text!r}: {_SHAPE}")
-    metric, statistic = match["metric"], match["statistic"]
+    metric = match["metric"]
+    statistic = match["statistic"]
     if metric not in METRICS:
         raise ConfigError(f"--slo: {text!r}: unknown metric {metric!r}{_suggest(metric, METRICS)}")
     limit = _limit(match, f"--slo: {text!r}")

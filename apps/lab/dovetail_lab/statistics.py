@@ -53,7 +53,8 @@ def scalar_change(a: Floats, b: Floats, draws: Draws, confidence: float = 0.95) 
 def _change(
     a_of_runs: Floats, b_of_runs: Floats, logs: Floats, units: int, confidence: float
 ) -> Change:
-    a, b = float(np.mean(a_of_runs)), float(np.mean(b_of_runs))
+    a = float(np.mean(a_of_runs))
+    b = float(np.mean(b_of_runs))
     centre = float(log_ratio(np.array([a]), np.array([b]))[0])
     relative = math.expm1(centre) if math.isfinite(centre) else math.nan
     if not np.isfinite(logs).all() or units < 2:

@@ -94,7 +94,8 @@ class Repeated:
         versus = self.nominal.versus[index]
         if not versus.compared:
             return ""
-        kept, lost = [], []
+        kept = []
+        lost = []
         gained: dict[str, list[str]] = {}  # a direction, and the steps with which it is measurable
         for line in versus.headlines():
             others = [

@@ -256,16 +256,15 @@ class StepTimeProfile(Described):
         Raises `ConfigError` with the file, or the valid names.
         """
         if isinstance(source, Mapping):
-            values, origin = (
-                (
-                    {"name": str(source.get("kind", "?")), "step_time": dict(source)}
-                    if "kind" in source
-                    else dict(source)
-                ),
-                "step_time",
+            values = (
+                {"name": str(source.get("kind", "?")), "step_time": dict(source)}
+                if "kind" in source
+                else dict(source)
             )
+            origin = "step_time"
         else:
-            values, origin = _read(source), source
+            values = _read(source)
+            origin = source
         try:
             return cls.model_validate(values)
         except ValidationError as error:

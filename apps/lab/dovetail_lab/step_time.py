@@ -43,10 +43,9 @@ class StepShape(NamedTuple):
     def of(cls, new_tokens: Integers, context: Integers, windows: Windows = ()) -> StepShape:
         """Create a shape from the number of tokens that each row computes [rows], and has computed before [rows]. `windows`: of the layers; empty:
         all have full attention."""
-        rows, tokens = (
-            len(new_tokens),
-            int(np.add.reduce(new_tokens)),
-        )  # `sum` would take twice as long
+        # `sum` would take twice as long
+        rows = len(new_tokens)
+        tokens = int(np.add.reduce(new_tokens))
         read = (
             _mean(windows, lambda window: _visible(context, window))
             if windows
@@ -55,7 +54,8 @@ class StepShape(NamedTuple):
         if tokens == rows:
             return cls(rows, tokens, 0, 0, read, 0)
         prefills = np.flatnonzero(new_tokens > 1)
-        new, had = new_tokens[prefills].astype(np.int64), context[prefills]
+        new = new_tokens[prefills].astype(np.int64)
+        had = context[prefills]
         pairs = (
             _mean(windows, lambda window: _pairs(new, had, window))
             if windows
@@ -84,7 +84,8 @@ def _pairs(new: NDArray[np.int64], had: Integers, window: int | None) -> int:
     """Return the number of (query, key) pairs of rows with `had` tokens that compute `new` more."""
     pairs = new * had + new * (new + 1) // 2
     if window is not None:  # less those of keys before each query's window: 0, 0, 1, 2, 3 …
-        last, before = np.maximum(had + new - window, 0), np.maximum(had - window, 0)
+        last = np.maximum(had + new - window, 0)
+        before = np.maximum(had - window, 0)
         pairs = pairs - last * (last + 1) // 2 + before * (before + 1) // 2
     return int(pairs.sum())
 
@@ -203,7 +204,8 @@ class LinearStepTime(Described):
 def share_touched(share: float, tokens: int) -> float:
     """Return 1 - (1 - share)^tokens: the share of experts chosen by some token, if each token chooses a share `share` of them uniformly. The power is
     computed by squarings in a fixed order: the same on every machine."""
-    power, factor = 1.0, 1.0 - share
+    power = 1.0
+    factor = 1.0 - share
     while tokens:
         if tokens & 1:
             power *= factor
@@ -357,7 +359,8 @@ class Grid(Described):
     def at(self, x: float, y: float) -> float:
         column, right = _place(self.across, x)
         row, below = _place(self.down, y)
-        upper, lower = self.seconds[row], self.seconds[row + 1]
+        upper = self.seconds[row]
+        lower = self.seconds[row + 1]
         top = upper[column] + (upper[column + 1] - upper[column]) * right
         bottom = lower[column] + (lower[column + 1] - lower[column]) * right
         return max(top + (bottom - top) * below, 0.0)

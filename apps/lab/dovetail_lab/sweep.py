@@ -82,7 +82,9 @@ def parse_axis(text: str) -> Axis:
 
 def _split(text: str) -> list[str]:
     """Split at commas outside of brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
+    parts = [""]
+    depth = 0
+    quote = ""
     for character in text:
         if quote:
             quote = "" if character == quote else quote

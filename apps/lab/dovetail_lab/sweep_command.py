@@ -108,7 +108,8 @@ def sweep(
         from dovetail_lab.report.curves import Table, write_curves
         from dovetail_lab.report.sweep_page import sweep_page
 
-        table, files = Table(*_table(means), names=len(axes)), {TABLE_FILE: sweeping.table_of(rows)}
+        table = Table(*_table(means), names=len(axes))
+        files = {TABLE_FILE: sweeping.table_of(rows)}
         page = sweep_page(
             display_names([engine])[0],
             trace,

@@ -30,10 +30,12 @@ def output_ids(request: TraceRequest, vocab_size: int) -> TokenIds:
 
 def _ids(request: TraceRequest, start: int, end: int, vocab_size: int) -> TokenIds:
     """Return the ids at positions `start` to `end` of prompt plus output."""
-    parts, position = [], 0
+    parts = []
+    position = 0
     own = Span(stream_of("request", request.id), 0, end)
     for stream, first, tokens in (*request.spans, own):
-        low, high = max(start, position), min(end, position + tokens)
+        low = max(start, position)
+        high = min(end, position + tokens)
         if low < high:
             parts.append(_stream_ids(stream, first + low - position, high - low, vocab_size))
         position += tokens

@@ -311,7 +311,8 @@ class AttentionBackend(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:

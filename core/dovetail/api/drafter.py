@@ -37,7 +37,8 @@ class Drafter(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: DrafterContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:

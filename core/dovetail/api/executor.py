@@ -424,7 +424,8 @@ class Executor(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: ExecutorContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def start(self) -> Capacity:

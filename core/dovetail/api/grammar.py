@@ -114,7 +114,8 @@ class GrammarBackend(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: GrammarContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> Grammar:

@@ -214,7 +214,8 @@ class KVCacheManager(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: KVContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def lookup(self, request: Request) -> int:

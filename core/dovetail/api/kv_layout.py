@@ -108,20 +108,21 @@ def plan_layout(
     tokens = [_block_tokens(group, block_size, max(largest), supports) for group in members]
     tensors = [sum(len(layer.tensor_bytes(block_size)) for layer in group) for group in members]
     num_slots = min(tensors, default=0)
-    slot_bytes, places, groups, used = (
-        [0] * num_slots,
-        dict[int, Place](),
-        list[CacheGroup](),
-        list[int](),
-    )
+    slot_bytes = [0] * num_slots
+    places = dict[int, Place]()
+    groups = list[CacheGroup]()
+    used = list[int]()
     for index, (window, group, block_tokens) in enumerate(
         zip(windows, members, tokens, strict=True)
     ):
-        page, slot, total = 0, 0, 0
+        page = 0
+        slot = 0
+        total = 0
         for layer in group:
             sizes = layer.tensor_bytes(block_tokens)
             if slot + len(sizes) > num_slots:  # a layer's tensors are in one page
-                page, slot = page + 1, 0
+                page += 1
+                slot = 0
             places[layer.index] = Place(index, page, tuple(range(slot, slot + len(sizes))))
             for size in sizes:
                 slot_bytes[slot] = max(slot_bytes[slot], size)
@@ -176,9 +177,12 @@ def _place_states(
     states: Sequence[CachedState], slot_bytes: int
 ) -> tuple[dict[int, StatePlace], int]:
     """Return the place of each state, and the number of units of all."""
-    places, end = dict[int, StatePlace](), 0
+    places = dict[int, StatePlace]()
+    end = 0
     for state in states:
-        first, units, rows_per_unit = list[int](), list[int](), list[int]()
+        first = list[int]()
+        units = list[int]()
+        rows_per_unit = list[int]()
         for rows, row_bytes in state.tensors:
             fit = slot_bytes // row_bytes
             if fit == 0:

@@ -63,7 +63,8 @@ class LogitsProcessor(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: LogitsProcessorContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def prepare(self, max_rows: int) -> None:

@@ -214,7 +214,8 @@ class ModelArch(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: ModelContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def reasons_against(self, config: Any) -> list[str]:

@@ -133,7 +133,8 @@ class Observer(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: ObserverContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     def on_started(self, event: EngineStarted) -> None:
         """Called first. May raise `ConfigError` if the options can't be satisfied: then the engine doesn't start."""

@@ -124,7 +124,8 @@ class Parser(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @property
     def in_reasoning(self) -> bool:

@@ -16,7 +16,9 @@ STOPPED_S = 5.0  # a process that is stopped for longer counts as hung
 
 _PR_SET_PDEATHSIG = 1
 
-STOPPED, TRACED = "T", "t"  # states of a process: by SIGSTOP or its like, by a debugger
+# states of a process: by SIGSTOP or its like, by a debugger
+STOPPED = "T"
+TRACED = "t"
 
 
 class ProcessWatch:

@@ -155,7 +155,8 @@ class Sampler(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: SamplerContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def prepare(self, max_rows: int) -> None:

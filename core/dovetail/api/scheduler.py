@@ -233,7 +233,8 @@ class Scheduler(ABC):
     options: BaseModel  # a subclass narrows it: `options: MyOptions`
 
     def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def schedule(self, step: Step) -> None:

@@ -121,14 +121,16 @@ class StateLayer:
     rows], in an accumulated tensor `Changes`."""
 
     def __init__(self, spec: StateSpec, steps: StateSteps) -> None:
-        self.spec, self._steps = spec, steps
+        self.spec = spec
+        self._steps = steps
         self.memory: tuple[torch.Tensor, ...] = ()
         self.units: tuple[torch.Tensor, ...] = ()
         self.changes: tuple[torch.Tensor | Changes, ...] = ()
 
     def bind(self, memory: tuple[torch.Tensor, ...], units: tuple[torch.Tensor, ...]) -> None:
         """Keep the pool's memory, in place of an earlier one, and the table of units."""
-        self.memory, self.units = memory, units
+        self.memory = memory
+        self.units = units
 
     @contextmanager
     def computing(self, batch: StateBatch) -> Iterator[None]:
@@ -157,7 +159,8 @@ class StateLayer:
 
     def write(self, tensor: int, lines: torch.Tensor, values: torch.Tensor) -> None:
         """Store values [n, rows, row_size] as the states of distinct `lines` [n] int64."""
-        memory, units = self.memory[tensor], self.units[tensor][lines].long()
+        memory = self.memory[tensor]
+        units = self.units[tensor][lines].long()
         whole = memory.new_zeros(len(lines), units.shape[1] * memory.shape[1], memory.shape[2])
         whole[:, : values.shape[1]] = values
         memory[units] = whole.view(len(lines), units.shape[1], *memory.shape[1:])

@@ -45,11 +45,9 @@ def bridged(cls: type[Any], bridges: Iterable[str], wrong: Wrong) -> type[Any]:
             raise wrong(
                 f"{bridge} can't make it fit this Dovetail: {describe_raised(error, package_of(bridge))}"
             ) from error
-        subclass.__name__, subclass.__qualname__, subclass.__module__ = (
-            cls.__name__,
-            cls.__qualname__,
-            cls.__module__,
-        )
+        subclass.__name__ = cls.__name__
+        subclass.__qualname__ = cls.__qualname__
+        subclass.__module__ = cls.__module__
         cls = subclass
     return cls
 

@@ -46,7 +46,8 @@ def typical(sizes: Sequence[int]) -> list[int]:
 def half_of(sizes: Sequence[int]) -> tuple[int, ...]:
     """Choose from `sizes`, rising, the small ones and every second of the others: for recordings that not every engine needs, as each costs
     start-up time."""
-    few, many = [size for size in sizes if size <= 8], [size for size in sizes if size > 8]
+    few = [size for size in sizes if size <= 8]
+    many = [size for size in sizes if size > 8]
     return (*few, *reversed(many[::-2]))
 
 

@@ -55,7 +55,8 @@ class Tokenizer(ABC):
     options: BaseModel
 
     def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
-        self.options, self.context = options, context
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def vocabulary(self) -> Sequence[bytes]:

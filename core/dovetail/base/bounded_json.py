@@ -134,7 +134,8 @@ def _measured(data: bytes, bounds: JsonBounds) -> _Measured:
         if backslashes % 2 and start + len(piece) < len(data):
             piece = piece[:-1]  # the last one escapes a byte of the next piece
         start += len(piece)
-        read, quoted = 0, int(in_string)
+        read = 0
+        quoted = int(in_string)
         for found in _long_numbers(
             piece
         ):  # one that lies across pieces may have twice as many digits
@@ -149,6 +150,7 @@ def _measured(data: bytes, bounds: JsonBounds) -> _Measured:
             in_string = bool(quotes[-1] % 2)
         if outside.size:
             levels = depth + np.cumsum(steps[outside], dtype=np.int32)
-            depth, deepest = int(levels[-1]), max(deepest, int(levels.max()))
+            depth = int(levels[-1])
+            deepest = max(deepest, int(levels.max()))
             parts += int(np.count_nonzero(is_part[outside]))
     return _Measured(parts, deepest, long_number=False)

@@ -57,7 +57,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 def is_larger(value: Any, size: int) -> bool:
     """Return True if a value holds more than `size` items, characters and 64-bit words of long integers, all nested containers included."""
-    left, counted = [value], 0
+    left = [value]
+    counted = 0
     while left and counted <= size:
         one = left.pop()
         if isinstance(one, int):

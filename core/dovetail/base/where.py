@@ -77,7 +77,8 @@ def and_more(count: int) -> list[str]:
 
 def _path_in(given: Any, detail: ErrorDetails) -> KeyPath:
     """Return `loc` without pydantic's additions for the branches of a union."""
-    loc, path = detail["loc"], 0
+    loc = detail["loc"]
+    path = 0
     if detail["type"] in ("missing", "extra_forbidden"):
         return loc
     while path < len(loc):

@@ -127,7 +127,8 @@ class DovetailGroup(TyperGroup):
 
     def _main_shell_completion(self, *args: Any, **kwargs: Any) -> None:
         """Answer a shell's completion request, if this call is one, and exit."""
-        had, printed = join_words(), io.StringIO()
+        had = join_words()
+        printed = io.StringIO()
         try:
             with redirect_stdout(printed):
                 super()._main_shell_completion(*args, **kwargs)

@@ -160,7 +160,8 @@ def join_words(environ: MutableMapping[str, str] = os.environ) -> str:
     if not environ.get("_DOVETAIL_COMPLETE", "").endswith("_bash"):
         return ""
     try:
-        words, index = shlex.split(environ["COMP_WORDS"]), int(environ["COMP_CWORD"])
+        words = shlex.split(environ["COMP_WORDS"])
+        index = int(environ["COMP_CWORD"])
     except (KeyError, ValueError):
         return ""
     words = words[: index + 1] + [""] * (index + 1 - len(words))

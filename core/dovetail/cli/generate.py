@@ -280,7 +280,8 @@ def _run(engine: LLMEngine, prompts: list[Prompt], as_json: bool) -> bool:
 
     for prompt in prompts:
         _add(engine, prompt)
-    order, good = [prompt.id for prompt in prompts], True
+    order = [prompt.id for prompt in prompts]
+    good = True
     waiting: dict[str, RequestOutput] = {}
     with tqdm(
         total=len(prompts), desc="requests", unit="req", disable=None if len(prompts) > 1 else True

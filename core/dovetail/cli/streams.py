@@ -57,7 +57,9 @@ def guard_output() -> None:
     """Make failed writes to standard output raise `OutputError`, or end the command with exit code 0 if the reader has gone."""
     old = sys.stdout
     if type(old) is io.TextIOWrapper:  # None if it was closed before we began
-        encoding, by_line, at_once = old.encoding, old.line_buffering, old.write_through
+        encoding = old.encoding
+        by_line = old.line_buffering
+        at_once = old.write_through
         sys.stdout = sys.__stdout__ = _Output(  # type: ignore[misc]
             old.detach(), encoding=encoding, line_buffering=by_line, write_through=at_once
         )

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 YAML_SUFFIXES = (".yaml", ".yml")
 
 MAX_COUNT = 2**31 - 1  # tokens, rows or blocks: devices count in 32 bits
-MAX_SLOTS, MAX_RANK = 4096, 512  # of adapters
+# of adapters
+MAX_SLOTS = 4096
+MAX_RANK = 512
 MAX_DRAFTS = 64  # a step of so many lines a row takes longer than drafts of that length ever save
 
 COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
@@ -487,10 +489,8 @@ class EngineConfig(BaseModel):
         try:
             return cls.model_validate(given), None
         except ValidationError as error:
-            told, wrong = (
-                explain(error, cls, values, where, "key"),
-                {detail["loc"][0] for detail in error.errors(include_url=False)},
-            )
+            told = explain(error, cls, values, where, "key")
+            wrong = {detail["loc"][0] for detail in error.errors(include_url=False)}
         if "plugins" in wrong:
             return None, told
         return cls.model_validate(
@@ -569,7 +569,8 @@ class EngineConfig(BaseModel):
                 for choice in self.choices(key)
             ]
 
-        attention, grammar = self.attention_candidates(registry), self.chosen_grammar(registry)
+        attention = self.attention_candidates(registry)
+        grammar = self.chosen_grammar(registry)
         tokenizer = self.chosen_tokenizer(registry)
         named = (
             None if self.model.component is None else self.model_candidates(registry)[0].in_full()

@@ -43,7 +43,8 @@ class AdapterSlots(EngineFeature):
     asked_by = attrgetter("adapter")
 
     def __init__(self, count: int, wait_s: float) -> None:
-        self.count, self._wait_s = count, wait_s
+        self.count = count
+        self._wait_s = wait_s
         self._holding: dict[str, _Slot] = {}  # digest -> its slot
         self._unused = dict.fromkeys(
             _Slot(number + 1) for number in range(count)
@@ -101,7 +102,8 @@ class AdapterSlots(EngineFeature):
             None,
         )
         if first != self._first or not self._free:
-            self._first, self._offered = first, None
+            self._first = first
+            self._offered = None
         self._closed = None
         if first is None:
             return
@@ -142,7 +144,8 @@ class AdapterSlots(EngineFeature):
             slot = min(free, key=lambda slot: slot.digest is not None)
             if slot.digest is not None:
                 del self._holding[slot.digest]
-            slot.digest, slot.loaded = adapter.digest, False
+            slot.digest = adapter.digest
+            slot.loaded = False
             self._holding[adapter.digest] = slot
             self._changed[slot] = adapter
         if not slot.users:
@@ -179,7 +182,8 @@ class AdapterSlots(EngineFeature):
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """Return what the next batch has to load, once."""
-        changed, self._changed = self._changed, {}
+        changed = self._changed
+        self._changed = {}
         for slot in changed:
             slot.loaded = True
         self.loads += len(changed)
@@ -202,7 +206,9 @@ class AdapterSlots(EngineFeature):
         """Note that all slots are empty: another executor has a bank of its own."""
         self._holding.clear()
         for slot in self._unused:
-            slot.digest, slot.loaded, slot.read_until = None, False, -1
+            slot.digest = None
+            slot.loaded = False
+            slot.read_until = -1
 
     @property
     def used(self) -> int:

@@ -26,7 +26,9 @@ class BatchBuilder:
 
     def __init__(self, books: Books, *, may_share: bool) -> None:
         """`may_share`: the executor can use the number of leading blocks that all rows share."""
-        self._books, self._kv, self._rows = books, books.kv, books.rows
+        self._books = books
+        self._kv = books.kv
+        self._rows = books.rows
         self._layout = books.layout
         first = books.layout.groups[0] if books.layout.groups else None
         self._may_share = (
@@ -42,7 +44,8 @@ class BatchBuilder:
 
         `drafts`: of its decodes. `constrained`: some unfinished requests have a grammar.
         """
-        requests, tokens = list(step.granted), list(step.granted.values())
+        requests = list(step.granted)
+        tokens = list(step.granted.values())
         if drafts:
             tokens = [
                 count + len(drafts.get(request, ())) for request, count in step.granted.items()

@@ -381,7 +381,8 @@ class RowAllocator:
 
     def take_removed(self) -> list[int]:
         """Return the rows given up since the last call, each once."""
-        removed, self.removed = sorted({*self.removed}), []
+        removed = sorted({*self.removed})
+        self.removed = []
         return removed
 
     def _victim(self) -> LiveRequest:

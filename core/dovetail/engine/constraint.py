@@ -51,10 +51,9 @@ class Constraint:
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
-        self._left, self._closing = (
-            most,
-            closing,
-        )  # if negative, how many of `_closing` have been forced
+        # if negative, how many of `_closing` have been forced
+        self._left = most
+        self._closing = closing
         self._tail = b""  # the end of the text so far, shorter than `_after`
         self._token_bytes = (
             backend.context.token_bytes

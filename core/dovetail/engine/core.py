@@ -221,7 +221,8 @@ class EngineCore:
 
     def stop(self) -> None:
         """Collect the steps in flight, stop the executor, notify the observers."""
-        flights, self._flights = self._flights, []
+        flights = self._flights
+        self._flights = []
         try:
             for flight in flights:
                 if self.dead is None:
@@ -242,7 +243,8 @@ class EngineCore:
             planned = None
             if self._may_submit():
                 if self._flights:
-                    last, arrival = self._flights[-1], self._arrivals.next_time
+                    last = self._flights[-1]
+                    arrival = self._arrivals.next_time
                     self.plan_timing.wait_until_due(last, arrival, wait_until)
                 planned = self._plan_and_submit(partial(self._ask, "schedule"))
                 if planned.granted and self._may_submit():
@@ -265,7 +267,8 @@ class EngineCore:
         )
 
     def _plan_and_submit(self, plan: Callable[[PlannedStep], None]) -> PlannedStep:
-        begun, flights = time.perf_counter(), self._flights
+        begun = time.perf_counter()
+        flights = self._flights
         now = self.clock.now()
         self._admit_arrivals(now)
         step = PlannedStep(
@@ -322,8 +325,11 @@ class EngineCore:
 
     def _deliver(self, flight: InFlightStep, delivery: Delivery) -> None:
         """Give the unfinished requests their tokens, and find those that end with this step."""
-        now, logprobs = flight.results_at, flight.result.logprobs
-        requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
+        now = flight.results_at
+        logprobs = flight.result.logprobs
+        requests = delivery.requests
+        token_ids = delivery.token_ids
+        finished = delivery.finished
         for number, (request, token) in flight.tokens(finished):
             # As `LiveRequest.receive`: a call for each token would be 3 % of a step's time here.
             if request.in_flight:
@@ -453,7 +459,8 @@ class EngineCore:
 
         `settling`: it ends by the results of a step that observers haven't been told of.
         """
-        arrived, known = request.status is not Status.NEW, request in self.books.known
+        arrived = request.status is not Status.NEW
+        known = request in self.books.known
         self._preparing.pop(request, None)
         self.books.remove(request, sound=not finish.reason.is_error)
         del self._requests[request.id]

@@ -30,16 +30,15 @@ class DrafterThread:
     """
 
     def __init__(self, drafter: Drafter, name: str, vocab_size: int, timeout_s: float) -> None:
-        self._drafter, self._name, self._vocab_size, self._timeout_s = (
-            drafter,
-            name,
-            vocab_size,
-            timeout_s,
-        )
+        self._drafter = drafter
+        self._name = name
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._late: Future[Any] | None = None  # the call that took too long
-        self._pause, self._left_out = PAUSE, 0
+        self._pause = PAUSE
+        self._left_out = 0
         self._room = threading.Semaphore(MOST_WAITING)
         self._has_failed = self._is_given_up = False
 
@@ -51,7 +50,9 @@ class DrafterThread:
         if self._late is not None:
             if not self._late.done():
                 return none
-            self._late, self._left_out, self._pause = None, self._pause, 2 * self._pause
+            self._late = None
+            self._left_out = self._pause
+            self._pause = 2 * self._pause
         if self._left_out:
             self._left_out -= 1
             return none
@@ -84,7 +85,8 @@ class DrafterThread:
 
     def stop(self) -> None:
         """End the thread once the calls so far have returned; wait for that, unless one hangs."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             self._calls.put(None)
             if self._late is None or self._late.done():

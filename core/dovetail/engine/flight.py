@@ -76,14 +76,16 @@ class InFlightStep:
 
         Raises `DovetailError` unless they are this step's, with as many tokens as it may yield.
         """
-        self.result, self.results_at = result, now
+        self.result = result
+        self.results_at = now
         self.seconds = result.ended - result.started
         if result.step != self.index:
             raise DovetailError(
                 f"the executor returned step {result.step} where {self.index} was due: results "
                 "must come in order"
             )
-        counts, num_tokens = result.counts, len(self.requests)
+        counts = result.counts
+        num_tokens = len(self.requests)
         if (counts is None) == bool(self.drafts):
             raise DovetailError(
                 f"step {self.index} has {len(self.drafts)} rows with drafts, and the executor "
@@ -116,7 +118,8 @@ class InFlightStep:
         Rows of requests that ended before are dropped, as are tokens of those in `finished`: the
         caller adds to it between tokens. Rows that fail are added here.
         """
-        result, ended = self.result, Status.FINISHED
+        result = self.result
+        ended = Status.FINISHED
         if (
             not self.prefilled
             and result.counts is None
@@ -128,13 +131,15 @@ class InFlightStep:
 
     def _sound_tokens(self, finished: dict[LiveRequest, Finish]) -> Tokens:
         """Do as `tokens` for any step."""
-        token_ids, yields = self.result.token_ids, self.batch.yields_token
+        token_ids = self.result.token_ids
+        yields = self.batch.yields_token
         if self.result.counts is None:  # each row has a place
             token_ids = token_ids[yields]
         counts = yields if self.result.counts is None else self.result.counts
         numbered = enumerate(token_ids.tolist())
         for index, (request, count) in enumerate(zip(self.requests, counts.tolist(), strict=True)):
-            row, given = list(islice(numbered, count)), 0
+            row = list(islice(numbered, count))
+            given = 0
             if request.status is Status.FINISHED:  # its row counts nowhere
                 if request in self.prefilled:
                     self.prefill_tokens -= self.num_tokens[index]

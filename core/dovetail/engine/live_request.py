@@ -110,7 +110,8 @@ class LiveRequest(Request):
         self.watchers: tuple[TokenWatcher, ...] = (
             (*watchers,) if constraint is None else (constraint, *watchers)
         )
-        self.pooling, self.adapter = pooling, adapter
+        self.pooling = pooling
+        self.adapter = adapter
         self.keeps_row = (
             pooling is not None and params.prompt_logprobs is not None
         )  # its row has what is pooled of its prompt up to now

@@ -36,7 +36,8 @@ def fill_masks(
     first: list[int] = []  # of each matcher, the mask of its row's first line
     matchers: list[Matcher] = []
     forced: dict[int, int] = {}  # line -> the only token that is allowed
-    line, backend = 0, None
+    line = 0
+    backend = None
     for request, lines in zip(flight.requests, flight.batch.num_lines.tolist(), strict=True):
         constraint = request.constraint
         if not lines or constraint is None or request.status is Status.FINISHED:
@@ -64,7 +65,8 @@ def fill_masks(
             _fill_drafts(flight, owner, matcher, ahead, vocab_size, failed)
     if failed:
         good = [place for place, owner in enumerate(owners) if owner not in failed]
-        at, words = [at[place] for place in good], words[good]
+        at = [at[place] for place in good]
+        words = words[good]
     if forced:
         at, words = _with_forced(at, words, forced)
     return Masks(np.array(at, np.int32), words), failed
@@ -128,7 +130,8 @@ def _fill_ahead(
         np.arange(32 * words.shape[1]) < vocab_size, bitorder="little"
     )
     mask = np.empty(words.shape[1], np.uint32)
-    accepted, cut = 0, None
+    accepted = 0
+    cut = None
     for ahead, draft in enumerate(drafts):
         try:
             if not matcher.accept(draft):

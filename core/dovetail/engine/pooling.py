@@ -47,7 +47,8 @@ class Pooling(EngineFeature):
         )
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
-        part, pooled = flight.batch.part(PoolingRows), flight.result.values(Pooled)
+        part = flight.batch.part(PoolingRows)
+        pooled = flight.result.values(Pooled)
         due = [] if part is None else part.due.tolist()
         if missing := {*due} - {*pooled, *flight.result.failed}:
             raise DovetailError(

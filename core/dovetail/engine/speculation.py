@@ -180,7 +180,8 @@ class Speculation(PlanTiming):
         """Become active or not; look again ever later while drafts don't pay."""
         self._is_active = is_active
         if is_active:
-            self._next_wait, self._probe_wait = FIRST_WAIT, PROBE_WAIT
+            self._next_wait = FIRST_WAIT
+            self._probe_wait = PROBE_WAIT
         else:
             self._wait, self._next_wait = self._next_wait, min(2 * self._next_wait, LONGEST_WAIT)
 
@@ -242,7 +243,8 @@ class Speculation(PlanTiming):
         odds = [self._odds_of(request) for request in requests]
         asked: list[int] = []
         for index, request in enumerate(requests):
-            limit, constraint = self._most_of(request), request.constraint
+            limit = self._most_of(request)
+            constraint = request.constraint
             if not limit:
                 continue
             if constraint is not None and (forced := constraint.forced_drafts(limit)):
@@ -268,7 +270,8 @@ class Speculation(PlanTiming):
         self._drafted_s += took_s
         self._draft_s += 0.1 * (took_s / len(requests) - self._draft_s)
         for request, ids in zip(requests, proposed, strict=True):
-            record, known = self._records[request], len(request.output_token_ids)
+            record = self._records[request]
+            known = len(request.output_token_ids)
             record.length += 0.2 * (len(ids) - record.length)
             start, _ = self._pending.pop(request, (known, ()))
             if known > start:

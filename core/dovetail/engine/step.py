@@ -168,7 +168,8 @@ class PlannedStep:
         return Fit(self._books.fit.steps, self._books.fit.error())
 
     def shared_tokens(self, one: Request, other: Request) -> int:
-        one, other = self._check_known(one), self._check_known(other)
+        one = self._check_known(one)
+        other = self._check_known(other)
         if one.cache_keys != other.cache_keys or not self._kv.capabilities.reuse:
             return 0
         whole = self._books.layout.hit_tokens
@@ -185,7 +186,8 @@ class PlannedStep:
             return Cost(end - request.num_computed, blocks, 0)
         if self._fork_source(request) is not None:
             return Cost(1, self._books.layout.pages(1), request.prompt_tokens - 1)
-        cached, known = self._kv.lookup(request), request.num_tokens
+        cached = self._kv.lookup(request)
+        known = request.num_tokens
         blocks = self._kv.pages_needed(request, known)
         if (
             self._books.layout.has_windows
@@ -229,7 +231,10 @@ class PlannedStep:
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
         self._check_open()
         refused: list[Request] = []
-        granted, index, running, known = self.granted, self.index, Status.RUNNING, self._known
+        granted = self.granted
+        index = self.index
+        running = Status.RUNNING
+        known = self._known
         slow = self.decisions is not None or bool(self._books.rows.keeping)
         for request in cast(
             "Iterable[LiveRequest]", requests
@@ -359,7 +364,8 @@ class PlannedStep:
         source = self._fork_source(request) if waits and request.siblings else None
         start, end = self._span(request, source)
         if request.indivisible:
-            max_tokens, min_tokens = None, end - start
+            max_tokens = None
+            min_tokens = end - start
         least = max(1, min(min_tokens, end - start))
         tokens = min(end - start, self._tokens_left, end if max_tokens is None else max_tokens)
         if tokens < least:
@@ -498,7 +504,8 @@ class PlannedStep:
         short_of = (
             layout.pages(1) if source is not None else self._kv.pages_needed(request, num_tokens)
         ) - self._kv.available_pages
-        fits, before = False, self._acts
+        fits = False
+        before = self._acts
         for candidate in evict:
             if candidate is request:
                 break

@@ -79,7 +79,8 @@ class StepTimeFit:
             seconds, 0.1 * self._mean_s, MIN_SECONDS
         )  # a step that took no time must not outweigh all others
         x = [value * unit for value in self._terms(prefill_tokens, decodes, context_tokens)]
-        relative, seen = seconds * unit, int(prefill_tokens > 0)
+        relative = seconds * unit
+        seen = int(prefill_tokens > 0)
         for kind in _KINDS:
             if kind == seen or self._counts[kind] > KEPT:
                 self._counts[kind] *= FORGETTING
@@ -111,7 +112,8 @@ class StepTimeFit:
         if freedom <= 0.0:
             return math.inf
         self._refresh()
-        w, products = self._weights, list(map(sum, zip(*self._products, strict=True)))
+        w = self._weights
+        products = list(map(sum, zip(*self._products, strict=True)))
         explained = sum(
             (1 if i == j else 2) * w[i] * w[j] * p
             for (i, j), p in zip(_PAIRS, products, strict=True)

@@ -106,7 +106,8 @@ def _classify(
     by_name: dict[str, list[metadata.EntryPoint]] = {}
     for entry_point in entry_points:
         by_name.setdefault(entry_point.name, []).append(entry_point)
-    found, failures = [], []
+    found = []
+    failures = []
     for name, same in by_name.items():
         here = PluginOrigin(origin.distribution, name, origin.version)
         if len(same) == 1:
@@ -213,7 +214,9 @@ class _CapturedStream:
     """Captures the beginning of the output while a plugin loads; afterwards it forwards to the real stream, since a log handler may hold it."""
 
     def __init__(self, real: Any, kept: list[str]) -> None:
-        self._real, self._kept, self.capturing = real, kept, True
+        self._real = real
+        self._kept = kept
+        self.capturing = True
         self._room = KEPT
 
     def write(self, text: str) -> int:

@@ -56,7 +56,8 @@ def resolve_model(name: str, registry: Registry) -> Path:
 def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
     """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory, else a hub id. Raises `ConfigError`, naming the config's
     key, if the name fits none or two of these."""
-    bundled, directory = _find_bundled(name, registry), _path(name)
+    bundled = _find_bundled(name, registry)
+    directory = _path(name)
     if bundled is not None:
         if ":" not in name and directory is not None and directory.is_dir():
             both = f"a bundled model and a directory here: write {NAMESPACE}:{name} or ./{name}"
@@ -82,7 +83,8 @@ def tokenizer_named(name: str, registry: Registry) -> ResolvedComponent | None:
     """Return the tokenizer component of that name, "distribution:name" or a short one; None if the name is a model's. Raises `ConfigError` if it is
     both, `PluginError` if it can be neither."""
     where = Where(("tokenizer",))
-    bundled, directory = _find_bundled(name, registry), _path(name)
+    bundled = _find_bundled(name, registry)
+    directory = _path(name)
     is_here = bundled is not None or (directory is not None and directory.exists())
     if any(
         name in (known.spec.name, known.qualified_name)

@@ -282,7 +282,8 @@ def _without_repetitions(
 ) -> tuple[tuple[LoadedPlugin, ...], list[PluginFailure]]:
     """Return the plugins to keep, and a failure for each that offers a qualified name which an earlier plugin of its distribution offers."""
     owners: dict[tuple[str, str, str], LoadedPlugin] = {}
-    kept, failures = [], []
+    kept = []
+    failures = []
     for plugin in plugins:
         keys = {
             (plugin.origin.distribution, what, name): f"{what} {name!r}"

@@ -85,7 +85,8 @@ class ResolvedComponent(_Resolved):
     def api_problem(self) -> str | None:
         """The reason why this Dovetail can't use it, and what to upgrade; None if it can."""
         ours = API_VERSIONS[self.spec.kind]
-        ours_at, theirs = _version(ours), _version(self.spec.api)
+        ours_at = _version(ours)
+        theirs = _version(self.spec.api)
         if theirs == ours_at or (theirs[0] == ours_at[0] > 0 and theirs[1] <= ours_at[1]):
             return None
         told = f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has {ours}: upgrade"
@@ -198,7 +199,8 @@ class ResolvedComponent(_Resolved):
 
     def make(self, context: Any) -> Any:
         """Make the component, `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` with the component's name."""
-        options, cls = self.validate_options(), self.load()
+        options = self.validate_options()
+        cls = self.load()
         return make_component(cls, options, context, self.spec.target, self._wrong)
 
     def request_extra(self) -> type[BaseModel] | None:

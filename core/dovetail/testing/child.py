@@ -140,7 +140,8 @@ class Ledger:
     """pytest plugin that writes the ledger and skips checks that are done."""
 
     def __init__(self, job: SuiteRun, file: IO[str]) -> None:
-        self.job, self.file = job, file
+        self.job = job
+        self.file = file
         self.process = os.getpid()
 
     def tell(self, event: str, **values: Any) -> None:

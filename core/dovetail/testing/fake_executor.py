@@ -74,7 +74,8 @@ class FakeExecutorOptions(BaseModel):
 
 def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[int]:
     """Return, for each position, a number that identifies all tokens up to it, and the adapter of this digest ("": none)."""
-    value, values = zlib.crc32(digest.encode()), []
+    value = zlib.crc32(digest.encode())
+    values = []
     for token in tokens:
         value = zlib.crc32(int(token).to_bytes(4, "little"), value)
         values.append(value)
@@ -357,7 +358,8 @@ class FakeExecutor(Executor):
                 len(new.pages) == len(self._layout.groups), "a new row has a table for each group"
             )
             tables = [pages.tolist() for pages in new.pages]
-            pools, slot = pooling.get(new.row), adapters.slots.get(new.row, 0)
+            pools = pooling.get(new.row)
+            slot = adapters.slots.get(new.row, 0)
             self._require((pools is None) != (new.sampling is None), "a row samples or pools")
             if pools is not None:
                 self._require_poolable(new, pools)
@@ -378,7 +380,8 @@ class FakeExecutor(Executor):
         if batch.drafts is None:
             return
         self._require(not self._pending, "drafts are submitted while nothing is in flight")
-        counts, token_ids = batch.drafts.counts.tolist(), batch.drafts.token_ids.tolist()
+        counts = batch.drafts.counts.tolist()
+        token_ids = batch.drafts.token_ids.tolist()
         self._require(
             len(counts) == len(rows) and sum(counts) == len(token_ids) > 0,
             "each row has a number of drafts, and as many ids",
@@ -389,7 +392,8 @@ class FakeExecutor(Executor):
         for row, yields, tokens, count in zip(
             rows, batch.yields_token.tolist(), batch.num_tokens.tolist(), counts, strict=True
         ):
-            ids, token_ids = token_ids[:count], token_ids[count:]
+            ids = token_ids[:count]
+            token_ids = token_ids[count:]
             if count:
                 self._require(
                     yields and tokens == 1 + count,
@@ -515,17 +519,17 @@ class FakeExecutor(Executor):
                 not batch.checkpoints, "a checkpoint is written where there are no states"
             )
             return
-        index, saved = (
-            len(self._layout.groups) - 1,
-            {checkpoint.row: checkpoint for checkpoint in batch.checkpoints},
-        )
+        index = len(self._layout.groups) - 1
+        saved = {checkpoint.row: checkpoint for checkpoint in batch.checkpoints}
         self._require(
             len(saved) == len(batch.checkpoints) and saved.keys() <= set(batch.rows.tolist()),
             "one checkpoint a row of the batch",
         )
         for number, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
             row = self._rows[number]
-            pages, values, before = row.tables[index], row.prefix_ids(), row.computed - count
+            pages = row.tables[index]
+            values = row.prefix_ids()
+            before = row.computed - count
             self._require(
                 len(pages) == self._layout.state_pages, "a row has exactly one live state"
             )
@@ -578,7 +582,8 @@ class FakeExecutor(Executor):
         tokens: list[int],
     ) -> None:
         """Sample the lines of all rows, add the tokens that they yield to `tokens`, and count them if the step has drafts."""
-        line, counts = 0, self._counts.get(step)
+        line = 0
+        counts = self._counts.get(step)
         for row, yields in zip(rows, yields_token, strict=True):
             masks = (
                 [words.pop(line + index, None) for index in range(1 + len(row.drafts))]
@@ -594,7 +599,8 @@ class FakeExecutor(Executor):
 
     def _check(self, row: _Row, masks: list[NDArray[np.uint32] | None]) -> list[int]:
         """Sample the lines of a row, each with its mask, up to the first that differs from its draft."""
-        drafts, row.drafts = row.drafts, []
+        drafts = row.drafts
+        row.drafts = []
         row.computed -= len(drafts)
         found: list[int] = []
         for words, draft in zip(masks, [*drafts, -1], strict=False):

@@ -75,7 +75,8 @@ class BoundStates:
     ) -> StateBatch:
         """Plan a step for all layers: of each of `rows` the next `lengths` tokens after `computed` ones, with a checkpoint after `checkpoint_at` of
         them (0: none). The i-th row's checkpoint goes to line `checkpoint_line(i)`."""
-        device, query_lens = self.pool.device, np.array(lengths, np.int32)
+        device = self.pool.device
+        query_lens = np.array(lengths, np.int32)
         at = (
             np.zeros_like(query_lens)
             if checkpoint_at is None
@@ -100,7 +101,8 @@ class BoundStates:
     ) -> CheckedDrafts | None:
         """Plan a step in which the last `drafts` of the `lengths` tokens of each row are drafts, after one known token; a row with 0 has none.
         Returns what `accept` needs."""
-        counts, query_lens = np.array(drafts, np.int32), np.array(lengths, np.int32)
+        counts = np.array(drafts, np.int32)
+        query_lens = np.array(lengths, np.int32)
         kv_lens = query_lens + np.array(computed, np.int32)
         batch = self.plan(rows, lengths, computed)
         planned, checked = self.states.with_drafts(

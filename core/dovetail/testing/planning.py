@@ -110,7 +110,8 @@ def plan(
     cache, whole blocks, by request id; None: there is no prefix cache. Raises the policy's errors, `PolicyError` on misuse, and `DovetailError` for
     inconsistent requests.
     """
-    going, coming = _planned(running), _planned(waiting)
+    going = _planned(running)
+    coming = _planned(waiting)
     _check_requests([*going, *coming], dict(cached or {}), block_size)
     held = sum(-(-_computed_of(r) // block_size) for r in going)
     layout = KVLayout((CacheGroup((0,), block_size),), 1, "none")

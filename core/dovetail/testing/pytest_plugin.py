@@ -97,10 +97,8 @@ class SuiteWatch:
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
         """Add the check and its outcome to the report; show absent ones as skipped and waived ones as expected failures."""
         report = yield
-        check, node = (
-            getattr(getattr(item, "function", None), "check", None),
-            getattr(item.parent, "nodeid", ""),
-        )
+        check = getattr(getattr(item, "function", None), "check", None)
+        node = getattr(item.parent, "nodeid", "")
         uneventful = call.when != "call" and report.passed
         if check is None or uneventful or node not in self.expected or item.name != check.attribute:
             return report
@@ -112,10 +110,8 @@ class SuiteWatch:
                 (str(item.path), 0, f"Skipped: {outcome.message}"),
             )
         elif outcome.status == "failed" and check.id in self.expected[node].waivers:
-            report.outcome, report.wasxfail = (
-                "skipped",
-                f"waived: {self.expected[node].waivers[check.id]}",
-            )
+            report.outcome = "skipped"
+            report.wasxfail = f"waived: {self.expected[node].waivers[check.id]}"
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -127,7 +123,8 @@ class SuiteWatch:
     def observe(self, node: str, id: str, outcome: dict[str, Any]) -> None:
         from dovetail.testing.ledger import Outcome
 
-        now, before = Outcome.from_json(outcome), self.outcomes.setdefault(node, {})
+        now = Outcome.from_json(outcome)
+        before = self.outcomes.setdefault(node, {})
         before[id] = before[id].worse(now) if id in before else now
 
     # Judging
@@ -169,10 +166,8 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
     from dovetail.testing.checks import Absent, Untried
     from dovetail.testing.ledger import Outcome
 
-    error, notes = (
-        call.excinfo.value if call.excinfo is not None else None,
-        tuple(getattr(suite, "notes", ())),
-    )
+    error = call.excinfo.value if call.excinfo is not None else None
+    notes = tuple(getattr(suite, "notes", ()))
     if isinstance(error, Absent | Untried) and error.capability == check.capability:
         return Outcome(
             "absent" if isinstance(error, Absent) else "untried",

@@ -82,7 +82,8 @@ class nothing_asked(_Mode):  # type: ignore[no-untyped-call] # noqa: N801 (read 
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given, operation = kwargs or {}, func.overloadpacket
+        given = kwargs or {}
+        operation = func.overloadpacket
         asks = operation in ASKING
         asks |= operation in INDEXING and any(
             index is not None and index.dtype == torch.bool for index in args[1]

@@ -84,7 +84,8 @@ def run(
             folder,
             path,
         )
-        started, runs = time.monotonic(), _Run(job, time_limit_s)
+        started = time.monotonic()
+        runs = _Run(job, time_limit_s)
         return replace(runs.verdict(), **runs.found, seconds=round(time.monotonic() - started, 1))
 
 
@@ -101,7 +102,8 @@ class _Run:
     """The processes of one run, and the content of their ledgers."""
 
     def __init__(self, job: SuiteRun, time_limit_s: float) -> None:
-        self.job, self.time_limit_s = job, time_limit_s
+        self.job = job
+        self.time_limit_s = time_limit_s
         self.expected: Expected | None = None
         self.outcomes: dict[str, Outcome] = {}
         self.doing = LOADING  # or the id of the current or last check
@@ -144,10 +146,8 @@ class _Run:
         """Run the remaining checks in a new process. Returns how it ended, for an error message."""
         job = replace(self.job, done=[*self.outcomes])
         path = job.write()
-        output, environ = (
-            Path(job.folder, "output.txt"),
-            {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
-        )
+        output = Path(job.folder, "output.txt")
+        environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
         environ["PYTHONPATH"] = os.pathsep.join(job.path)
         environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(job.folder, ".hypothesis"))
         job.ledger.write_text("")
@@ -178,7 +178,9 @@ class _Run:
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
         """Read the ledger until the process has ended. Returns True if a check, or loading, timed out and the process was killed."""
-        own, asked, unread = OwnTime(process.pid), time.monotonic(), ""
+        own = OwnTime(process.pid)
+        asked = time.monotonic()
+        unread = ""
         while True:
             over = process.poll() is not None
             if text := ledger.read():

@@ -59,7 +59,8 @@ class Bags:
         sums = torch.from_numpy(np.add.reduceat(weights.numpy(), self.starts))
         if sinks is not None:
             sums += torch.from_numpy(np.exp(of_bags - largest))
-        offsets, entries = self.pattern.crow_indices(), self.pattern.col_indices()
+        offsets = self.pattern.crow_indices()
+        entries = self.pattern.col_indices()
         mixed = F.embedding_bag(
             entries,
             v.view(-1, size),

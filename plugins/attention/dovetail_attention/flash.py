@@ -108,7 +108,8 @@ class FlashGroup:
         caches: Sequence[LayerCache],
         device: torch.device,
     ) -> None:
-        block_size, pages = caches[0].block_size, 1 + max(cache.page for cache in caches)
+        block_size = caches[0].block_size
+        pages = 1 + max(cache.page for cache in caches)
         waste_slot = (len(caches[0].memory[0]) - 1) * block_size
         self.tables = torch.zeros(
             (pages, max_rows, -(-max_len // block_size)), dtype=torch.int32, device=device
@@ -117,11 +118,9 @@ class FlashGroup:
 
     def fill(self, table: torch.Tensor, slots: torch.Tensor) -> None:
         """table [pages_per_block, rows, max_blocks], slots [pages_per_block, tokens]."""
-        pages, rows, width = (
-            len(self.tables),
-            table.shape[1],
-            min(table.shape[2], self.tables.shape[2]),
-        )
+        pages = len(self.tables)
+        rows = table.shape[1]
+        width = min(table.shape[2], self.tables.shape[2])
         self.tables[:, :rows, :width].copy_(table[:pages, :, :width])
         self.slots[:, : slots.shape[1]].copy_(slots[:pages])
 
@@ -150,7 +149,8 @@ class FlashStep:
             group: FlashGroup(max_rows, max_tokens, max_len, members, device)
             for group, members in by_group.items()
         }
-        self.lens, self._max_tokens = zeros(max_rows), max_tokens
+        self.lens = zeros(max_rows)
+        self._max_tokens = max_tokens
         self._query_starts, self._kv_starts = zeros(max_rows + 1), zeros(max_rows + 1)
         self.decodes = 0  # rows, and tokens: the first of the step
         self.num_tokens = 0  # computed by any call
@@ -158,7 +158,8 @@ class FlashStep:
         self.ragged_rows = slice(0)
 
     def fill(self, batch: AttentionBatch) -> None:
-        rows, tokens = len(batch.kv_lens), batch.slots[0].shape[1]
+        rows = len(batch.kv_lens)
+        tokens = batch.slots[0].shape[1]
         if rows > len(self.lens) or tokens > self._max_tokens:
             raise DovetailError(
                 f"attention backend 'flash_attn': a step of {rows} rows and {tokens} tokens, but prepare() made room for "
@@ -175,13 +176,15 @@ class FlashStep:
                 rows, tokens
             )  # including padding rows: each size has one shape
             return
-        self.decodes, self.num_tokens = int(longer[0]), batch.num_tokens
+        self.decodes = int(longer[0])
+        self.num_tokens = batch.num_tokens
         self.ragged_rows = slice(self.decodes, batch.num_rows)
         self.ragged = self._ragged(batch)
 
     def _ragged(self, batch: AttentionBatch) -> Ragged:
         count = batch.num_rows - self.decodes
-        query_starts, kv_starts = self._query_starts[: count + 1], self._kv_starts[: count + 1]
+        query_starts = self._query_starts[: count + 1]
+        kv_starts = self._kv_starts[: count + 1]
         torch.sub(
             batch.query_starts[self.decodes : batch.num_rows + 1], self.decodes, out=query_starts
         )
@@ -196,7 +199,8 @@ class FlashLayer(AttentionLayer):
     """Cache of one layer."""
 
     def __init__(self, spec: LayerSpec, backend: FlashAttention) -> None:
-        self.spec, self._backend = spec, backend
+        self.spec = spec
+        self._backend = backend
         self._k = self._v = torch.empty(0)
 
     def bind(self, cache: LayerCache) -> None:
@@ -216,14 +220,17 @@ class FlashLayer(AttentionLayer):
         return self._backend.planned.groups[cache.group].slots[cache.page]
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        slots, block_size = self._slots[: len(k)], self._k.shape[1]
+        slots = self._slots[: len(k)]
+        block_size = self._k.shape[1]
         places = slots // block_size, slots % block_size
         for cache, new in zip((self._k, self._v), (k, v), strict=True):
             if new is not None:
                 cache.index_put_(places, new)
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        step, library, spec = self._backend.planned, self._backend.library, self.spec
+        step = self._backend.planned
+        library = self._backend.library
+        spec = self.spec
         parts = []
         if step.decodes:
             parts.append(

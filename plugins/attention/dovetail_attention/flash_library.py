@@ -169,10 +169,9 @@ def reason_against(
     library: FlashLibrary, device: torch.device, dtype: torch.dtype, head_size: int
 ) -> str | None:
     """Return why it can't serve such heads, by a trial: a build without the kernels returns uninitialized memory."""
-    generator, tokens = (
-        torch.Generator().manual_seed(0),
-        TRIED_PAGES * PAGE,
-    )  # long enough that decodes are split
+    # long enough that decodes are split
+    generator = torch.Generator().manual_seed(0)
+    tokens = TRIED_PAGES * PAGE
     q = torch.randn((2, 1, head_size), generator=generator).to(
         device, dtype
     )  # two queries, the row's last
@@ -185,7 +184,8 @@ def reason_against(
         torch.tensor(ids, dtype=torch.int32, device=device)
         for ids in ([tokens], [0, 2], [0, tokens])
     )
-    cache, scale = Paged(k, v, pages, last), head_size**-0.5
+    cache = Paged(k, v, pages, last)
+    scale = head_size**-0.5
     try:
         outs = (
             library.decode(q[1:], cache, scale, None),

@@ -103,7 +103,8 @@ class PackedAttention(AttentionBackend):
             step = max(window, LEAST_PART)
             for first in range(start, end, step):
                 last = min(first + step, end)
-                low, high = max(start, first - window + 1), min(end, last + window - 1)
+                low = max(start, first - window + 1)
+                high = min(end, last + window - 1)
                 shape = last - first, high - low, first - low
                 if shape not in masks:
                     masks[shape] = _band(*shape, window, device)
@@ -114,8 +115,10 @@ class PackedLayer(AttentionLayer):
     """Attention of one layer over what it wrote in this step."""
 
     def __init__(self, spec: LayerSpec, backend: PackedAttention) -> None:
-        self.spec, self._backend = spec, backend
-        dtype, device = backend.context.dtype, backend.context.device
+        self.spec = spec
+        self._backend = backend
+        dtype = backend.context.dtype
+        device = backend.context.device
         self._flash = (
             device.startswith("cuda") and dtype != "float32" and spec.head_size in FLASH_HEAD_SIZES
         )
@@ -128,7 +131,8 @@ class PackedLayer(AttentionLayer):
         self._backend.written = self.spec, k, v
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        backend, spec = self._backend, self.spec
+        backend = self._backend
+        spec = self.spec
         if backend.written is None or backend.written[0] is not spec:
             raise DovetailError(
                 f"attention layer {spec.index}: attend() must follow write() of the same layer in the same step"
@@ -136,11 +140,9 @@ class PackedLayer(AttentionLayer):
         _, k, v = backend.written
         gqa = spec.heads != spec.kv_heads
         if self._flash and backend.query_starts is not None:
-            starts, longest, reach = (
-                backend.query_starts,
-                backend.longest,
-                -1 if spec.window is None else spec.window - 1,
-            )
+            starts = backend.query_starts
+            longest = backend.longest
+            reach = -1 if spec.window is None else spec.window - 1
             if gqa:  # torch 2.11 has no `enable_gqa` here
                 k, v = (x.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for x in (k, v))
             from torch.nn.attention.varlen import (
@@ -175,5 +177,6 @@ class PackedLayer(AttentionLayer):
 
 def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> torch.Tensor:
     """Return [queries, keys] bool: True for keys less than `window` tokens away. The first query is `ahead` tokens after the first key."""
-    query, key = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+    query = torch.arange(queries, device=device)[:, None]
+    key = torch.arange(keys, device=device)
     return (query + ahead - key).abs() < window

@@ -148,7 +148,8 @@ class BandMask:
         self._reach = (
             max_len if window is None else min(window, max_len)
         )  # keys before a query that any cut may need
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
+        self._device = device
         self._matrix: torch.Tensor | None = None  # [CHUNK, reach + CHUNK], made when first needed
 
     def hide(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -211,7 +212,10 @@ class _BatchCutter:
     def __init__(
         self, planner: Planner, batch: AttentionBatch, shape: LayerShape, units: Units
     ) -> None:
-        self.planner, self.batch, self.shape, self.units = planner, batch, shape, units
+        self.planner = planner
+        self.batch = batch
+        self.shape = shape
+        self.units = units
         self.mask = planner.masks[shape.window]
         self.use_bags = (
             planner.use_bags and not shape.latent and units.of_token == 1
@@ -244,7 +248,9 @@ class _BatchCutter:
         return [self._similar_decodes(group) for group in self._similar(rows, self.shape.window)]
 
     def _bags(self, rows: NDArray[np.int64]) -> Bags:
-        units, table, ends = self.units, self.table.numpy(), self.lens[rows]
+        units = self.units
+        table = self.table.numpy()
+        ends = self.lens[rows]
         lens = ends if self.shape.window is None else np.minimum(ends, self.shape.window)
         skipped = np.cumsum(lens) - ends  # so that position = index in the whole - skipped
         positions = np.arange(lens.sum()) - np.repeat(skipped, lens)
@@ -308,7 +314,9 @@ class _BatchCutter:
         )
 
     def _stretches(self, row: int) -> list[Piece | Bags]:
-        queries, length, window = int(self.queries[row]), int(self.lens[row]), self.shape.window
+        queries = int(self.queries[row])
+        length = int(self.lens[row])
+        window = self.shape.window
         before = length - queries
         pieces: list[Piece | Bags] = []
         for start in range(0, queries, CHUNK):
@@ -355,7 +363,8 @@ class _BatchCutter:
     def _as_slice(self, slots: torch.Tensor) -> Where:
         """Return a slice for a row with contiguous blocks, to read in place. Not on a GPU, where checking would synchronize."""
         if self.device.type == "cpu":
-            first, count = int(slots[0]), len(slots)
+            first = int(slots[0])
+            count = len(slots)
             if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):
                 return slice(first, first + count)
         return slots
@@ -388,6 +397,8 @@ def _group_ends(lens: Sequence[int], most: int, most_fill: int) -> list[int]:
         longest = lens[start]
         if i > start and (fill + longest - length > most_fill or (i + 1 - start) * longest > most):
             ends.append(i)
-            start, fill, longest = i, 0, length
+            start = i
+            fill = 0
+            longest = length
         fill += longest - length
     return [*ends, len(lens)] if lens else ends

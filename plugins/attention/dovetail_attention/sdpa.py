@@ -95,7 +95,8 @@ class TorchLayer(AttentionLayer):
         rows = rows_of(cache, self.spec, self._backend.cache_dtype)
         self.units = Units.of(cache, rows[0], self.spec)
         self._own = [self.units.view(of_pages, self.spec) for of_pages in rows]
-        self._k, self._v = self._own[0], self._own[-1][..., : self.spec.out_size]
+        self._k = self._own[0]
+        self._v = self._own[-1][..., : self.spec.out_size]
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         scales = self.kv_scales or ONE

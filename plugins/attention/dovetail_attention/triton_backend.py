@@ -64,10 +64,9 @@ MERGE_NUMBERS = 4096  # numbers of partial results that a program merges at once
 LEAST_M = 16  # queries of a tile for the tensor cores
 LEAST_OF_FP8 = 32  # minimum head size: matrix units need 16, and kernels read FP8 in pairs
 INTERPRETED_PROCESSORS = 4
-LATENT_SIZES, LATENT_RESTS = (
-    range(8, 513, 8),
-    range(0, 129, 8),
-)  # numbers of K that are V too, and that aren't
+# numbers of K that are V too, and that aren't
+LATENT_SIZES = range(8, 513, 8)
+LATENT_RESTS = range(0, 129, 8)
 LEAST_FOR_FP8 = (8, 9)  # compute capability from which Triton has the type
 LOADS_APART = "prefill with separate warps for loading"
 
@@ -165,10 +164,8 @@ class TritonAttention(AttentionBackend):
             self.processors,
             self.tilings,
         )
-        caches, kinds = (
-            [cache_of(layer) for layer in self._layers],
-            {layer.kind for layer in self._layers},
-        )
+        caches = [cache_of(layer) for layer in self._layers]
+        kinds = {layer.kind for layer in self._layers}
         if (
             self.tilings == HOPPER
             and not is_compiling_ahead()
@@ -194,7 +191,8 @@ class TritonLayer(AttentionLayer):
     kind: LayerKind  # the key of its schedule, set by `bind`
 
     def __init__(self, spec: LayerSpec, backend: TritonAttention) -> None:
-        self.spec, self._backend = spec, backend
+        self.spec = spec
+        self._backend = backend
         self._shape = LayerShape.of(spec)
         self._k = self._v = torch.empty(0)
         least = LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0
@@ -205,12 +203,14 @@ class TritonLayer(AttentionLayer):
         )
 
     def bind(self, cache: LayerCache) -> None:
-        self.cache, self._place = cache, (cache.group, cache.page)
+        self.cache = cache
+        self._place = (cache.group, cache.page)
         shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
         own = pages_of(
             cache, self.spec, self._backend.cache_dtype, shape
         )  # [num_pages + 1, kv_heads, block_size, head_size]
-        self._k, self._v = own[0], own[-1]
+        self._k = own[0]
+        self._v = own[-1]
         page_stride, head_stride, token_stride, _ = self._k.stride()
         if self._backend.cache_dtype.itemsize == 1 and page_stride % 2:
             raise DovetailError(
@@ -328,7 +328,8 @@ class TritonLayer(AttentionLayer):
     def _decode(
         self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule
     ) -> None:
-        tables, tiling = schedule.tables, schedule.decode_tiling
+        tables = schedule.tables
+        tiling = schedule.decode_tiling
         known = {
             "bounds": schedule.bounds,
             "rows": schedule.rows,

@@ -80,7 +80,8 @@ def decode_shares(
     d = tl.arange(0, D_PADDED)
     head = kv_head * GROUP + member
     real = (member < GROUP)[:, None] & (d < D)[None, :]
-    first_segment, last_segment = tl.load(share_starts + share), tl.load(share_starts + share + 1)
+    first_segment = tl.load(share_starts + share)
+    last_segment = tl.load(share_starts + share + 1)
     row, token, begin, end, place = _segment(
         segments, first_segment, last_segment
     )  # written before the step's first kernel
@@ -108,7 +109,8 @@ def decode_shares(
             if not LATENT:
                 fetch(v_cache + lines)
     if PREFIXED:
-        prefix_parts, prefix_tokens = tl.load(bounds), tl.load(bounds + 1)
+        prefix_parts = tl.load(bounds)
+        prefix_tokens = tl.load(bounds + 1)
     if SCALED:
         scale *= tl.load(k_scale)
         v_factor = tl.load(v_scale)
@@ -192,7 +194,8 @@ def decode_shares(
             at = segment * HEADS + head
             tl.store(partial + at[:, None] * D + d[None, :], acc, mask=real)
             tl.store(partial_lse + at, top + tl.log2(total), mask=member < GROUP)
-            first, count = tl.load(rows + place * 3 + 1), tl.load(rows + place * 3 + 2)
+            first = tl.load(rows + place * 3 + 1)
+            count = tl.load(rows + place * 3 + 2)
             _put_together(
                 out + token * HEADS * D,
                 partial,
@@ -248,13 +251,12 @@ def _rest(
 @triton.jit
 def _segment(segments, index, last):
     """Load the record of a segment."""
-    record, exists = segments + index * 5, index < last
+    record = segments + index * 5
+    exists = index < last
     row = tl.load(record, mask=exists, other=0)
     token = tl.load(record + 1, mask=exists, other=0).to(tl.int64)
-    begin, end = (
-        tl.load(record + 2, mask=exists, other=0),
-        tl.load(record + 3, mask=exists, other=0),
-    )
+    begin = tl.load(record + 2, mask=exists, other=0)
+    end = tl.load(record + 3, mask=exists, other=0)
     return row, token, begin, end, tl.load(record + 4, mask=exists, other=0)
 
 
@@ -262,7 +264,8 @@ def _segment(segments, index, last):
 def _joined(acc, top, total, values, lse):
     """Merge another partial result, [M, D_PADDED] with base-2 log-sum-exp `lse` [M], into (acc, top, total)."""
     new_top = tl.maximum(top, lse)
-    weight, shrink = tl.exp2(lse - new_top), tl.exp2(top - new_top)
+    weight = tl.exp2(lse - new_top)
+    shrink = tl.exp2(top - new_top)
     return acc * shrink[:, None] + values * weight[:, None], new_top, total * shrink + weight
 
 
@@ -289,7 +292,8 @@ def _put_together(
     """Called after this program has stored a part of a row, one of `count` with slots from `first` on. If it was the last of TOGETHER adjacent
     parts, merge these into the slot of their first; repeat with the merged parts, until the row is complete."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
-    member, d = tl.arange(0, padded), tl.arange(0, D_PADDED)
+    member = tl.arange(0, padded)
+    d = tl.arange(0, D_PADDED)
     head = kv_head * GROUP + member
     real = (member < GROUP)[:, None] & (d < D)[None, :]
     inside = head[:, None] * D + d[None, :]
@@ -327,7 +331,9 @@ def _put_together(
                 if SCALED:
                     values *= tl.load(v_scale)
                 tl.store(out + inside, values.to(out.dtype.element_ty), mask=real)
-            part, count, apart = group, tl.cdiv(count, TOGETHER), apart * TOGETHER
+            part = group
+            count = tl.cdiv(count, TOGETHER)
+            apart = apart * TOGETHER
             arrived += slots * (HEADS // GROUP)
 
 
@@ -350,10 +356,12 @@ def _merged(
     """Merge `count` partial results of a group of heads, `apart` slots from each other: [padded, D_PADDED] and log-sum-exp, base 2, [padded]."""
     padded: tl.constexpr = head.shape[0]
     acc = tl.zeros([padded, D_PADDED], tl.float32)
-    top, total = tl.full([padded], float("-inf"), tl.float32), tl.zeros([padded], tl.float32)
+    top = tl.full([padded], float("-inf"), tl.float32)
+    total = tl.zeros([padded], tl.float32)
     for start in range(0, count, N):
         i = start + tl.arange(0, N)
-        exists, slot = i < count, first + i * apart
+        exists = i < count
+        slot = first + i * apart
         lse_mask = exists[:, None] & is_head[None, :]
         lse = tl.load(
             partial_lse + slot[:, None] * HEADS + head[None, :], mask=lse_mask, other=float("-inf")

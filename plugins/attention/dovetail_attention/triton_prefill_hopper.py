@@ -98,7 +98,8 @@ def prefill_hopper(
     first_token = gl.load(record + 1)
     kv_len = gl.load(record + 3)
     flat = gl.load(record + 4)
-    first_step, end = gl.load(record + 5) // N, gl.load(record + 6)
+    first_step = gl.load(record + 5) // N
+    end = gl.load(record + 6)
 
     keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PANEL], dtype)
     q_tile = gl.allocate_shared_memory(
@@ -364,7 +365,8 @@ def _compute(
         weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
     )
     for step in range(1, steps):
-        stage, before = step % STAGES, (step - 1) % STAGES
+        stage = step % STAGES
+        before = (step - 1) % STAGES
         mbarrier.wait(k_there.index(stage), step // STAGES & 1)
         scores = _scores(q_tile, k, half, stage, scores_layout, PANELS, N)
         mbarrier.wait(v_there.index(before), (step - 1) // STAGES & 1)
@@ -517,8 +519,10 @@ def _merge(
         query = (first + part * apart) * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
         lse = gl.load(partial_lse + query)
         new_top = gl.maximum(top, lse)
-        shrink, weight = gl.exp2(top - new_top), gl.exp2(lse - new_top)
-        top, total = new_top, total * shrink + weight
+        shrink = gl.exp2(top - new_top)
+        weight = gl.exp2(lse - new_top)
+        top = new_top
+        total = total * shrink + weight
         at = partial + gl.expand_dims(query * D, 1) + d
         left = left * gl.expand_dims(shrink, 1) + gl.load(
             at, mask=d < D, other=0.0
@@ -589,10 +593,14 @@ def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
     """Raise unless it computes correct values here: Gluon may change between versions of Triton. Launched like layers of that kind, so that the
     compiled kernel is reused."""
     shape, block_size, page_rows = kind
-    device, size, heads, kv_heads = limits.device, shape.head_size, shape.heads, shape.kv_heads
+    device = limits.device
+    size = shape.head_size
+    heads = shape.heads
+    kv_heads = shape.kv_heads
     columns = limits.blocks(block_size)
     kv_len = min(1250, columns * block_size - 1)
-    queries, blocks = min(70, kv_len), kv_len // block_size + 1
+    queries = min(70, kv_len)
+    blocks = kv_len // block_size + 1
     generator = torch.Generator().manual_seed(0)
     shapes = (
         (queries, heads + 2 * kv_heads, size),
@@ -602,7 +610,8 @@ def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
     qkv, k, v = (
         torch.randn(sizes, generator=generator).to(device, limits.dtype) for sizes in shapes
     )
-    q, table = qkv[:, :heads], torch.zeros((1, columns), dtype=torch.int32, device=device)
+    q = qkv[:, :heads]
+    table = torch.zeros((1, columns), dtype=torch.int32, device=device)
     used = table[0, :blocks] = torch.randperm(blocks, generator=generator).to(table)
     scales = (
         None
@@ -620,19 +629,16 @@ def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
         as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(
             cache_of.new_tensor(torch.nan)
         )  # unwritten
-    rows, split = (
-        StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)),
-        Split(tiling.keys, most=5),
-    )
+    rows = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32))
+    split = Split(tiling.keys, most=5)
     tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
     parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)
     sinks = torch.linspace(-1, 3, heads).to(device, limits.dtype) if shape.sinks else None
-    out, scale, described = (
-        torch.empty(q.shape, dtype=q.dtype, device=device),
-        size**-0.5,
-        [describe(cache_of, block_size, tiling.keys) for cache_of in (k, v)],
-    )
-    on_device, log2_scale = torch.from_numpy(tiles).to(device), scale * math.log2(math.e)
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    scale = size**-0.5
+    described = [describe(cache_of, block_size, tiling.keys) for cache_of in (k, v)]
+    on_device = torch.from_numpy(tiles).to(device)
+    log2_scale = scale * math.log2(math.e)
     attend(
         q,
         out,

@@ -235,7 +235,8 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
     which = np.repeat(order, counts)
     ends = np.cumsum(counts)
     back = np.repeat(ends, counts) - 1 - np.arange(len(which))  # the place in its row
-    queries, lens = rows.queries[which], rows.lens[which]
+    queries = rows.queries[which]
+    lens = rows.lens[which]
     seen = (
         lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1
     )  # of the last query
@@ -256,7 +257,8 @@ def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
     starts = np.cumsum(parts) - parts
     records = np.repeat(tiles, parts, axis=0)
     of_part = np.arange(len(records)) - np.repeat(starts, parts)
-    steps, parts = np.repeat(steps, parts), np.repeat(parts, parts)
+    steps = np.repeat(steps, parts)
+    parts = np.repeat(parts, parts)
     records[:, 5] = of_part * steps // parts * split.step
     records[:, 6] = np.minimum((of_part + 1) * steps // parts * split.step, records[:, 6])
     records[:, 7], records[:, 8] = of_part, parts

@@ -75,7 +75,8 @@ class GroupBuffers:
     kernels are compiled."""
 
     def __init__(self, limits: Limits, caches: Sequence[LayerCache]) -> None:
-        block_size, pages = caches[0].block_size, 1 + max(cache.page for cache in caches)
+        block_size = caches[0].block_size
+        pages = 1 + max(cache.page for cache in caches)
         waste_slot = (len(caches[0].memory[0]) - 1) * block_size
         rows, tokens = (
             size if pages == 1 else -(-size // 4) * 4 for size in (limits.rows, limits.tokens)
@@ -89,11 +90,9 @@ class GroupBuffers:
 
     def fill(self, table: torch.Tensor, slots: torch.Tensor) -> None:
         """table [pages_per_block, rows, max_blocks], slots [pages_per_block, tokens]."""
-        pages, rows, width = (
-            len(self.tables),
-            table.shape[1],
-            min(table.shape[2], self.tables.shape[2]),
-        )
+        pages = len(self.tables)
+        rows = table.shape[1]
+        width = min(table.shape[2], self.tables.shape[2])
         self.tables[:, :rows, :width].copy_(table[:pages, :, :width])
         self.slots[:, : slots.shape[1]].copy_(slots[:pages])
 
@@ -120,7 +119,9 @@ class StepBuffers:
         self.schedules = {kind: Schedule(limits, kind) for kind in kinds}
 
     def fill(self, batch: AttentionBatch) -> None:
-        limits, rows, tokens = self.limits, len(batch.kv_lens), batch.slots[0].shape[1]
+        limits = self.limits
+        rows = len(batch.kv_lens)
+        tokens = batch.slots[0].shape[1]
         if rows > limits.rows or tokens > limits.tokens:
             raise DovetailError(
                 f"attention backend 'triton': a step of {rows} rows and {tokens} tokens, but prepare() made room for "
@@ -158,8 +159,11 @@ class Schedule:
     """The work of each program in the layers of one kind, on the device; and how many programs that takes, on the host."""
 
     def __init__(self, limits: Limits, kind: LayerKind) -> None:
-        self.limits, self.kind, self.shape = limits, kind, kind.shape
-        shape, tuned = kind.shape, limits.shape_of(kind)
+        self.limits = limits
+        self.kind = kind
+        self.shape = kind.shape
+        shape = kind.shape
+        tuned = limits.shape_of(kind)
         self.decode_tiling, self.prefill_tiling = (
             limits.tilings.decode(tuned),
             limits.tilings.prefill(tuned),
@@ -168,7 +172,8 @@ class Schedule:
             max(1, limits.processors * self.decode_tiling.programs // shape.kv_heads), limits.rows
         )
         slots = self.tables.slots + PREFIX_PARTS * limits.rows
-        tiling, most_parts = self.prefill_tiling, max(1, limits.processors // shape.kv_heads)
+        tiling = self.prefill_tiling
+        most_parts = max(1, limits.processors // shape.kv_heads)
         self._split = Split(tiling.keys, most_parts) if tiling.loads_apart else None
         tiles = self._most_tiles(limits.rows, limits.tokens)
         device = limits.device

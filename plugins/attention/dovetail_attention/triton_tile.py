@@ -117,10 +117,8 @@ def attend_range(
     paired: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     at_once: tl.constexpr = 2 if paired else 1  # numbers that are read as one
     if paired:
-        k_head, v_head = (
-            k_head.to(tl.pointer_type(tl.int16), bitcast=True),
-            v_head.to(tl.pointer_type(tl.int16), bitcast=True),
-        )
+        k_head = k_head.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_head = v_head.to(tl.pointer_type(tl.int16), bitcast=True)
         q_evens, q_odds = tl.split(tl.reshape(q, [q.shape[0], D_PADDED // 2, 2]))
         evens, odds = tl.split(tl.reshape(acc, [acc.shape[0], D_PADDED // 2, 2]))
         if REST > 0:
@@ -219,11 +217,10 @@ def apart(pairs, dtype: tl.constexpr):
     one."""
     if INTERPRETED or dtype != tl.float16:
         codes = pairs.to(tl.uint16, bitcast=True)
-        low, high = (codes & 0xFF).to(tl.uint8), (codes >> 8).to(tl.uint8)
-        low, high = (
-            low.to(tl.float8e4nv, bitcast=True).to(dtype),
-            high.to(tl.float8e4nv, bitcast=True).to(dtype),
-        )
+        low = (codes & 0xFF).to(tl.uint8)
+        high = (codes >> 8).to(tl.uint8)
+        low = low.to(tl.float8e4nv, bitcast=True).to(dtype)
+        high = high.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:  # the same of two pairs at once: bytes 0 and 2 are two numbers of the first result, 1 and 3 of the second
         low, high = tl.inline_asm_elementwise(
             """{

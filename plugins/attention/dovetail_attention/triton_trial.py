@@ -50,7 +50,8 @@ def check(backend: type[AttentionBackend], context: AttentionContext, spec: Laye
 
 def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
     """Compute the trial's steps with a layer of that kind. Returns [tokens, heads, head_size] float32."""
-    size, device = backend.context.block_size, torch.device(backend.context.device)
+    size = backend.context.block_size
+    device = torch.device(backend.context.device)
     shared_blocks = -(-SHARED_TOKENS // size)
     shared = shared_blocks * size
     steps = [
@@ -78,13 +79,13 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
         )
     )
     backend.prepare(max_rows=3, max_tokens=sum(steps[0].queries), max_len=table.shape[1] * size)
-    generator, outputs = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    outputs = []
     for step in steps:
-        queries, lens = np.array(step.queries, np.int32), np.array(step.lens, np.int32)
-        tokens, starts = (
-            int(queries.sum()),
-            np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
-        )
+        queries = np.array(step.queries, np.int32)
+        lens = np.array(step.lens, np.int32)
+        tokens = int(queries.sum())
+        starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
         position = np.concatenate(
             [np.arange(n - asked, n) for asked, n in zip(queries, lens, strict=True)]
         )

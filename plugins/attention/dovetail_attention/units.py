@@ -31,7 +31,8 @@ class Units(NamedTuple):
     @classmethod
     def of(cls, cache: LayerCache, rows: torch.Tensor, spec: LayerSpec) -> Units:
         """rows [num_pages + 1, numbers of a row]: of K, or of V."""
-        token, row = spec.kv_heads * spec.head_size, rows.shape[1]
+        token = spec.kv_heads * spec.head_size
+        row = rows.shape[1]
         unit = gcd(token, row)
         return cls(
             cache.group,

@@ -17,10 +17,9 @@ from dovetail_drafters.match_options import MAX_MATCH, MatchOptions
 from dovetail_drafters.own_text import OwnTexts, continued
 from dovetail_drafters.token_index import TokenIndex
 
-SHORT, LONG = (
-    4,
-    8,
-)  # tokens: a match below SHORT gives way to one of LONG or more that ended a token ago
+# tokens: a match below SHORT gives way to one of LONG or more that ended a token ago
+SHORT = 4
+LONG = 8
 MAX_LEFT_OUT = 4  # tokens that an edit may leave out
 SEPARATOR = -1  # between answers
 
@@ -93,9 +92,13 @@ class SuffixDrafter(Drafter):
         for index in () if answers is None else answers.indices:
             other, others = index.places_after(own.token_ids, self.options.max_match)
             if other > length:
-                best, length, places = index, other, others
+                best = index
+                length = other
+                places = others
         if length < SHORT and (edited := self._past_an_edit(own)) is not None:
-            best, length, places = own, SHORT, [edited]
+            best = own
+            length = SHORT
+            places = [edited]
         most = min(most, int(length * self.options.max_factor))
         return self._vote([continued(best.token_ids, place, most) for place in places], most)
 

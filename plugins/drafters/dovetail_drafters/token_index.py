@@ -29,13 +29,11 @@ class TokenIndex:
         self._hash = 0  # of the last tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        mask, shift, newest, previous, value = (
-            (1 << HASH_BITS) - 1,
-            self._shift,
-            self._newest,
-            self._previous,
-            self._hash,
-        )
+        mask = (1 << HASH_BITS) - 1
+        shift = self._shift
+        newest = self._newest
+        previous = self._previous
+        value = self._hash
         for place, token in enumerate(token_ids, start=len(self.token_ids) + 1):
             value = ((value << shift) ^ token) & mask
             previous.append(newest[value])
@@ -55,11 +53,15 @@ class TokenIndex:
         longest = len(end)
         if longest < best:
             return 0, []
-        value, mask = 0, (1 << HASH_BITS) - 1
+        value = 0
+        mask = (1 << HASH_BITS) - 1
         for token in end[-best:]:
             value = ((value << self._shift) ^ token) & mask
-        tokens, previous, found = self.token_ids, self._previous, []
-        place, wanted = self._newest[value], end[-best:]
+        tokens = self.token_ids
+        previous = self._previous
+        found = []
+        place = self._newest[value]
+        wanted = end[-best:]
         for _ in range(MAX_VISITED):
             if place < best:
                 break
@@ -72,7 +74,9 @@ class TokenIndex:
                 ):
                     length += 1
                 if length > best:
-                    best, found, wanted = length, [place], end[-length:]
+                    best = length
+                    found = [place]
+                    wanted = end[-length:]
                 else:
                     found.append(place)
                 if best == longest and len(found) == most:

@@ -54,7 +54,8 @@ def ranks(
     host, _, port = engine.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"{engine}: expected HOST:PORT, as in 10.0.0.1:29555")
-    key, told = token(), ""
+    key = token()
+    told = ""
     import_module(
         "dovetail_executors.rank"
     )  # torch, now: loading its libraries would delay heartbeats

@@ -31,7 +31,9 @@ SHORTEST_TOKEN = 16  # characters
 BEAT_S = 0.5  # between heartbeats
 LOST_S = 4.0  # without one, the other host counts as lost
 GREETING_S = 10.0  # that the handshake and `hello` may take
-CONTROL, BEAT = 0, 100  # besides `Kind`
+# besides `Kind`
+CONTROL = 0
+BEAT = 100
 _KIND = struct.Struct("<i")
 
 

@@ -55,7 +55,9 @@ class Rank:
         address: str = LOOPBACK,
     ) -> None:
         """`before_join`, `store_fd` and `address` are as for `TorchGroup`."""
-        self.device, self._settings, self._context = device, settings, context
+        self.device = device
+        self._settings = settings
+        self._context = context
         timeout_s = settings.step_timeout_s + CONNECTION_LEFT_S
         self.group = TorchGroup(
             rank,

@@ -93,13 +93,15 @@ class Ranks:
         self._more_fds = more_fds
         self._ring = Ring.make(max(1, len(jobs)))
         self._fds = [self._ring.fd]
-        self._jobs, wakers = [], []
+        self._jobs = []
+        wakers = []
         for reader, job in enumerate(jobs):
             read, write = os.pipe()
             os.set_blocking(write, False)
             self._fds += [read, write]
             wakers.append(write)
-            path, words = list(sys.path), len(self._ring.words)
+            path = list(sys.path)
+            words = len(self._ring.words)
             self._jobs.append(
                 replace(
                     job,

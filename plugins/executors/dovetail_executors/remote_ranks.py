@@ -28,7 +28,8 @@ class RemoteRanks:
 
     def __init__(self, address: str, jobs: list[RankJob], changed: threading.Condition) -> None:
         """`changed` is notified of every message."""
-        self.address, self._jobs = address, jobs
+        self.address = address
+        self._jobs = jobs
         self._wire: Wire | None = None
         self._heard: dict[str, Any] = {}
         self._changed = changed
@@ -101,7 +102,8 @@ class RemoteRanks:
         """End its ranks. Idempotent."""
         with self._lock:
             self._over = True
-            wire, thread = self._wire, self._thread
+            wire = self._wire
+            thread = self._thread
         if wire is not None:
             wire.close()
         if thread is not None and thread is not threading.current_thread():
@@ -160,7 +162,9 @@ class Reception:
         self, address: str, port: int, hosts: Sequence[RemoteRanks], key: bytes, hello: Message
     ) -> None:
         """`key` and `hello` are as for `Wire`. Raises `DovetailError` if the address can't be listened at."""
-        self._waiting, self._key, self._hello = {host.address: host for host in hosts}, key, hello
+        self._waiting = {host.address: host for host in hosts}
+        self._key = key
+        self._hello = hello
         self._refused: dict[str, str] = {}  # rejected addresses, and why
         self._greeted: set[socket.socket] = set()  # whose handshake is under way
         self._lock = threading.Lock()  # over these three

@@ -53,7 +53,8 @@ class Ring:
 
     def __init__(self, fd: int, readers: int, size: int) -> None:
         """`fd` is a file of the size that `make` gave it."""
-        self.fd, self.readers = fd, readers
+        self.fd = fd
+        self.readers = readers
         head = _head_bytes(readers)
         memory = mmap.mmap(fd, head + 4 * size)  # freed with the arrays
         self.counters = np.frombuffer(memory, np.int64, (1 + readers) * _LINE).reshape(
@@ -81,7 +82,9 @@ class RingWriter:
 
     def __init__(self, ring: Ring, wakers: Sequence[int], check: Callable[[], None]) -> None:
         """`wakers`: non-blocking write ends of the readers' pipes. `check` is called while waiting for readers; it may raise."""
-        self._ring, self._wakers, self._check = ring, wakers, check
+        self._ring = ring
+        self._wakers = wakers
+        self._check = check
         self._written = 0  # words
         self.sent = 0  # messages
 
@@ -130,7 +133,8 @@ class RingReader:
 
     def __init__(self, ring: Ring, index: int, waker: int) -> None:
         """`waker`: read end of its pipe."""
-        self._ring, self._waker = ring, waker
+        self._ring = ring
+        self._waker = waker
         self._own = ring.counters[1 + index]
         self._taken = self._known = 0  # words; those that are known to be published
         self._messages = 0
@@ -150,7 +154,9 @@ class RingReader:
         self._own[2] = self._messages
 
     def _take(self, count: int) -> Words:
-        words, size, got = np.empty(count, np.int32), len(self._ring.words), 0
+        words = np.empty(count, np.int32)
+        size = len(self._ring.words)
+        got = 0
         while got < count:
             if self._known == self._taken:
                 self._wait()

@@ -131,12 +131,14 @@ class TensorExecutor(Executor):
 
     def stop(self) -> None:
         self._drain()
-        ranks, self._ranks = self._ranks, None
+        ranks = self._ranks
+        self._ranks = None
         if self._finalizer is not None:
             self._finalizer.detach()
         if ranks is not None:
             ranks.stop()
-        rank, self._rank = self._rank, None
+        rank = self._rank
+        self._rank = None
         self._loaded = False
         self._in_flight.clear()
         if rank is not None:
@@ -222,7 +224,8 @@ class TensorExecutor(Executor):
         ):
             details["all_reduce"] += f" (no symmetric memory: {rank.group.why_not_symmetric})"
         in_flight = self.options.max_in_flight or own.max_in_flight
-        lines, drafts = rank.worker.line_costs, rank.worker.draft_costs
+        lines = rank.worker.line_costs
+        drafts = rank.worker.draft_costs
         return replace(
             own,
             num_pages=num_pages,
@@ -261,7 +264,8 @@ class TensorExecutor(Executor):
         return self._fds[-1], at
 
     def _settings(self, devices: list[torch.device], store: str) -> RankSettings:
-        options, on_gpu = self.options, devices[0].type == "cuda"
+        options = self.options
+        on_gpu = devices[0].type == "cuda"
         share = max(
             1,
             min(
@@ -282,7 +286,8 @@ class TensorExecutor(Executor):
     def _job(
         self, rank: int, settings: RankSettings, devices: list[torch.device], hosts: Sequence[str]
     ) -> RankJob:
-        context, address = self.context, hosts[rank * len(hosts) // len(devices)]
+        context = self.context
+        address = hosts[rank * len(hosts) // len(devices)]
         return RankJob(
             rank=rank,
             name=f"rank {rank} ({devices[rank]}{'' if address == hosts[0] else f' of {address}'})",
@@ -337,7 +342,8 @@ class TensorExecutor(Executor):
 
     def _others_failure(self) -> DovetailError | None:
         """Return another rank's failure, if any. If a sum has failed here, wait for the failure that caused it."""
-        ranks, rank = self._ranks, self._rank
+        ranks = self._ranks
+        rank = self._rank
         if ranks is None:
             return None
         if rank is not None and rank.group.failure is not None:
@@ -358,7 +364,9 @@ class TensorExecutor(Executor):
 
 def rank_devices(options: TensorOptions) -> list[torch.device]:
     """Return each rank's device. Raises `ConfigError` if `devices` doesn't go with the other options, `UnsupportedError` if there are too few."""
-    size, given, hosts = options.size, options.devices, options.hosts or (LOOPBACK,)
+    size = options.size
+    given = options.devices
+    hosts = options.hosts or (LOOPBACK,)
     if size % len(hosts) or len(set(hosts)) != len(hosts):
         raise ConfigError(
             f"executor.size: {size} ranks can't be dealt evenly to {len(hosts)} different hosts (executor.hosts: {', '.join(hosts)})"

@@ -313,9 +313,11 @@ def _as_read(value: float) -> float:
 def _decimal(value: float) -> tuple[int, int] | None:
     """Return `multipleOf` as the library represents it: (integer, number of times that it was
     multiplied by ten). None if that isn't the same number."""
-    scaled, power = min(abs(float(value)), 2.0**32) if abs(value) < 2**32 else 2.0**32, 0
+    scaled = min(abs(float(value)), 2.0**32) if abs(value) < 2**32 else 2.0**32
+    power = 0
     while scaled < 2**32 and scaled % 1:
-        scaled, power = scaled * 10, power + 1
+        scaled = scaled * 10
+        power += 1
     return (
         (int(scaled), power)
         if Fraction(int(scaled), 10**power) == abs(Fraction(repr(value)))
@@ -467,7 +469,8 @@ _INLINE_JSON = re.compile(rf"{NOT_SYNTAX.pattern}|(?P<json>%json\s*(?=\{{))")
 def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any]) -> str:
     """Apply the JSON options to the schemas within a grammar, so that their white space is bounded,
     too."""
-    parts, position = [], 0
+    parts = []
+    position = 0
     while (match := _INLINE_JSON.search(lark, position)) is not None:
         if match["json"] is None:
             parts.append(lark[position : match.end()])

@@ -132,7 +132,8 @@ class _Side:
             self._start_again()
 
     def _start_again(self) -> None:
-        self.inner, self.seen = self.first.deep_copy(), 0
+        self.inner = self.first.deep_copy()
+        self.seen = 0
 
     def go_home(self) -> bool:
         """Move to the first lane, with no tokens consumed. Returns False if already there."""
@@ -179,7 +180,10 @@ class LLGrammar(Grammar):
     def __init__(
         self, fill: Fill, whole: Lanes, rest: Lanes | None = None, tracker: Tracker | None = None
     ) -> None:
-        self.fill, self.whole, self.rest, self.tracker = fill, whole, rest, tracker
+        self.fill = fill
+        self.whole = whole
+        self.rest = rest
+        self.tracker = tracker
 
     def begin(self) -> Matcher:
         return LLMatcher(self)
@@ -195,7 +199,8 @@ class LLMatcher(Failing):
     """
 
     def __init__(self, grammar: LLGrammar) -> None:
-        self._fill, self._context = grammar.fill, grammar.fill.context
+        self._fill = grammar.fill
+        self._context = grammar.fill.context
         self._whole = _Side(grammar.whole)
         self.running = True  # no stop id has been accepted
         # Characters left in its string, if that determines which tokens of the string are allowed
@@ -203,13 +208,17 @@ class LLMatcher(Failing):
         self.known: StringMask | None = (
             None  # in a string with `room`: the library's mask of the rest's tokens
         )
-        self._tracker, self._rest = grammar.tracker, self._whole
+        self._tracker = grammar.tracker
+        self._rest = self._whole
         if grammar.rest is not None and self._tracker is not None:
             self._strings, self._rest = grammar.fill.strings, _Side(grammar.rest)
-            self._characters, self._lengths = self._strings.characters, self._strings.lengths
+            self._characters = self._strings.characters
+            self._lengths = self._strings.lengths
             # Before each token and at the end: position, characters of its string so far, number
             # of tokens in the rest's matcher
-            self._positions, self._counts, self._spelled = [self._tracker.start], [0], [0]
+            self._positions = [self._tracker.start]
+            self._counts = [0]
+            self._spelled = [0]
 
     @property
     def side(self) -> _Side:
@@ -239,12 +248,13 @@ class LLMatcher(Failing):
         return True
 
     def _go_on(self, tracker: Tracker, token: int) -> bool:
-        position, before, room = self._positions[-1], self._counts[-1], self.room
+        position = self._positions[-1]
+        before = self._counts[-1]
+        room = self.room
         characters = self._characters[token]
-        restrained, begins = (
-            room is None or before < position.least,
-            False,
-        )  # restrained: what follows the string may depend on the token
+        # restrained: what follows the string may depend on the token
+        restrained = room is None or before < position.least
+        begins = False
         if room is not None and self._lengths[token] > room:
             return False
         if room is None or not characters:
@@ -313,7 +323,8 @@ class Fill:
     """Fills masks for one backend."""
 
     def __init__(self, context: GrammarContext, strings: StringTokens, threads: int | None) -> None:
-        self.context, self.strings = context, strings
+        self.context = context
+        self.strings = strings
         self._threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
         self._most_lanes = min(MOST_LANES, 2 * self._threads)
         # Created when several masks are first filled at once, since its threads have a cost

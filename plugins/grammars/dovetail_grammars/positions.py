@@ -58,7 +58,12 @@ _REMEMBERED = 20_000  # steps cached by a tracker
 _MASK = 100  # size of a mask, in steps
 _MASKS = 4  # per position; they differ in what may follow the string
 
-_QUOTE, _BACKSLASH, _OPEN, _CLOSE, _COLON, _COMMA = b'"', b"\\", b"{[", b"}]", b":", b","
+_QUOTE = b'"'
+_BACKSLASH = b"\\"
+_OPEN = b"{["
+_CLOSE = b"}]"
+_COLON = b":"
+_COMMA = b","
 _ESCAPED = -1
 
 
@@ -67,7 +72,8 @@ class _Candidates:
     too."""
 
     def __init__(self, schemas: Iterable[Schema], known: bool) -> None:
-        self.schemas, self.known = tuple(schemas), known
+        self.schemas = tuple(schemas)
+        self.known = known
         self.longest = self._longest()
         self.least = max(
             (schema.get("minLength", 0) for schema in self.of_type("string")), default=0

@@ -232,7 +232,8 @@ def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
 
 
 def _read_structures(spec: GrammarSpec, tag: Mapping[str, Json]) -> list[Structure]:
-    triggers, structures = tag["triggers"], tag["structures"]
+    triggers = tag["triggers"]
+    structures = tag["structures"]
     listed = triggers if isinstance(triggers, list) else []
     if not listed or not all(isinstance(trigger, str) and trigger for trigger in listed):
         refuse(spec, "triggers: expected a list of one string or more, none of them empty")
@@ -258,7 +259,8 @@ def _read_structure(
 ) -> Structure:
     if not isinstance(structure, dict) or set(structure) != {"begin", "schema", "end"}:
         refuse(spec, f'{place}: expected {{"begin": ..., "schema": ..., "end": ...}}')
-    begin, end = structure["begin"], structure["end"]
+    begin = structure["begin"]
+    end = structure["end"]
     if not isinstance(begin, str) or not isinstance(end, str):
         refuse(spec, f"{place}: begin and end must be strings")
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)

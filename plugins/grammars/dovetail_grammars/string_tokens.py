@@ -143,7 +143,8 @@ def _packed(chosen: NDArray[np.bool_]) -> UInt32:
 
 
 def _until_quote(text: bytes) -> int:
-    characters, escaped = 0, False
+    characters = 0
+    escaped = False
     for byte in text:
         if escaped:
             escaped = False

@@ -68,7 +68,8 @@ class HashChain:
         """Create a chain that copies the hashes of a common beginning from `like`, a chain with the same other arguments."""
         self.request = request
         self._block_size = block_size
-        self._digest, self._after = digest, after
+        self._digest = digest
+        self._after = after
         self._root = digest(repr(request.cache_keys).encode())
         self.hashes: list[bytes] = []
         if like is not None and like.root == self._root:
@@ -87,7 +88,8 @@ class HashChain:
             return hashes
         first = len(hashes) * self._block_size + self._after
         data = _token_bytes(self.request, first, num_blocks * self._block_size + self._after)
-        width, digest = self._block_size * TOKEN_BYTES, self._digest
+        width = self._block_size * TOKEN_BYTES
+        digest = self._digest
         parent = hashes[-1] if hashes else self._root + _token_bytes(self.request, 0, self._after)
         for start in range(0, len(data), width):
             parent = digest(parent + data[start : start + width])
@@ -97,7 +99,8 @@ class HashChain:
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:
     """Return token ids `start` … `end` - 1 of prompt and output, `TOKEN_BYTES` each."""
-    prompt, data = request.prompt_tokens, request.prompt_array[start:end].tobytes()
+    prompt = request.prompt_tokens
+    data = request.prompt_array[start:end].tobytes()
     if end > prompt:
         data += array(
             "i", request.output_token_ids[max(0, start - prompt) : end - prompt]

@@ -63,7 +63,8 @@ class BlockPool:
 
     @property
     def counts(self) -> PageCounts:
-        free, held = len(self._empty), sum(self._held)
+        free = len(self._empty)
+        held = sum(self._held)
         by_group = tuple(self._held) if len(self._held) > 1 else ()
         return PageCounts(
             free=free, held=held, cached=self._size - free - held, held_by_group=by_group
@@ -72,7 +73,8 @@ class BlockPool:
     def take(self, count: int = 1, group: int = 0) -> list[int]:
         """Return `count` new blocks of `group` with one holder each, made of empty pages; if there are too few, the least recently used blocks
         are evicted first."""
-        empty, width = self._empty, self._widths[group]
+        empty = self._empty
+        width = self._widths[group]
         needed = count * width
         while len(empty) < needed:
             self._evict()
@@ -83,7 +85,8 @@ class BlockPool:
         start = len(empty) - needed
         pages = empty[start:][::-1]
         del empty[start:]
-        blocks, refs = pages[::width], self.refs
+        blocks = pages[::width]
+        refs = self.refs
         for block in blocks:
             refs[block] = 1
         if width > 1:
@@ -93,7 +96,9 @@ class BlockPool:
 
     def hold(self, blocks: Iterable[int], group: int = 0) -> None:
         """Add one holder to each of `blocks`, which are held or cached."""
-        refs, cached, gained = self.refs, self._cached, 0
+        refs = self.refs
+        cached = self._cached
+        gained = 0
         for block in blocks:
             if refs[block] == 0:
                 cached.remove(block)
@@ -103,8 +108,12 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], group: int = 0) -> None:
         """Remove one holder from each of `blocks`. Findable ones stay cached, those late in `blocks` longest."""
-        refs, hash_of, cached, empty = self.refs, self._hash_of, self._cached, self._empty
-        width, lost = self._widths[group], 0
+        refs = self.refs
+        hash_of = self._hash_of
+        cached = self._cached
+        empty = self._empty
+        width = self._widths[group]
+        lost = 0
         for block in blocks:
             refs[block] -= 1
             if refs[block] == 0:
@@ -200,7 +209,8 @@ class BlockPool:
             if len(self.pages(block)) != width
         }:
             raise DovetailError(f"KV pool: blocks with too few or too many pages: {wrong}")
-        empty, cached = set(self._empty), set(self._cached)
+        empty = set(self._empty)
+        cached = set(self._cached)
         pages = [
             *self._empty,
             *(page for block in (*cached, *counted) for page in self.pages(block)),
@@ -241,7 +251,8 @@ class BlockIndex:
 
     def run(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks of `digests`, up to the first digest that has none."""
-        parts, blocks = self._parts, list[int]()
+        parts = self._parts
+        blocks = list[int]()
         for digest in digests:
             block = parts[digest[0]].get(digest)
             if block is None:
@@ -293,7 +304,9 @@ class BlockQueue:
 
     def append(self, block: int) -> None:
         """Append `block`, which must not be in the queue, as the newest."""
-        after, before, end = self._next, self._before, self._end
+        after = self._next
+        before = self._before
+        end = self._end
         newest = before[end]
         after[block], before[block] = end, newest
         after[newest] = before[end] = block
@@ -301,7 +314,9 @@ class BlockQueue:
 
     def prepend(self, block: int) -> None:
         """Insert `block`, which must not be in the queue, as the oldest."""
-        after, before, end = self._next, self._before, self._end
+        after = self._next
+        before = self._before
+        end = self._end
         oldest = after[end]
         after[block], before[block] = oldest, end
         before[oldest] = after[end] = block
@@ -309,8 +324,10 @@ class BlockQueue:
 
     def remove(self, block: int) -> None:
         """Remove `block`, which must be in the queue."""
-        after, before = self._next, self._before
-        older, newer = before[block], after[block]
+        after = self._next
+        before = self._before
+        older = before[block]
+        newer = after[block]
         after[older], before[newer] = newer, older
         after[block] = -1
         self.count -= 1

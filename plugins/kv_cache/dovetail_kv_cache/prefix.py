@@ -281,10 +281,8 @@ class PrefixCache(KVCacheManager):
             return
         hashes = self._chain(request).extend(full)
         for index, group in enumerate(self._paged):
-            start, end = (
-                max(table.num_committed // group.hashes_per_block, table.released[index]),
-                full // group.hashes_per_block,
-            )
+            start = max(table.num_committed // group.hashes_per_block, table.released[index])
+            end = full // group.hashes_per_block
             for block, key in zip(
                 table.blocks[index][start:end], group.keys(hashes, start, end), strict=True
             ):
@@ -301,10 +299,8 @@ class PrefixCache(KVCacheManager):
             if table.targets:
                 self._drop_checkpoints(table, hashes, upto)
             for index, group in enumerate(self._paged):
-                start, end = (
-                    full // group.hashes_per_block,
-                    table.num_committed // group.hashes_per_block,
-                )
+                start = full // group.hashes_per_block
+                end = table.num_committed // group.hashes_per_block
                 for block, key in zip(
                     table.blocks[index][start:end], group.keys(hashes, start, end), strict=True
                 ):
@@ -317,11 +313,9 @@ class PrefixCache(KVCacheManager):
         partial = [int(num_tokens % group.spec.block_tokens > 0) for group in self._groups]
         if self._pages_of(partial) > self._pool.available:
             return None
-        tables, pages, unseen = (
-            [],
-            [],
-            [group.spec.first_visible_block(num_tokens) for group in self._groups],
-        )
+        tables = []
+        pages = []
+        unseen = [group.spec.first_visible_block(num_tokens) for group in self._groups]
         for index, group in enumerate(self._groups):
             full = num_tokens // group.spec.block_tokens
             blocks = source.blocks[index][unseen[index] : full]
@@ -345,7 +339,8 @@ class PrefixCache(KVCacheManager):
         return Allocation(tuple(pages), cached=num_tokens)
 
     def take_copies(self) -> Sequence[PageCopy]:
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         return copies
 
     def take_checkpoints(self) -> Sequence[Checkpoint]:
@@ -388,7 +383,8 @@ class PrefixCache(KVCacheManager):
     def trim(self, request: Request, computed: int) -> None:
         table = self._table(request, "trim")
         for index, group in enumerate(self._groups):
-            blocks, released = table.blocks[index], table.released[index]
+            blocks = table.blocks[index]
+            released = table.released[index]
             unseen = min(group.spec.first_visible_block(computed), len(blocks))
             if unseen > released:
                 self._pool.release(reversed(blocks[released:unseen]), index)
@@ -445,7 +441,9 @@ class PrefixCache(KVCacheManager):
         live, is_first = (
             self._take_state(request, hit) if self._recurrent else ([], False)
         )  # before K and V: see there
-        tokens, tables, unseen = max(num_tokens, hit.tokens), list[list[int]](), list[int]()
+        tokens = max(num_tokens, hit.tokens)
+        tables = list[list[int]]()
+        unseen = list[int]()
         for group, found in zip(self._paged, hit.blocks, strict=False):
             whole = hit.tokens // group.spec.block_tokens
             unseen.append(whole - len(found))
@@ -477,12 +475,14 @@ class PrefixCache(KVCacheManager):
         The checkpoint isn't held: its pages may get another owner even in this planning, who writes after the copy, since copies run in order and
         before the batch. If `take` evicts it already here, then last, so that the live state is made of the same pages in the same order, and nothing
         is copied. K and V, taken first, might evict it and leave some of its pages."""
-        pool, group = self._pool, len(self._paged)
+        pool = self._pool
+        group = len(self._paged)
         if not hit.tokens:
             return pool.take(1, group), False
         checkpoint = hit.blocks[group][0]
         key = self._groups[group].key(self._chain(request).hashes, hit.tokens)
-        pages, is_first = pool.pages(checkpoint), self._goes_on(checkpoint, key)
+        pages = pool.pages(checkpoint)
+        is_first = self._goes_on(checkpoint, key)
         pool.refresh([key])
         live = pool.take(1, group)
         self._copies.extend(
@@ -514,7 +514,8 @@ class PrefixCache(KVCacheManager):
     def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
         """Request a checkpoint at the first target among the hashes committed now, up to `full`, unless one is pending. To cause no preemption, it
         takes pages only if one more K and V block of each group then remains available for every request."""
-        pool, group = self._pool, len(self._paged)
+        pool = self._pool
+        group = len(self._paged)
         if table.pending is not None:
             return
         for tokens in table.targets:
@@ -554,13 +555,13 @@ class PrefixCache(KVCacheManager):
         step is submitted, since it can't be undone. Returns True if there will be more of them."""
         if self._tables.get(table.request.id) is not table or not table.publishes:
             return False
-        hashes, most = self._chains[table.request.id].hashes, table.parted // self._hash_tokens
-        start, end = table.num_doubles, min(table.num_committed, most)
+        hashes = self._chains[table.request.id].hashes
+        most = table.parted // self._hash_tokens
+        start = table.num_doubles
+        end = min(table.num_committed, most)
         for index, group in enumerate(self._paged):
-            first, last = (
-                max(start // group.hashes_per_block, table.released[index]),
-                end // group.hashes_per_block,
-            )
+            first = max(start // group.hashes_per_block, table.released[index])
+            last = end // group.hashes_per_block
             for block, key in zip(
                 table.blocks[index][first:last], group.keys(hashes, first, last), strict=True
             ):
@@ -571,7 +572,9 @@ class PrefixCache(KVCacheManager):
     def _leave(self, table: _Table, hashes: list[bytes]) -> None:
         """Release the blocks of a request such that its tokens are evicted from the last to the first, and a checkpoint between those after it and
         those before it, since one is useless without the other."""
-        pool, states, found = self._pool, len(self._paged), table.num_found * self._hash_tokens
+        pool = self._pool
+        states = len(self._paged)
+        found = table.num_found * self._hash_tokens
         self._drop_pending(table)
         self._doubling = [other for other in self._doubling if other is not table]
         pool.release(table.blocks[states], states)
@@ -607,10 +610,8 @@ class PrefixCache(KVCacheManager):
         without them the whole prefix, which other requests will ask for, isn't found."""
         for group in self._groups:
             if group.spec.window is not None:
-                start, end = (
-                    group.spec.first_visible_block(table.parted),
-                    table.parted // group.spec.block_tokens,
-                )
+                start = group.spec.first_visible_block(table.parted)
+                end = table.parted // group.spec.block_tokens
                 self._pool.refresh(
                     reversed(
                         group.keys(chain.hashes, start, min(end, table.released[group.number]))
@@ -619,7 +620,8 @@ class PrefixCache(KVCacheManager):
 
     def _first_cost(self, hit: _Hit, num_tokens: int, leaving: Mapping[int, int]) -> int:
         """Return the number of available pages that a request without blocks would take, after freeing the `leaving` holders (block -> count)."""
-        refs, blocks = self._pool.refs, []
+        refs = self._pool.refs
+        blocks = []
         for group, found in zip(self._paged, hit.blocks, strict=False):
             holders = (
                 [refs[block] - leaving.get(block, 0) for block in found]
@@ -676,10 +678,8 @@ class PrefixCache(KVCacheManager):
         admission, which searches again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return self._no_hit
-        limit, index = (
-            (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens,
-            self._pool.block_of,
-        )
+        limit = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens
+        index = self._pool.block_of
         hashes = self._chain(request).extend(limit // self._hash_tokens)
         if not self._found.is_of(hashes, limit, index.changes):
             self._found = _Found(hashes, limit, index.changes, self._search(hashes, limit))
@@ -701,7 +701,8 @@ class PrefixCache(KVCacheManager):
 
     def _find(self, group: _Group, hashes: list[bytes], tokens: int) -> tuple[int, list[int]]:
         """Return the longest hit of at most `tokens` tokens that `group` accepts, and the blocks of it that later tokens see."""
-        index, spec = self._pool.block_of, group.spec
+        index = self._pool.block_of
+        spec = group.spec
         found: list[int] = []
         if spec.recurrent:
             for end in range(tokens, 0, -self._hit_tokens):
@@ -750,7 +751,8 @@ class PrefixCache(KVCacheManager):
         if not 1 <= num_tokens <= source.room:
             raise self._misuse(parent, f"fork({num_tokens} tokens)", source)
         for group, released in zip(self._groups, source.released, strict=True):
-            needed, end = group.spec.first_visible_block(num_tokens), group.spec.blocks(num_tokens)
+            needed = group.spec.first_visible_block(num_tokens)
+            end = group.spec.blocks(num_tokens)
             if needed < min(released, end):
                 raise self._misuse(
                     parent,

@@ -148,7 +148,8 @@ class LogObserver(Observer):
         )
 
     def _write(self, step: StepFinished) -> None:
-        recent, self._recent = self._recent, Tally()
+        recent = self._recent
+        self._recent = Tally()
         blocks = step.blocks
         share = 100 / max(1, blocks.free + blocks.held + blocks.cached)
         by_group = (

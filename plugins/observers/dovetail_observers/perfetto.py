@@ -42,13 +42,14 @@ from dovetail.request import Request
 
 logger = logging.getLogger("dovetail")
 
-ENGINE, REQUESTS = 1, 2  # "processes" of the trace
+# "processes" of the trace
+ENGINE = 1
+REQUESTS = 2
 DEVICE = 1  # the engine's only "thread"
 LATEST_US = float(2**53)  # integers up to here are exact in any JSON: 285 years
-BUFFER_BYTES, BUFFER_S = (
-    1 << 16,
-    1.0,
-)  # events are written once this many bytes are buffered, or this long after the last write
+# events are written once this many bytes are buffered, or this long after the last write
+BUFFER_BYTES = 1 << 16
+BUFFER_S = 1.0
 END_BYTES = 1024  # more than the last events and the closing bracket take
 END_BYTES_PER_REQUEST = 160  # more than the ends of its two slices take
 LONGEST_TEXT = 200  # characters; ids and reasons of any length come from users
@@ -103,7 +104,8 @@ class TraceFile:
     def flush(self) -> None:
         """Pass the buffer to the operating system. Raises `OSError` if that fails, as on a full disk: the buffer is lost, and the file ends after a
         whole event."""
-        data, kept = memoryview(bytes(self._buffer)), self.size - len(self._buffer)
+        data = memoryview(bytes(self._buffer))
+        kept = self.size - len(self._buffer)
         self._buffer.clear()
         self._written_at = self._wall()
         try:
@@ -190,7 +192,8 @@ class PerfettoObserver(Observer):
     def on_arrived(self, event: RequestArrived) -> None:
         if self._file is None:
             return
-        request, begin = event.request, self._us(event.request.arrival_time)
+        request = event.request
+        begin = self._us(event.request.arrival_time)
         lane = self._take_lane(begin)
         args: Event = {
             "prompt_tokens": request.prompt_tokens,
@@ -233,7 +236,8 @@ class PerfettoObserver(Observer):
     def on_finished(self, event: RequestFinished) -> None:
         if (life := self._lives.get(event.request)) is None:
             return
-        request, at = event.request, max(life.at_us, self._us(event.time))
+        request = event.request
+        at = max(life.at_us, self._us(event.time))
         why = {} if event.stop_reason is None else {"why": _cut(str(event.stop_reason))}
         args = {
             "finish": event.finish_reason,
@@ -284,7 +288,8 @@ class PerfettoObserver(Observer):
                 "draft_tokens": event.draft_tokens,
                 "accepted_drafts": sum(event.accepted_drafts),
             }
-        name, blocks = "+".join(kinds) or "nothing", event.blocks
+        name = "+".join(kinds) or "nothing"
+        blocks = event.blocks
         by_group = (
             dict(zip(self._groups, blocks.held_by_group, strict=False))
             if len(self._groups) > 1
@@ -314,7 +319,8 @@ class PerfettoObserver(Observer):
             "checkpoints": event.checkpoints,
             "adapters": event.adapter_loads,
         }
-        before, self._copied = self._copied, any(copies.values())
+        before = self._copied
+        self._copied = any(copies.values())
         return [_counter("copies", at_us, **copies)] if before or self._copied else []
 
     def _turn(

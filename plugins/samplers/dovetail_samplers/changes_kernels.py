@@ -31,11 +31,14 @@ NUM_BIASES, NUM_ALLOWED, NUM_STOPS, NUM_BAD_WORDS, NUM_PREFIX_TOKENS, MIN_TOKENS
     tl.constexpr(word) for word in range(2, 8)
 )
 REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(word) for word in range(8, 11))
-NEVER, LEAST = tl.constexpr(rules.NEVER), tl.constexpr(rules.LEAST)
+NEVER = tl.constexpr(rules.NEVER)
+LEAST = tl.constexpr(rules.LEAST)
 MARK = tl.constexpr(0x7FA5A5A5)  # a NaN that no arithmetic produces, even with some millions added
 
-TILE, CHUNK = 4096, 1024
-WIDEN_WARPS, CHANGE_WARPS = 4, 8
+TILE = 4096
+CHUNK = 1024
+WIDEN_WARPS = 4
+CHANGE_WARPS = 8
 
 
 @triton.jit
@@ -55,7 +58,8 @@ def _widen(
     """Copy a tile; rows with allowed tokens are left to `_change`."""
     let_next_begin(PDL)
     wait(PDL)
-    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     row = tl.load(rows + place)
     if row >= max_rows:
         return
@@ -92,23 +96,20 @@ def _change(
 ):
     let_next_begin(PDL)
     wait(PDL)
-    place, n = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    place = tl.program_id(0).to(tl.int64)
+    n = tl.num_programs(0)
     row = tl.load(rows + place)
     others = (
         tl.load(rows + place - 1, mask=place > 0, other=-1) == row
     )  # another program takes all lines of the row
     if (row >= max_rows) | others:
         return
-    record, seen, prompt_len = (
-        ints + row * WORDS,
-        token_ids + row * width,
-        tl.load(prompt_lens + row),
-    )
+    record = ints + row * WORDS
+    seen = token_ids + row * width
+    prompt_len = tl.load(prompt_lens + row)
     packed = tl.load(longs + row * (WORDS // 2) + ADDRESS)
-    repetition, presence = (
-        tl.load(floats + row * WORDS + REPETITION),
-        tl.load(floats + row * WORDS + PRESENCE),
-    )
+    repetition = tl.load(floats + row * WORDS + REPETITION)
+    presence = tl.load(floats + row * WORDS + PRESENCE)
     frequency = tl.load(floats + row * WORDS + FREQUENCY)
     next_row = row
     while next_row == row:
@@ -155,8 +156,10 @@ def _apply_rules(
     logits, changed, record, packed, seen, known, generated, num_finite, CHUNK: tl.constexpr
 ):
     """`packed`: see `rules.RowRules`."""
-    num_biases, num_allowed = tl.load(record + NUM_BIASES), tl.load(record + NUM_ALLOWED)
-    num_stops, num_words = tl.load(record + NUM_STOPS), tl.load(record + NUM_BAD_WORDS)
+    num_biases = tl.load(record + NUM_BIASES)
+    num_allowed = tl.load(record + NUM_ALLOWED)
+    num_stops = tl.load(record + NUM_STOPS)
+    num_words = tl.load(record + NUM_BAD_WORDS)
     allowed = packed + 2 * num_biases
     banned = allowed + tl.maximum(num_allowed, 0)
     before = banned + num_stops + num_words

@@ -191,10 +191,8 @@ class DefaultSampler(Sampler):
 
     def _penalise_output(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> None:
         table = self._table
-        presence, frequency = (
-            table.send(table.presence, host_rows),
-            table.send(table.frequency, host_rows),
-        )
+        presence = table.send(table.presence, host_rows)
+        frequency = table.send(table.frequency, host_rows)
         penalties.presence_and_frequency(
             logits, penalties.seen(self.context.history, lines), presence, frequency
         )
@@ -228,7 +226,8 @@ class DefaultSampler(Sampler):
 
     def _index(self, indices: Rows) -> torch.Tensor | slice:
         """Return an index that selects these ascending indices of a batch: a slice, which avoids a copy, if they are contiguous."""
-        first, last = int(indices[0]), int(indices[-1])
+        first = int(indices[0])
+        last = int(indices[-1])
         if last - first + 1 == len(indices):
             return slice(first, last + 1)
         return to_device(indices, self._device)

@@ -43,17 +43,16 @@ WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `table.RECORD`
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(word) for word in range(4))
 SEED_STATE = tl.constexpr(2)  # the third of 8 bytes
 NONE = tl.constexpr(1e30)  # from here on: no top-p
-LEAST, MOST = (
-    tl.constexpr(torch.finfo(torch.float32).min),
-    tl.constexpr(torch.finfo(torch.float32).max),
-)
+LEAST = tl.constexpr(torch.finfo(torch.float32).min)
+MOST = tl.constexpr(torch.finfo(torch.float32).max)
 MANY = tl.constexpr(1 << 30)  # tokens
 HOTTEST = tl.constexpr(1e37)  # a temperature with a normal inverse
 
 MIX_32_0, MIX_32_1, MIX_32_2 = (tl.constexpr(multiplier) for multiplier in noise.MIX_32)
 MIX_64_0, MIX_64_1 = (tl.constexpr(multiplier) for multiplier in noise.MIX_64)
 GOLDEN = tl.constexpr(noise.GOLDEN)
-HALF_STEP, STEP = tl.constexpr(2.0**-32), tl.constexpr(noise.BELOW_ONE * 2.0**-31)
+HALF_STEP = tl.constexpr(2.0**-32)
+STEP = tl.constexpr(noise.BELOW_ONE * 2.0**-31)
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
@@ -160,7 +159,8 @@ def _survey(
 ):
     let_next_begin(PDL)
     wait(PDL)
-    start, tile = tl.program_id(0) * each, tl.program_id(1)
+    start = tl.program_id(0) * each
+    tile = tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     exists = token < vocab
     for i in range(each):
@@ -175,7 +175,8 @@ def _survey(
             at = place * WIDTH + tile
             tl.store(tops + at, top)
             if temperature > 0:
-                top, sharpness = _finite(top), _sharpness(temperature)
+                top = _finite(top)
+                sharpness = _sharpness(temperature)
                 if _is_filtered(row, floats, ints, vocab):
                     tl.store(found + at, tl.sum(_weights(x, top, sharpness), 0))
                     groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
@@ -275,7 +276,8 @@ def _choose(
         return
     logits += place * stride
     tile = tl.arange(0, WIDTH)
-    at, exists = place * WIDTH + tile, tile < tiles
+    at = place * WIDTH + tile
+    exists = tile < tiles
     top_of = tl.load(tops + at, mask=exists, other=float("-inf"))
     top, chosen = tl.max(top_of, 0, return_indices=True)
     top = _finite(top)
@@ -338,9 +340,12 @@ def _choose_filtered(
 ):
     """Return the token of a row with a filter."""
     top_k = tl.load(ints + row * WORDS + TOP_K)
-    top_p, min_p = tl.load(floats + row * WORDS + TOP_P), tl.load(floats + row * WORDS + MIN_P)
-    has_k, has_p = top_k < vocab, top_p < NONE
-    lowest, highest = _order(tl.full((), float("-inf"), tl.float32), SPARE), _order(top, SPARE)
+    top_p = tl.load(floats + row * WORDS + TOP_P)
+    min_p = tl.load(floats + row * WORDS + MIN_P)
+    has_k = top_k < vocab
+    has_p = top_p < NONE
+    lowest = _order(tl.full((), float("-inf"), tl.float32), SPARE)
+    highest = _order(top, SPARE)
     k = top_k.to(tl.float32)  # exact up to 2^24 tokens
 
     # Groups that may hold a kept token
@@ -384,7 +389,8 @@ def _choose_filtered(
     tl.debug_barrier()  # the list is read by other threads than those that wrote it
 
     # The cut: all above `end` are kept, and `room` of its ties
-    end, room = bound, tl.full((), MANY, tl.int32)
+    end = bound
+    room = tl.full((), MANY, tl.int32)
     if has_k:
         end = _reaching(
             logits,
@@ -408,7 +414,8 @@ def _choose_filtered(
         room = top_k - above
         total = mass + room.to(tl.float32) * weight
     if has_p:
-        target, before = top_p * total, end
+        target = top_p * total
+        before = end
         end = _reaching(
             logits,
             hits,
@@ -434,11 +441,9 @@ def _choose_filtered(
 
     end_key = end.to(tl.int32)
     key_1, key_2 = _keys_of(row, ahead, longs, num_tokens, prompt_lens)
-    best, winner, tied_before = (
-        tl.full((), float("inf"), tl.float32),
-        tl.full((), 0, tl.int32),
-        tl.full((), 0, tl.int32),
-    )
+    best = tl.full((), float("inf"), tl.float32)
+    winner = tl.full((), 0, tl.int32)
+    tied_before = tl.full((), 0, tl.int32)
     for start in range(0, count * GROUP, CHUNK):
         token, x, key, inside = _read(logits, hits, start, count, vocab, GROUP, CHUNK, SPARE)
         tied = (inside & (key == end_key)).to(tl.int32)
@@ -472,7 +477,8 @@ def _read(
     place in the order, and whether it exists. An index is below `limit`."""
     place = start + tl.arange(0, CHUNK)
     if GROUP == 0:
-        index, inside = place, place < limit
+        index = place
+        inside = place < limit
     else:
         inside = place < count * GROUP
         index = tl.load(hits + place // GROUP, mask=inside, other=0) * GROUP + place % GROUP
@@ -549,11 +555,9 @@ def _above(
     SPARE: tl.constexpr,
 ):
     """Return how many tokens are above `end` in the order, their total weight, and the weight of one token at `end`."""
-    number, mass, weight = (
-        tl.full((), 0, tl.int32),
-        tl.full((), 0.0, tl.float32),
-        tl.full((), 0.0, tl.float32),
-    )
+    number = tl.full((), 0, tl.int32)
+    mass = tl.full((), 0.0, tl.float32)
+    weight = tl.full((), 0.0, tl.float32)
     for start in range(0, count * GROUP, CHUNK):
         _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
         weights = _weights(x, top, sharpness)
@@ -582,12 +586,14 @@ def draw(
         return token_ids
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    tiles, groups = triton.cdiv(vocab, sizes.tile), triton.cdiv(vocab, sizes.group)
+    tiles = triton.cdiv(vocab, sizes.tile)
+    groups = triton.cdiv(vocab, sizes.group)
     width = max(4, triton.next_power_of_2(tiles))  # at least 4, to align each plane
     tops, found = torch.empty((2, n, width), dtype=torch.float32, device=logits.device)
     group_tops = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
     hits = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
-    floats, longs = records.view(torch.float32), records.view(torch.int64)
+    floats = records.view(torch.float32)
+    longs = records.view(torch.int64)
     known: tuple[Any, ...] = (
         logits,
         *lines,

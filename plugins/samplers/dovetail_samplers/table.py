@@ -84,7 +84,8 @@ class RowTable:
     """Parameters by column, indexed by row; `rules`: of rows that have any."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size = vocab_size
+        self.device = device
         self.needs = np.zeros(max_rows, np.uint8)
         self.temperature = np.ones(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int64)
@@ -190,7 +191,8 @@ def draw_plain(
 ) -> torch.Tensor:
     """Every row takes every step; unneeded ones are no-ops: without a filter all tokens are kept, and a greedy row's race is ignored."""
     positions = (history.lengths(lines) - history.prompt_lens[lines.rows]).to(torch.int64)
-    wide, random = logits.to(torch.float32), of.temperature > 0
+    wide = logits.to(torch.float32)
+    random = of.temperature > 0
     scores = (wide - wide.amax(-1, keepdim=True).clamp_(min=LEAST)).div_(
         of.temperature.where(random, 1.0)[:, None]
     )

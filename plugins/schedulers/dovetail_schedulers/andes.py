@@ -48,7 +48,8 @@ class Andes(Scheduler):
         self._read_until: dict[Request, float] = {}
 
     def schedule(self, step: Step) -> None:
-        budget, soon = step.tokens_left, step.now + self.options.ahead_s
+        budget = step.tokens_left
+        soon = step.now + self.options.ahead_s
         ahead = [
             request
             for request in step.decoding

@@ -14,7 +14,8 @@ class FCFS(Scheduler):
     claims = Claims(order="arrival")
 
     def schedule(self, step: Step) -> None:
-        running, decoding = step.running, step.decoding
+        running = step.running
+        decoding = step.decoding
         needy = set(step.grant_each(decoding))  # decodes that lack memory
         if needy or len(running) > len(decoding):
             for (

@@ -27,7 +27,8 @@ def grant_in_order(
     Each decode gets its token, however long the prefills before it are. Once a prefill lacks memory or a seat, no later request is admitted, or small
     ones would overtake large ones forever; nor is any request after one that was evicted in this step, which can't use the memory it freed.
     """
-    decoding, running = set(step.decoding), set(step.running)
+    decoding = set(step.decoding)
+    running = set(step.running)
     owed = len(decoding)  # tokens reserved for later decodes
     admits = True
 

@@ -69,15 +69,11 @@ class LightLLM(Scheduler):
             run_on(step, step.decoding)
 
     def _admit(self, step: Step, waiting: Sequence[Request]) -> None:
-        pool, cap = (
-            self.context.total_blocks * self.context.block_size,
-            self.options.batch_max_tokens or self.context.max_tokens,
-        )
-        sizes, clients, prompt_tokens = (
-            [self._size(step, request) for request in step.running],
-            {request.client for request in step.running},
-            0,
-        )
+        pool = self.context.total_blocks * self.context.block_size
+        cap = self.options.batch_max_tokens or self.context.max_tokens
+        sizes = [self._size(step, request) for request in step.running]
+        clients = {request.client for request in step.running}
+        prompt_tokens = 0
         for request in self.turns.in_turn(waiting):
             too_many = 0 < prompt_tokens > cap - request.num_tokens  # a single one may exceed it
             prompt_tokens += request.num_tokens

@@ -41,7 +41,8 @@ class MLFQ(Scheduler):
         self._last_ran: dict[Request, float] = {}
 
     def schedule(self, step: Step) -> None:
-        waiting, level = set(step.waiting), self._level
+        waiting = set(step.waiting)
+        level = self._level
         order = sorted((*step.running, *step.waiting), key=lambda request: request.arrival_time)
         hungry_since = step.now - self.options.starve_s
         for request in [r for r in order if level[r] and self._last_ran[r] <= hungry_since]:

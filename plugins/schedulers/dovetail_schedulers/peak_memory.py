@@ -42,10 +42,8 @@ def peak_tokens(sizes: Iterable[Size]) -> float:
     present tokens, plus their growth times the number of tokens that the i-th has left.
     """
     ordered = sorted(sizes, key=lambda size: -size.left)
-    held, growth = (
-        accumulate(size.held for size in ordered),
-        accumulate(size.growth for size in ordered),
-    )
+    held = accumulate(size.held for size in ordered)
+    growth = accumulate(size.growth for size in ordered)
     return max(
         (now + rate * size.left for size, now, rate in zip(ordered, held, growth, strict=True)),
         default=0,

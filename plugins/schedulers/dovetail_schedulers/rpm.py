@@ -69,11 +69,13 @@ class RPM(Scheduler):
 
     def _lets_in(self, step: Step, request: Request) -> bool:
         """Return True, and count the request, if its client is below the limit in the window that ends at its arrival (with `over: defer`, now)."""
-        defer, window_s = self.options.over == "defer", self.options.window_s
+        defer = self.options.over == "defer"
+        window_s = self.options.window_s
         earliest = (
             step.now if defer else self._planned - window_s
         )  # no window ends earlier, even for a request backdated that far
-        time, ends = max(request.arrival_time, earliest), self._ends.setdefault(request.client, [])
+        time = max(request.arrival_time, earliest)
+        ends = self._ends.setdefault(request.client, [])
         del ends[: bisect_right(ends, earliest)]
         if len(ends) - bisect_right(ends, time) < self.options.limit:
             insort(ends, time + window_s)

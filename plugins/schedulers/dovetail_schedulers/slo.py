@@ -50,13 +50,12 @@ class SLO(Scheduler):
 
     def schedule(self, step: Step) -> None:
         run_on(step, step.decoding)
-        begun, sure = (
-            [request for request in step.running if request.prefill_left],
-            1.0 - min(1.0, step.fit.error),
-        )
+        begun = [request for request in step.running if request.prefill_left]
+        sure = 1.0 - min(1.0, step.fit.error)
         tokens, token_s = self._prompt_tokens(step, sure)
         order = sorted((*begun, *step.waiting), key=self._due)
-        late, admits = dict.fromkeys(self._late(step, order, token_s, sure)), True
+        late = dict.fromkeys(self._late(step, order, token_s, sure))
+        admits = True
         for request in late if self.options.late == "reject" else ():
             step.reject(
                 request,
@@ -70,18 +69,14 @@ class SLO(Scheduler):
                     reserve=True,
                     evict=reversed(step.running) if request in begun else (),
                 )
-                tokens, admits = (
-                    tokens - grant.tokens,
-                    admits and grant.refused in (None, Refusal.NOT_NOW),
-                )
+                tokens = tokens - grant.tokens
+                admits = admits and grant.refused in (None, Refusal.NOT_NOW)
 
     def _prompt_tokens(self, step: Step, sure: float) -> tuple[int, float]:
         """Return the number of prompt tokens that this step may compute besides the decodes, and the seconds per token if all steps are like it."""
-        decoding, budget, context = (
-            step.decoding,
-            max(1, step.tokens_left),
-            sum(request.num_tokens for request in step.decoding),
-        )
+        decoding = step.decoding
+        budget = max(1, step.tokens_left)
+        context = sum(request.num_tokens for request in step.decoding)
         alone_s = step.estimate_s(0, len(decoding), context)
         token_s = max(
             1e-9, (step.estimate_s(budget, len(decoding), context + budget) - alone_s) / budget

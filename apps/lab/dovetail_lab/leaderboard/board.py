@@ -39,7 +39,9 @@ _FIELDS = (
     ),
     *("ttft_deadline", "tbt_s", "deadline", "spans"),
 )
-MAX_TOKENS, PREDICTOR = "1024", "noisy(0.5)"  # policies' information about lengths of answers
+# policies' information about lengths of answers
+MAX_TOKENS = "1024"
+PREDICTOR = "noisy(0.5)"
 
 
 @dataclass(frozen=True, slots=True)

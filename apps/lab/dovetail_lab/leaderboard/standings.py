@@ -80,10 +80,12 @@ def groups(scores: Mapping[str, Floats]) -> dict[str, int]:
     it is measurably worse: the interval of the paired differences over seeds excludes zero. The first such name begins the next group."""
     order = sorted(scores, key=lambda name: (-float(scores[name].mean()), name))
     found: dict[str, int] = {}
-    group, best = 0, ""
+    group = 0
+    best = ""
     for name in order:
         if not best or _worse(scores[best] - scores[name]):
-            group, best = group + 1, name
+            group += 1
+            best = name
         found[name] = group
     return found
 

@@ -57,7 +57,8 @@ def _drawings(
             for name, of_engine in found.items()
         }
 
-    values, within = [], []
+    values = []
+    within = []
     for place, objective in enumerate(objectives):
         title = title_of(objective.metric, objective.name.partition("_")[2])
         values.append(Panel(f"{title}, s", curves(place, "value"), objective.limit_s))
@@ -76,10 +77,8 @@ def _drawings(
         if of_engine.scale is not None
     }
     how = "Hollow: the objective is missed. Vertical lines: the highest rate found at which all objectives are met."
-    asked, x_label = (
-        "The share of all requests sent; a dotted line is the required share.",
-        "requests/s that arrive",
-    )
+    asked = "The share of all requests sent; a dotted line is the required share."
+    x_label = "requests/s that arrive"
     made = (
         draw(
             "rates",

@@ -63,7 +63,8 @@ _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
     panel.set_title(title)
     panel.set_xlabel("s")
-    lowest, highest = math.inf, 0.0
+    lowest = math.inf
+    highest = 0.0
     for index, of_policy in enumerate(runs.values()):
         values = np.concatenate([per_request(run, metric) for run in of_policy])
         values = np.sort(values[values > 0])
@@ -78,10 +79,8 @@ def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
         )
         p99 = float(np.quantile(values, 0.99))
         panel.plot([p99], [0.99], **dot_of(index))
-        lowest, highest = (
-            min(lowest, float(np.quantile(values, 0.005))),
-            max(highest, float(values[-1])),
-        )
+        lowest = min(lowest, float(np.quantile(values, 0.005)))
+        highest = max(highest, float(values[-1]))
     if not highest:
         panel.text(0.5, 0.5, "nothing to show", ha="center", color=MUTED, transform=panel.transAxes)
         panel.set_xticks([])
@@ -106,7 +105,8 @@ def over_time(runs: Runs) -> Drawing | None:
     with styled():
         figure, panels = make(3, 1, 4.4, sharex=True)
         for index, run in enumerate(firsts.values()):
-            line, blocks = run.timeline, _pool(run)
+            line = run.timeline
+            blocks = _pool(run)
             for panel, values in zip(
                 panels, (line.waiting, line.running, 100 * line.kv_held / blocks), strict=True
             ):
@@ -238,7 +238,8 @@ def service(runs: Runs) -> Drawing | None:
         return None
     shown = list(shares)[:SERVED]
     end_s, unit, unit_s = _time_axis(firsts.values())
-    window_s, seed = _window(end_s), next(iter(firsts.values())).seed
+    window_s = _window(end_s)
+    seed = next(iter(firsts.values())).seed
     centres = np.linspace(window_s / 2, end_s - window_s / 2, CENTRES)
     columns = min(3, len(shown))
     rows = math.ceil(len(shown) / columns)

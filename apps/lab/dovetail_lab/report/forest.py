@@ -99,7 +99,8 @@ def forest(comparison: Comparison, repeated: Repeated | None = None) -> Drawing:
 
 
 def _whisker(panel: Axes, row: int, line: Line, color: str) -> None:
-    change, sure = line.change, line.measurable
+    change = line.change
+    sure = line.measurable
     if math.isnan(change.relative):
         return
     shade = color if sure else MUTED
@@ -125,7 +126,8 @@ def _axis(panel: Axes, shown: Sequence[float]) -> None:
     """Set the limits and about five ticks, in per cent."""
     changes = [change for change in shown if math.isfinite(change)]
     low, high = (math.log1p(end(changes, default=0.0)) for end in (min, max))
-    low, high = min(low, -_LEAST), max(high, _LEAST)
+    low = min(low, -_LEAST)
+    high = max(high, _LEAST)
     margin = 0.06 * (high - low)
     panel.set_xlim(low - margin, high + margin)
     if max(-low, high) > _LARGE:

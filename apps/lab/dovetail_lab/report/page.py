@@ -39,7 +39,8 @@ def write_report(report: Report, out: Path) -> list[Path]:
     """Write the report into the new folder `out` and return its files, the page first. Raises `ConfigError` if that fails, or without runs."""
     if not report.runs or not all(report.runs.values()):
         raise ConfigError("a report needs at least one run of each policy")
-    drawings, found = _drawings(report), report.comparison
+    drawings = _drawings(report)
+    found = report.comparison
     measured = {name: [measure(run) for run in runs] for name, runs in report.runs.items()}
     return write_page(
         "page.html.j2",

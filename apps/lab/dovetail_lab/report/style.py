@@ -26,7 +26,10 @@ DASHES: tuple[Any, ...] = (
 )  # so that coinciding lines show through each other
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = len(SERIES) * len(DASHES)  # number of distinct line styles
-INK, MUTED, GRID, PAPER = "#1c2126", "#6b727b", "#dde1e6", "#fefefe"
+INK = "#1c2126"
+MUTED = "#6b727b"
+GRID = "#dde1e6"
+PAPER = "#fefefe"
 _VARIABLES = {
     INK: "var(--ink)",
     MUTED: "var(--muted)",

@@ -80,10 +80,8 @@ def _clients(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
         of_client.setdefault(record.client, []).append(record)
     for client, own in sorted(of_client.items(), key=lambda item: item[0] or ""):
         done = [record for record in own if record.completed]
-        prompt, output = (
-            sum(record.prompt_tokens for record in done),
-            sum(record.output_tokens for record in done),
-        )
+        prompt = sum(record.prompt_tokens for record in done)
+        output = sum(record.output_tokens for record in done)
         means = (
             float(np.mean(per_request(done, metric))) if done else math.nan
             for metric in ("ttft", "e2e")
@@ -162,7 +160,8 @@ def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
     line = run.timeline
     if not len(line):
         return
-    end, bins = float(line.time_s[-1]), min(BINS, len(line))
+    end = float(line.time_s[-1])
+    bins = min(BINS, len(line))
     columns = [
         held_means(line.time_s, column.astype(np.float64), end, bins)
         for column in (line.waiting, line.running, line.kv_held)

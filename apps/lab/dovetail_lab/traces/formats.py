@@ -107,7 +107,8 @@ def _found_by_content(source: Source) -> Callable[[Source], Contents]:
         return _OBJECTS[_kind_of_json(source)]
     table = table_of(header_of(source))
     if table is None:
-        names, near = ", ".join(map(repr, header_of(source))), almost(header_of(source))
+        names = ", ".join(map(repr, header_of(source)))
+        near = almost(header_of(source))
         raise source.error(
             f"no known format has the columns {names}{near}; map them, such as arrival=ts:ms,prompt=in,output=out",
             1,

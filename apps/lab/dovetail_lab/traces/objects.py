@@ -114,7 +114,8 @@ def _in_session(
 
 
 def _mooncake(row: JsonObject) -> TraceRequest:
-    tokens, output = row.tokens("input_length"), row.tokens("output_length")
+    tokens = row.tokens("input_length")
+    output = row.tokens("output_length")
     session = row.values.get("session_id")
     if session is not None and "hash_ids" not in row.values:  # each turn goes on from all before it
         span = Span(stream_of("mooncake session", str(session)), 0, tokens + output)
@@ -280,7 +281,8 @@ def _answers(row: JsonObject, count: CountTokens) -> Iterator[Located]:
 def _turn(row: JsonObject, turn: Any) -> tuple[bool, str]:
     """Return (True if the turn is the model's, its text)."""
     if isinstance(turn, dict):
-        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        speaker = turn.get("from", turn.get("role"))
+        text = turn.get("value", turn.get("content"))
         if isinstance(speaker, str) and isinstance(text, str):
             return speaker in ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), text
     raise row.source.error(

@@ -114,7 +114,8 @@ class JsonObject:
     """A JSON object of a trace. Fields are validated when they are read; `line` is its line, or its position in a list."""
 
     def __init__(self, source: Source, line: int, values: Any) -> None:
-        self.source, self.line = source, line
+        self.source = source
+        self.line = line
         if not isinstance(values, Mapping):
             raise source.error(f"expected a JSON object, got {shown(values)}", line)
         self.values = values

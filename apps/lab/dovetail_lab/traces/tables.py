@@ -147,7 +147,8 @@ def read_table(source: Source, table: Table) -> Contents:
 
 def _located(source: Source, table: Table, header: list[str], lines: Any) -> Iterator[Located]:
     """Yield the requests of `lines`, the csv reader after the header."""
-    names, width = [name.strip() for name in header], len(header)
+    names = [name.strip() for name in header]
+    width = len(header)
     for column in table.columns.values():
         if names.count(column.name) != 1:
             found = (

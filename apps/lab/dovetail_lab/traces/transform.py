@@ -47,7 +47,8 @@ def slice_trace(trace: Trace, text: str) -> Trace:
         if not colon or (by_time and not all_times):
             raise ValueError
         if by_time:
-            start, end = float(low[:-1]) if low else 0.0, float(high[:-1]) if high else math.inf
+            start = float(low[:-1]) if low else 0.0
+            end = float(high[:-1]) if high else math.inf
             chosen = [request for request in trace if start <= request.arrival_time < end]
         else:
             chosen = list(trace.requests[int(low) if low else None : int(high) if high else None])

@@ -180,7 +180,9 @@ def _clients(
 def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[TraceRequest]:
     """Return the requests of a chat. Each turn's prompt is the system prompt, the chat so far, and new tokens, so answers must be text of the chat,
     too."""
-    requests, said, time = [], 0, chat.arrival_time
+    requests = []
+    said = 0
+    time = chat.arrival_time
     for turn, (prompt, output) in enumerate(zip(chat.prompts, chat.outputs, strict=True)):
         time += chat.pauses[turn - 1] if turn else 0.0
         spans = [Span(stream_of("system", stream_name), 0, stream.system)] if stream.system else []

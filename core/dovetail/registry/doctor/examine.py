@@ -46,7 +46,8 @@ def examine(
     Raises `PluginError` if `only` isn't installed.
     """
     only = None if only is None else canonicalize_name(only)
-    found, selection = find_plugins().plugins, PluginSelection().with_environment()
+    found = find_plugins().plugins
+    selection = PluginSelection().with_environment()
     if only is not None:
         _check_installed(only, found)
     denied = [plugin for plugin in found if selection.denial(plugin.origin)]
@@ -105,7 +106,8 @@ def _ask(plugin: FoundPlugin) -> _Report:
 
 def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -> _Report:
     with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as folder:
-        report, output = Path(folder, "report"), Path(folder, "output")
+        report = Path(folder, "report")
+        output = Path(folder, "output")
         report.touch()
         command = [sys.executable, "-P", "-m", probe.__name__, plugin.origin.id, str(report), level]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -135,18 +137,14 @@ def _read(
     output: Sequence[str],
     time_limit_s: float,
 ) -> _Report:
-    report, phase, module, ended = (
-        _Report(plugin.origin),
-        "starting",
-        plugin.entry_point.module,
-        False,
-    )
+    report = _Report(plugin.origin)
+    phase = "starting"
+    module = plugin.entry_point.module
+    ended = False
     for line in lines:
-        phase, module, ended = (
-            line.get("phase", phase),
-            line.get("module", module),
-            ended or "end" in line,
-        )
+        phase = line.get("phase", phase)
+        module = line.get("module", module)
+        ended = ended or "end" in line
         if "problem" in line:
             report.findings.append(Finding(plugin.origin, *line["problem"]))
         report.offers += [(what, name, by) for what, name, by in line.get("offers", ())]

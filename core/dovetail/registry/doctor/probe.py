@@ -45,7 +45,8 @@ def main() -> NoReturn:
 
         found = next(plugin for plugin in find_plugins().plugins if plugin.origin.id == plugin_id)
         write(phase="declaring")
-        already, threads = set(sys.modules), threading.active_count()
+        already = set(sys.modules)
+        threads = threading.active_count()
         result = load_plugin(found)
         problems = list(_while_declaring(found, result, already, threads))
         for problem in problems:
@@ -94,7 +95,8 @@ def _while_declaring(
 
 
 def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
-    error, point = failure.error, found.entry_point
+    error = failure.error
+    point = found.entry_point
     if failure.phase == "import":
         return _of_failed_import(found, error, failure.reason)
     if failure.phase == "hooks":

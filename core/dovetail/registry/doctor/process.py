@@ -38,13 +38,15 @@ class OwnTime:
         )
 
     def elapsed_s(self) -> float:
-        now, waited = time.monotonic(), dict(waits(self._process))
+        now = time.monotonic()
+        waited = dict(waits(self._process))
         hindered = (
             max((ns - self._waited.get(thread, 0) for thread, ns in waited.items()), default=0)
             / 1e9
         )
         self._elapsed_s += max(0.0, now - self._asked - hindered)
-        self._asked, self._waited = now, waited
+        self._asked = now
+        self._waited = waited
         return self._elapsed_s
 
 

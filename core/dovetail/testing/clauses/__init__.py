@@ -97,7 +97,8 @@ def _mark_of(marks: Marks, place: str, text: str) -> tuple[str, str, Mark]:
 
 def sentences(source: str) -> Iterator[tuple[str, str]]:
     """Yield (place, sentence) of the docstrings of a file's public classes, methods and fields, and of the comments beside fields without one."""
-    tree, lines = ast.parse(source), source.splitlines()
+    tree = ast.parse(source)
+    lines = source.splitlines()
     yield from _split("module", ast.get_docstring(tree))
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -236,7 +236,8 @@ class AttentionSuite(AttentionGroups):
 
     def undeclared(self) -> list[tuple[object, AttentionContext, LayerSpec]]:
         """Return, for each capability, a layer that violates only this one."""
-        claims, layer = self.claims, self.layer(self.head_sizes()[0])
+        claims = self.claims
+        layer = self.layer(self.head_sizes()[0])
         fine = AttentionContext(claims.devices[0], claims.dtypes[0], claims.default_block_size())
         beyond: list[tuple[object, AttentionContext, LayerSpec]] = [
             ("abacus", replace(fine, device="abacus:0"), layer),
@@ -362,7 +363,9 @@ class AttentionSuite(AttentionGroups):
 
     def capture_and_replay(self, bench: Bench, what: str) -> None:
         """Capture the planned step in a graph, and replay it for the case's step."""
-        layer, case, tokens = bench.layers[0], bench.case, sum(bench.case.queries)
+        layer = bench.layers[0]
+        case = bench.case
+        tokens = sum(bench.case.queries)
         q = bench.tensor(bench.q[0], case.padding)
         layer.attend(q)  # compiles
         torch.cuda.synchronize()

@@ -232,7 +232,8 @@ class Bench:
                 sum(case.queries),
                 max(case.lens),
             )
-        self.groups, self.waste_page = case.groups, case.num_pages
+        self.groups = case.groups
+        self.waste_page = case.num_pages
         self.tables = self._tables(np.random.default_rng(relabel).permutation(case.num_pages))
         generator = torch.Generator().manual_seed(case.seed)
 
@@ -275,7 +276,8 @@ class Bench:
 
     def _tables(self, labels: NDArray[np.int64]) -> list[NDArray[np.int32]]:
         """Return each group's tables [pages, rows, blocks]; entries past a row's blocks are the waste page."""
-        tables, free = [], iter(labels.tolist())
+        tables = []
+        free = iter(labels.tolist())
         for group in self.groups:
             sizes = [-(-length // group.block_size) for length in self.case.lens]
             table = np.full(
@@ -308,18 +310,19 @@ class Bench:
     ) -> AttentionBatch:
         """Return a step of these of the case's rows, that compute their last `queries` of `lens` tokens. Entries of blocks that no query sees are
         the waste page, as everything in the tables of padding rows."""
-        starts, padding_rows = (
-            np.concatenate([[0], np.cumsum(queries)]),
-            0 if self.case.mixed_graph else padding,
-        )
+        starts = np.concatenate([[0], np.cumsum(queries)])
+        padding_rows = 0 if self.case.mixed_graph else padding
         positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
 
         def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
             return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype).to(self.case.device)
 
-        tables, slots = [], []
+        tables = []
+        slots = []
         for group, own in zip(self.groups, self.tables, strict=True):
-            size, table = group.block_size, own[:, list(rows)]  # [pages, rows, blocks]
+            # [pages, rows, blocks]
+            size = group.block_size
+            table = own[:, list(rows)]
             written = [
                 table[:, row, p // size].astype(np.int64) * size + p % size
                 for row, p in enumerate(positions)
@@ -475,12 +478,14 @@ class Bench:
     def _allowed(
         self, rules: oracle.Rules, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        exact, dtype = oracle.exact(q, k, v, rules), self.case.torch_dtype
+        exact = oracle.exact(q, k, v, rules)
+        dtype = self.case.torch_dtype
         return oracle.allowed_error(exact, oracle.plain(q, k, v, rules, dtype), dtype)
 
     def _rows(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return q, K and V of each row; K and V as stored in the cache."""
-        k, v = self.k[layer], self.v[layer]
+        k = self.k[layer]
+        v = self.v[layer]
         if (name := self.case.cache_dtype) is not None:
             dtype: torch.dtype = getattr(torch, name)
             k_scale, v_scale = self.case.scales_of(layer)

@@ -10,7 +10,8 @@ from dovetail.testing.suites.attention_bench import Case
 from dovetail.testing.suites.attention_judging import assert_as_defined
 from dovetail.testing.suites.attention_latent import AttentionLatent
 
-HISTORY, QUERIES = (0, 70, 131, 5), (40, 9, 1, 1)
+HISTORY = (0, 70, 131, 5)
+QUERIES = (40, 9, 1, 1)
 
 
 class AttentionGroups(AttentionLatent):

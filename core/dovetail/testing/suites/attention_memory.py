@@ -76,7 +76,8 @@ class AttentionMemory(AttentionSubject):
     def test_layers_of_one_model_may_have_different_shapes(self) -> None:
         """A layer was assumed to have the same number of heads, or head size, as another one. Each has its own `LayerSpec`; values that a plan
         derives from one shape don't apply to another."""
-        small, large = min(self.head_sizes()), max(self.small(self.head_sizes(), 128))
+        small = min(self.head_sizes())
+        large = max(self.small(self.head_sizes(), 128))
         shapes = ((4, 2, small), (6, 1, large), (2, 2, small))
         windows = (None, None, 12 if self.claims.groups else None)
         assert_as_defined(
@@ -147,7 +148,8 @@ class AttentionMemory(AttentionSubject):
     def assert_plans_what_was_refilled(self, bench: Bench) -> None:
         """Check steps of 3 rows that come in the same tensors: other blocks alone, and other lengths alone."""
         case, (layer,) = bench.case, bench.layers
-        queries, lens = np.array(case.queries), np.array(case.lens)
+        queries = np.array(case.queries)
+        lens = np.array(case.lens)
         used = bench.batch(range(3), queries, lens)
         for order, fewer in (((0, 1, 2), 0), ((1, 2, 0), 0), ((0, 1, 2), 3), ((0, 1, 2), 0)):
             bench.reorder(order)
@@ -244,7 +246,8 @@ class AttentionMemory(AttentionSubject):
             history = bench.case.history
             if any(history):
                 bench.write((0, 0), history)
-            heads, kv_heads = bench.case.heads, bench.case.kv_heads
+            heads = bench.case.heads
+            kv_heads = bench.case.kv_heads
             new_k, new_v = (
                 [row[start:] for row, start in zip(values[0], history, strict=True)]
                 for values in (bench.k, bench.v)
@@ -270,7 +273,8 @@ class AttentionMemory(AttentionSubject):
 
     def assert_copied(self, case: Case) -> None:
         """Check the case's step after each of its pages was moved to another pool, in which they are elsewhere and rows are longer."""
-        first, second = self.bench(case), self.bench(case, relabel=1)
+        first = self.bench(case)
+        second = self.bench(case, relabel=1)
         first.compute()
         longer = [
             memory.new_full((len(memory), memory.shape[1] + GAP), ALL_BITS)
@@ -322,17 +326,16 @@ class AttentionMemory(AttentionSubject):
             assert_as_defined(self.bench(case), f"after an earlier pool of {pages} pages: ")
 
     def assert_memory(self, context: AttentionContext) -> None:
-        backend, size = self.make(context), context.block_size
+        backend = self.make(context)
+        size = context.block_size
         layers = [
             backend.make_layer(LayerSpec(i, 4, kv_heads, self.head_sizes()[0], 1.0))
             for i, kv_heads in enumerate((2, 4))
         ]
         dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
         for layer in layers:
-            said, own = (
-                backend.tensor_bytes(layer.spec, size),
-                size * layer.spec.kv_heads * layer.spec.head_size * dtype.itemsize,
-            )
+            said = backend.tensor_bytes(layer.spec, size)
+            own = size * layer.spec.kv_heads * layer.spec.head_size * dtype.itemsize
             told = f"K and V of a block are {own} bytes each in {dtype}, tensor_bytes says {said}"
             require(len(said) == 2 and 2 * own <= sum(said) <= MEMORY_BESIDE * 2 * own, told)
             other = backend.tensor_bytes(layer.spec, 3 * size)
@@ -405,7 +408,8 @@ class AttentionMemory(AttentionSubject):
 
     def assert_takes(self, bench: Bench, index: int, cache: FusedCache, what: str) -> None:
         """Check the bench's step, in which K and V of a layer are written into its open cache as a kernel would."""
-        case, size = bench.case, bench.groups[bench.case.placed[index].group].block_size
+        case = bench.case
+        size = bench.groups[bench.case.placed[index].group].block_size
         bench.write(case.history, case.lens, padding=2, without=index)
         slots = cache.slots[:12]
         wasted = all(slot // size == bench.waste_page for slot in slots[10:].tolist())

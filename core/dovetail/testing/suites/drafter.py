@@ -191,10 +191,8 @@ class DrafterSuite(Suite):
             for client in ("ann", None):
                 for name in self._names(_story(seed), client):
                     owner = name if client is None else client
-                    one, other = (
-                        _story(seed, ours=owner, others=1),
-                        _story(seed, ours=owner, others=2),
-                    )
+                    one = _story(seed, ours=owner, others=1)
+                    other = _story(seed, ours=owner, others=2)
                     mine = (
                         frozenset([name]) if client is None else frozenset(self._names(one, client))
                     )
@@ -276,7 +274,8 @@ class DrafterSuite(Suite):
         """A `ModelDrafter` has no `model`, the name or directory of one (None: its `head` is in the target's checkpoint); or `head` isn't
         "package.module:Class"; or it drafts itself: the executor does."""
         subject = self._make()
-        name, head = subject.model, subject.head
+        name = subject.model
+        head = subject.head
         require(
             (name is None and head is not None) or (isinstance(name, str) and name),
             f"model is {name!r}, expected the name or directory of one",
@@ -382,7 +381,8 @@ def _story(
     acts: list[Act] = []
     left: dict[str, int] = {}  # name -> output tokens to come
     for number in range(10):
-        name, client = f"r{number}", chance.choice(clients)
+        name = f"r{number}"
+        client = chance.choice(clients)
         owner = name if client is None else client
         begin = Begin(
             name, text(owner, chance.randrange(1, 6)), text(owner, chance.randrange(1, 4)), client
@@ -478,7 +478,8 @@ def _in_thread(method: Callable[[], Any]) -> Any:
 def _size(thing: object) -> int:
     """Return the bytes of all objects reachable from `thing`, without classes, modules and functions."""
     seen: set[int] = set()
-    queue, total = [thing], 0
+    queue = [thing]
+    total = 0
     while queue:
         value = queue.pop()
         if id(value) in seen or isinstance(value, type | ModuleType) or callable(value):

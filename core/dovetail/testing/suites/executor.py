@@ -61,7 +61,8 @@ class ExecutorSuite(
         """`start` returned a `Capacity` that no engine can work with: it needs at least one page, one step in flight, two token ids; a pool that
         holds one sequence of `max_model_len`, which is at most the config's value."""
         with self._bench() as bench:
-            capacity, layout = bench.capacity, bench.capacity.layout
+            capacity = bench.capacity
+            layout = bench.capacity.layout
             require(isinstance(capacity, Capacity), f"start returned {capacity!r}")
             least = {"num_pages": 1, "max_in_flight": 1, "vocab_size": 2, "max_model_len": 1}
             for name, value in least.items():
@@ -128,7 +129,8 @@ class ExecutorSuite(
         `start`. (Resources that only the very first start creates, and later ones reuse, are excluded.)"""
         with self._bench():
             pass
-        before, bytes_before = Footprint.now(), tensor_bytes()
+        before = Footprint.now()
+        bytes_before = tensor_bytes()
         with temporary_folder() as folder:
             with self._bench() as bench:
                 bench.alone("a", bench.prompt(5), 2)
@@ -299,7 +301,8 @@ class ExecutorSuite(
     def test_what_the_config_allows_can_be_used_up(self) -> None:
         """A step with the maximum number of rows or tokens, or a sequence of `Capacity.max_model_len`, failed or gave other tokens than small ones.
         Buffers must hold all of that, including the last row, token and position."""
-        rows, step = SETTINGS["max_num_seqs"], SETTINGS["max_num_batched_tokens"]
+        rows = SETTINGS["max_num_seqs"]
+        step = SETTINGS["max_num_batched_tokens"]
         with self._bench() as bench:
             longest = bench.capacity.max_model_len
             length = min(step // rows, longest - 1, bench.num_blocks // rows * bench.block_size - 1)

@@ -25,10 +25,9 @@ from dovetail.testing.suites.executor_subject import (
 from dovetail.testing.suites.footprint import temporary_folder
 
 COUNT = 5  # tokens that requests generate
-HEAD, EMBEDDING = (
-    "lm_head",
-    "model.embed_tokens.weight",
-)  # names in a checkpoint, where they may share a tensor
+# names in a checkpoint, where they may share a tensor
+HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens.weight"
 SIZE = 3.0  # of what an adapter adds, to change most tokens
 Weights = Mapping[
     str, tuple[NDArray[np.float32], NDArray[np.float32]]

@@ -217,7 +217,8 @@ class Bench:
         require(
             result.failed.keys() <= may_fail and all(map(str.strip, result.failed.values())), told
         )
-        ids, count = result.token_ids, len(sent.batch.rows)
+        ids = result.token_ids
+        count = len(sent.batch.rows)
         if sent.batch.drafts is not None:
             count = self._collect_drafts(sent, sent.batch.drafts, result.counts)
         else:
@@ -339,10 +340,14 @@ class Bench:
         self.step += 1
         own = [list((drafts or {}).get(name, ())) for name in counts]
         requests = [self.requests[name] for name in counts]
-        appended, self._appended = self._appended, []
-        added, self._added = self._added, []
-        removed, self._removed = self._removed, []
-        loads, self._loads = self._loads, []
+        appended = self._appended
+        self._appended = []
+        added = self._added
+        self._added = []
+        removed = self._removed
+        self._removed = []
+        loads = self._loads
+        self._loads = []
         ends = [request.computed + counts[request.name] == request.known for request in requests]
         pooled = [
             index

@@ -98,18 +98,14 @@ class ExecutorBlocks(ExecutorSubject):
         with self._bench() as bench:
             length = bench.block_size + bench.block_size // 2 + 1
             prompt = bench.prompt(length)
-            expected, other = (
-                bench.alone("a", prompt, 3),
-                bench.alone("other", bench.prompt(length, variant=1), 1),
-            )
+            expected = bench.alone("a", prompt, 3)
+            other = bench.alone("other", bench.prompt(length, variant=1), 1)
             source = bench.add("source", prompt, room=0)
             bench.prefill("source")
             room = -(-(length + 8) // bench.block_size)
-            middle, table, second = (
-                bench.take_blocks(len(source.blocks)),
-                bench.take_blocks(room),
-                bench.take_blocks(room),
-            )
+            middle = bench.take_blocks(len(source.blocks))
+            table = bench.take_blocks(room)
+            second = bench.take_blocks(room)
             bench.remove("source")
             bench.add("other", bench.prompt(length, variant=1), blocks=source.blocks)
             bench.add("a", prompt, computed=length - 1, blocks=table)

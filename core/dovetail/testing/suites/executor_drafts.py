@@ -196,7 +196,8 @@ class ExecutorDrafts(ExecutorSubject):
     def test_as_many_lines_as_declared_can_be_checked(self) -> None:
         """A step with `Capacity.max_lines` lines, or with drafts up to the last token of the longest sequence, failed or gave other tokens."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
-            lines, rows = bench.capacity.max_lines, SETTINGS["max_num_seqs"]
+            lines = bench.capacity.max_lines
+            rows = SETTINGS["max_num_seqs"]
             require(
                 lines >= rows, f"max_lines is {lines}, and each of {rows} rows may sample a token"
             )

@@ -110,11 +110,9 @@ def _check_logprobs(
     for line, (token, number) in enumerate(zip(tokens, requested, strict=True)):
         if number is None:
             continue
-        ids, logprobs, rank = (
-            found.token_ids[line, : 1 + number].tolist(),
-            found.logprobs[line, : 1 + number].tolist(),
-            int(found.ranks[line]),
-        )
+        ids = found.token_ids[line, : 1 + number].tolist()
+        logprobs = found.logprobs[line, : 1 + number].tolist()
+        rank = int(found.ranks[line])
         require(
             ids[0] == token, f"column 0 of line {line} is {ids[0]}; the tokens {which} are {tokens}"
         )

@@ -72,7 +72,8 @@ class ExecutorPooled(ExecutorSubject):
                     f"pooling.method is {method}, and Capacity.pooling.method {can.method}",
                 )
                 for task in can.tasks:
-                    pooling, how = RowPooling(task), f"{task} by {method}"
+                    pooling = RowPooling(task)
+                    how = f"{task} by {method}"
                     expected = {name: self._alone(bench, name, pooling) for name in LENGTHS}
                     tokens = bench.alone("g", self._prompt(bench, "a"), 6) if can.generates else []
                     self._pools(bench, *LENGTHS, task=pooling)

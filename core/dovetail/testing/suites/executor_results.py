@@ -108,7 +108,8 @@ class ExecutorResults(ExecutorSubject):
         with self._bench() as bench:
             self._add(bench, *LENGTHS)
             counts = {name: LENGTHS[name] for name in "cab"}
-            batch, requests = bench.submit(counts), [bench.requests[name] for name in counts]
+            batch = bench.submit(counts)
+            requests = [bench.requests[name] for name in counts]
             bench.collect()
             arrays = [
                 batch.rows,
@@ -172,7 +173,8 @@ class ExecutorResults(ExecutorSubject):
         """`ended - started` was a negligible part of the time between submit and collect of the largest possible step. They are seconds on the
         device; the estimates of step times that policies plan by are based on their difference."""
         with self._bench() as bench:
-            clock, shares = bench.executor.context.clock, []
+            clock = bench.executor.context.clock
+            shares = []
             length = min(SETTINGS["max_num_batched_tokens"] // 2, bench.capacity.max_model_len - 1)
             for turn in range(LONG_STEPS):
                 bench.add("a", bench.prompt(length, turn), room=1)
@@ -190,7 +192,8 @@ class ExecutorResults(ExecutorSubject):
         """`Result.started` and `ended` must be between the submit and the collect of their step on `context.clock`, in this order, and a step must
         not end before the previous one, including late steps. The step-time fit and all latencies are based on them."""
         with self._bench() as bench:
-            clock, ends = bench.executor.context.clock, [-np.inf]
+            clock = bench.executor.context.clock
+            ends = [-np.inf]
             bench.add("a", bench.prompt(5))
             late = (True, True) if self.declares("masks") else ()
             for count, is_late in zip(

@@ -25,7 +25,8 @@ class ExecutorSampling(ExecutorSubject):
             (greedy,) = _first(bench, prompt, {})
             other = (greedy + 1) % bench.capacity.vocab_size
             hot = [{"temperature": HOT, "seed": seed} for seed in range(SEEDS)]
-            tokens, again = _first(bench, prompt, *hot), _first(bench, prompt, *hot)
+            tokens = _first(bench, prompt, *hot)
+            again = _first(bench, prompt, *hot)
             require(
                 len(set(tokens)) > 1,
                 f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}",

@@ -85,7 +85,8 @@ class ExecutorSubject(Suite):
 @cache
 def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
     """Return the capabilities that only a started executor shows."""
-    before, has = set(child_processes()), {}
+    before = set(child_processes())
+    has = {}
     for max_drafts in (MOST_DRAFTS, 0):
         with suppress(UnsupportedError), suite()._bench(max_drafts=max_drafts) as bench:
             capacity = bench.capacity
@@ -139,7 +140,8 @@ def broken_model(model: str, folder: Path, token: int) -> bool:
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     data = (source / "model.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
-    header, tensors = json.loads(data[8 : 8 + size]), bytearray(data[8 + size :])
+    header = json.loads(data[8 : 8 + size])
+    tensors = bytearray(data[8 + size :])
     embedding = header["model.embed_tokens.weight"]
     begin, end = embedding["data_offsets"]
     if "lm_head.weight" not in header:

@@ -81,7 +81,8 @@ def child_processes() -> list[int]:
 def temporary_folder() -> Iterator[Path]:
     """Use a new folder for temporary files instead of the system's."""
     with tempfile.TemporaryDirectory() as folder:
-        before, tempfile.tempdir = tempfile.tempdir, folder
+        before = tempfile.tempdir
+        tempfile.tempdir = folder
         try:
             yield Path(folder)
         finally:

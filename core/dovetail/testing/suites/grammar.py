@@ -124,7 +124,8 @@ class GrammarSuite(Suite):
         for stops, padding in ((2, 3), (1, 0), (3, 31)):
             context = vocabulary(stops=stops, padding=padding)
             matcher = self._backend_of(context).compile(self._some_spec()).begin()
-            zeros, ones = _empty(context), ~_empty(context)
+            zeros = _empty(context)
+            ones = ~_empty(context)
             matcher.fill(zeros)
             matcher.fill(ones)
             require((zeros == ones).all(), "a mask depends on what was in the words before")
@@ -137,7 +138,8 @@ class GrammarSuite(Suite):
     def test_filling_changes_nothing(self) -> None:
         """The second mask at a position differs from the first, or the answer continues differently after a mask was filled."""
         for case in self._cases:
-            often, once = self._begin(case.spec), self._begin(case.spec)
+            often = self._begin(case.spec)
+            once = self._begin(case.spec)
             for token in self._random_tokens(case.spec):
                 first = _mask(often)
                 require((_mask(often) == first).all(), f"{case}: two masks of one place differ")
@@ -220,8 +222,10 @@ class GrammarSuite(Suite):
         """After `rollback` the masks differ from the previous ones, or those after replacing the removed tokens are wrong; a stop id can't be
         rolled back, or a rejected one is counted; or more tokens than were accepted can be rolled back."""
         for case in self._cases:
-            chance, matcher = random.Random(1), self._begin(case.spec)
-            masks, tokens = [_mask(matcher)], list[int]()
+            chance = random.Random(1)
+            matcher = self._begin(case.spec)
+            masks = [_mask(matcher)]
+            tokens = list[int]()
             for turn in range(4):
                 for token in self._random_tokens(case.spec, matcher, chance):
                     refused = [
@@ -242,7 +246,8 @@ class GrammarSuite(Suite):
                 at_once = turn % 2 == 1  # one token is replaced by another, without a mask between
                 back = min(1, len(tokens)) if at_once else chance.randrange(len(masks))
                 matcher.rollback(back)
-                masks, taken = masks[: len(masks) - back], tokens[len(tokens) - back :]
+                masks = masks[: len(masks) - back]
+                taken = tokens[len(tokens) - back :]
                 tokens = tokens[: len(tokens) - back]
                 there = at_once or (_mask(matcher) == masks[-1]).all()
                 require(
@@ -278,7 +283,8 @@ class GrammarSuite(Suite):
             )
         for case, matcher, text in self._places(FEW):
             if case.language.has(text):
-                before, stop = (_mask(matcher), matcher.complete), min(CONTEXT.stop_ids)
+                before = (_mask(matcher), matcher.complete)
+                stop = min(CONTEXT.stop_ids)
                 require(
                     matcher.accept(stop) and not matcher.accept(stop),
                     f"{case}, after {text!r}: a stop id isn't accepted once, and not again",
@@ -303,7 +309,8 @@ class GrammarSuite(Suite):
                         f"{case}, after {text!r}, with {stops} stop ids: {list(matcher.forced())} are forced at the end",
                     )
         for case, matcher, text in self._places():
-            before, forced = _mask(matcher), list(matcher.forced())
+            before = _mask(matcher)
+            forced = list(matcher.forced())
             require(
                 (_mask(matcher) == before).all(),
                 f"{case}, after {text!r}: forced() changed the mask",
@@ -326,7 +333,8 @@ class GrammarSuite(Suite):
         """Tokens accepted by one answer change the masks of another with the same grammar: they share mutable state."""
         for case in self._cases:
             grammar = self._compiled(case.spec)
-            one, chance = grammar.begin(), random.Random(2)
+            one = grammar.begin()
+            chance = random.Random(2)
             first = _mask(one)
             for token in self._random_tokens(case.spec, None, chance):
                 one.accept(token)
@@ -345,7 +353,8 @@ class GrammarSuite(Suite):
                 f"begin takes {1e3 * fastest_s:.0f} ms at least: after {BEGINS} calls, all checks tried fewer places and answers"
             )
         for case in self._cases:
-            grammar, took = self._compiled(case.spec), list[float]()
+            grammar = self._compiled(case.spec)
+            took = list[float]()
             for _ in range(BEGINS):
                 before = time.perf_counter()
                 grammar.begin()
@@ -374,10 +383,8 @@ class GrammarSuite(Suite):
         or `forced` didn't after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or `forced`
         failed before that position; or other answers, possibly of the same grammar, were disturbed."""
         context = vocabulary(without=b"q")
-        backend, specs = (
-            self._backend_of(context),
-            [spec for spec in STUCK if self.declares(spec.kind)],
-        )
+        backend = self._backend_of(context)
+        specs = [spec for spec in STUCK if self.declares(spec.kind)]
         for spec in specs:
             try:
                 grammar = backend.compile(spec)
@@ -447,7 +454,8 @@ class GrammarSuite(Suite):
         with ThreadPoolExecutor(8) as pool:
             grammars = list(pool.map(backend.compile, specs))
         for spec, grammar in zip(specs, grammars, strict=True):
-            matcher, expected = grammar.begin(), self._begin(spec)
+            matcher = grammar.begin()
+            expected = self._begin(spec)
             for token in self._random_tokens(spec):
                 require(
                     (_mask(matcher) == _mask(expected)).all(),
@@ -469,7 +477,8 @@ class GrammarSuite(Suite):
             for line, (matcher, mask) in enumerate(zip(some, words, strict=True)):
                 case, _, text = places[id(matcher)]
                 where = f"{case}, after {text!r}{' and a stop id' * (matcher in ended)}: number {line} of {len(some)} masks at once"
-                found, wanted = _ids(mask), _allowed(matcher)
+                found = _ids(mask)
+                wanted = _allowed(matcher)
                 require(
                     found == wanted,
                     f"{where} isn't the one that fill writes: {_difference(found, wanted)}",
@@ -482,20 +491,16 @@ class GrammarSuite(Suite):
         context = vocabulary(stops=0, padding=5)
         for case, matcher, text in self._places_with(context):
             where = f"{case}, after {text!r}, without stop ids"
-            wanted, found = (
-                case.language.allowed(text) - CONTEXT.stop_ids,
-                _allowed(matcher, context) - case.language.open,
-            )
+            wanted = case.language.allowed(text) - CONTEXT.stop_ids
+            found = _allowed(matcher, context) - case.language.open
             require(found == wanted, f"{where}: {_difference(found, wanted)}")
             require(matcher.complete == (not wanted), f"{where}: complete is {matcher.complete}")
             for id in range(CONTEXT.vocab_size - len(CONTEXT.stop_ids), context.vocab_size + 2):
                 require(not matcher.accept(id), f"{where}: {id} is accepted, which is no token")
             if text and self.declares("rollback"):
                 matcher.rollback(len(text))
-                wanted, found = (
-                    case.language.allowed(b"") - CONTEXT.stop_ids,
-                    _allowed(matcher, context) - case.language.open,
-                )
+                wanted = case.language.allowed(b"") - CONTEXT.stop_ids
+                found = _allowed(matcher, context) - case.language.open
                 require(
                     found == wanted,
                     f"{where}, and after taking all back: {_difference(found, wanted)}",
@@ -600,7 +605,8 @@ class GrammarSuite(Suite):
         for spec in self._json_specs():
             for begun in ("", "{", '{"a"', '{"a":', '{"a":1', '{"a":1,'):
                 for space in (" ", "\n", "  ", "\t"):
-                    matcher, run = self._begin(spec), 0
+                    matcher = self._begin(spec)
+                    run = 0
                     if not all(matcher.accept(token) for token in ids_of(begun)):
                         continue
                     tokens = [
@@ -640,7 +646,8 @@ class GrammarSuite(Suite):
         return True
 
     def _begin(self, spec: GrammarSpec) -> Matcher:
-        grammar, before = self._compiled(spec), time.perf_counter()
+        grammar = self._compiled(spec)
+        before = time.perf_counter()
         matcher = grammar.begin()
         calls, fastest_s = _begun.get(self.component_class, (0, float("inf")))
         _begun[self.component_class] = calls + 1, min(fastest_s, time.perf_counter() - before)
@@ -707,7 +714,9 @@ class GrammarSuite(Suite):
 
     def _places_of(self, case: Case, states: int = STATES) -> Iterator[tuple[Case, Matcher, bytes]]:
         """Yield matchers at places of which the oracle knows all: those that few tokens lead to first, then some at random."""
-        chance, seen, rest = random.Random(3), {b""}, [b""]
+        chance = random.Random(3)
+        seen = {b""}
+        rest = [b""]
         for done in range(states):
             if not rest or (self._begins_slowly and done >= FEW // 4):
                 return
@@ -724,7 +733,8 @@ class GrammarSuite(Suite):
         self, spec: GrammarSpec, matcher: Matcher | None = None, chance: random.Random | None = None
     ) -> Iterator[int]:
         """Yield allowed tokens one after the other; `matcher` accepts each of them."""
-        chance, own = chance or random.Random(4), matcher is None
+        chance = chance or random.Random(4)
+        own = matcher is None
         at = self._begin(spec) if matcher is None else matcher
         for _ in range(STEPS):
             allowed = sorted(_allowed(at))
@@ -736,7 +746,8 @@ class GrammarSuite(Suite):
             yield token
 
     def _require_mask(self, case: Case, matcher: Matcher, text: bytes) -> None:
-        wanted, found = case.language.allowed(text), _allowed(matcher) - case.language.open
+        wanted = case.language.allowed(text)
+        found = _allowed(matcher) - case.language.open
         require(found == wanted, f"{case}, after {text!r}: {_difference(found, wanted)}")
 
     def _can_write(self, spec: GrammarSpec, value: Any) -> bool:
@@ -770,7 +781,8 @@ class GrammarSuite(Suite):
         require(ended, f"{spec.kind} {spec.text}: no answer came to an end within {LONG} tokens")
 
     def _random_answer(self, spec: GrammarSpec, chance: random.Random) -> tuple[bytes, bool]:
-        matcher, text = self._begin(spec), b""
+        matcher = self._begin(spec)
+        text = b""
         for step in range(LONG):
             allowed = _allowed(matcher)
             if allowed & CONTEXT.stop_ids and (matcher.complete or chance.random() < 0.5):

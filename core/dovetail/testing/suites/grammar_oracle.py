@@ -151,7 +151,8 @@ class Tagged(Language):
         separator: str | None,
     ) -> None:
         self.trigger, self.bodies = trigger.encode(), [body.encode() for body in bodies]
-        self.at_least_one, self.stop_after_first = at_least_one, stop_after_first
+        self.at_least_one = at_least_one
+        self.stop_after_first = stop_after_first
         self.separator = None if separator is None else separator.encode()
 
     def examples(self) -> Sequence[bytes]:
@@ -182,7 +183,8 @@ class Tagged(Language):
         """Return whether `text` is a whole answer, and whether it is the beginning of one."""
         if not text and self.separator is not None:
             return not self.at_least_one, True
-        first, alone = True, self.at_least_one or self.separator is not None
+        first = True
+        alone = self.at_least_one or self.separator is not None
         while True:
             if not first and self.stop_after_first:
                 return not text, not text
@@ -200,7 +202,8 @@ class Tagged(Language):
             body = next((body for body in self.bodies if text.startswith(body)), None)
             if body is None:
                 return False, any(body.startswith(text) for body in self.bodies)
-            text, first = text[len(body) :], False
+            text = text[len(body) :]
+            first = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ def reachable(component: object) -> Iterator[tuple[str, object]]:
         for cls in type(component).__mro__
         for name, value in vars(cls).items()
     ]
-    seen, queue = {id(component)}, deque(held)
+    seen = {id(component)}
+    queue = deque(held)
     while queue:
         path, value = queue.popleft()
         if id(value) in seen or isinstance(value, code):

@@ -158,10 +158,8 @@ class KVCacheSuite(Suite):
     def test_requests_that_ended_are_forgotten(self) -> None:
         """The manager keeps requests that were freed, or their ids, so that a server's memory grows forever. In `free`, drop all state of a
         request, including that from `lookup`, even if it holds no blocks."""
-        kv, requests = (
-            self._manager(4),
-            [make_request(f"request {index}", range(index, index + 9)) for index in range(4)],
-        )
+        kv = self._manager(4)
+        requests = [make_request(f"request {index}", range(index, index + 9)) for index in range(4)]
         for request in requests[:-1]:
             kv.lookup(request)
             _compute(kv, request)
@@ -236,11 +234,9 @@ class KVCacheSuite(Suite):
         """`allocate` returned None but changed the counts, or what lookups find, or then rejected fewer tokens, which would fit. Check that the
         blocks suffice before taking the first, and before recording the number of tokens."""
         for block_size in BLOCK_SIZES:
-            kv, first, second = (
-                self._manager(block_size),
-                make_request("first", range(block_size)),
-                make_request("second", [-1] * 3 * block_size),
-            )
+            kv = self._manager(block_size)
+            first = make_request("first", range(block_size))
+            second = make_request("second", [-1] * 3 * block_size)
             _compute(kv, first)
             generate(first, range(20 * block_size))
             for request in (second, first):  # one that holds no blocks, and one that does
@@ -284,11 +280,9 @@ class KVCacheSuite(Suite):
         prompt logprobs, or without the capability `reuse`; or it found a length that some group doesn't accept, because one of the blocks that
         later tokens see wasn't committed in that group; or `allocate` took another hit than `lookup` returned."""
         for block_size in BLOCK_SIZES:
-            kv, first, waiting = (
-                self._manager(block_size),
-                make_request("first", range(2 * block_size)),
-                make_request("waiting", range(3 * block_size)),
-            )
+            kv = self._manager(block_size)
+            first = make_request("first", range(2 * block_size))
+            waiting = make_request("waiting", range(3 * block_size))
             hog = make_request("hog", [-1] * 16 * block_size)
             _compute(kv, first)
             kv.free(first)
@@ -307,7 +301,8 @@ class KVCacheSuite(Suite):
         tokens see; trimmed blocks are found until their space is needed."""
         for block_size in BLOCK_SIZES:
             for ended in (False, True):
-                kv, tokens = self._manager(block_size), [*range(3 * block_size)]
+                kv = self._manager(block_size)
+                tokens = [*range(3 * block_size)]
                 first = make_request("first", tokens)
                 _compute(kv, first)
                 kv.commit(first, block_size)  # which it was before
@@ -354,7 +349,8 @@ class KVCacheSuite(Suite):
             (CacheGroup((0,), 4), CacheGroup((1,), 4, 5, 2)),
             (CacheGroup((0,), 2, 3), CacheGroup((1,), 4, 5)),
         ):
-            kv, tokens = self.make(Shape(groups, 40).context), [*range(24)]
+            kv = self.make(Shape(groups, 40).context)
+            tokens = [*range(24)]
             computing = make_request("computing", tokens)
             kv.allocate(computing, 24)
             kv.commit(computing, 24)
@@ -374,9 +370,12 @@ class KVCacheSuite(Suite):
         """Blocks committed by one grant must be found by the next request of the same step, and then be held by both: the backend writes the K and
         V of the whole batch before it attends."""
         for block_size in BLOCK_SIZES:
-            kv, prompt = self._manager(block_size), list(range(2 * block_size))
-            first, second = make_request("first", prompt), make_request("second", [*prompt, 7])
-            blocks, available = _compute(kv, first), kv.available_pages
+            kv = self._manager(block_size)
+            prompt = list(range(2 * block_size))
+            first = make_request("first", prompt)
+            second = make_request("second", [*prompt, 7])
+            blocks = _compute(kv, first)
+            available = kv.available_pages
             self._finds(
                 kv, second, 2 * block_size, "whose prefix another computes in the same step"
             )
@@ -393,7 +392,8 @@ class KVCacheSuite(Suite):
         """A request generated tokens, they were committed, it was freed, and they weren't found: by itself (resumed after preemption) or by another
         with them in its prompt (the next turn of a conversation)."""
         for block_size in BLOCK_SIZES:
-            kv, request = self._manager(block_size), make_request("r", range(block_size + 1))
+            kv = self._manager(block_size)
+            request = make_request("r", range(block_size + 1))
             _compute(kv, request)
             generate(request, range(100, 101 + block_size))
             _compute(kv, request, 2 * block_size)
@@ -438,11 +438,10 @@ class KVCacheSuite(Suite):
         """Tokens were committed on grant, the grant was revoked, `uncommit` was called, and they were found; or tokens were dropped that weren't
         covered, or that another request computed."""
         for block_size in BLOCK_SIZES:
-            kv, tokens = self._manager(block_size), list(range(3 * block_size))
-            first, second = (
-                make_request("first", tokens[: 2 * block_size]),
-                make_request("second", tokens),
-            )
+            kv = self._manager(block_size)
+            tokens = list(range(3 * block_size))
+            first = make_request("first", tokens[: 2 * block_size])
+            second = make_request("second", tokens)
             _compute(kv, first)
             _compute(kv, second)
             other = make_request("other", [*tokens, 7])
@@ -460,7 +459,8 @@ class KVCacheSuite(Suite):
                 block_size,
                 "the second block of whose prefix was uncommitted in its last token",
             )
-            kv, alone = self._manager(block_size), make_request("alone", tokens)
+            kv = self._manager(block_size)
+            alone = make_request("alone", tokens)
             for upto in (2 * block_size, 2 * block_size - 1, 1, 0):
                 _compute(kv, alone)
                 self._finds(
@@ -480,8 +480,10 @@ class KVCacheSuite(Suite):
                 self._uncommit_a_fork(block_size)
 
     def _uncommit_a_fork(self, block_size: int) -> None:
-        kv, tokens = self._manager(block_size), [*range(2 * block_size + 1)]
-        parent, child = make_request("parent", tokens), make_request("child", tokens)
+        kv = self._manager(block_size)
+        tokens = [*range(2 * block_size + 1)]
+        parent = make_request("parent", tokens)
+        child = make_request("child", tokens)
         _compute(kv, parent, 2 * block_size)
         self._fork(kv, parent, child, 2 * block_size)
         generate(child, range(50, 50 + block_size))
@@ -502,12 +504,11 @@ class KVCacheSuite(Suite):
         """`reset` means that the weights have changed: no block cached or held before may be found, nor what a request running at that time commits
         later, since it depends on old values. Cached blocks become free; newly computed ones are found."""
         for block_size in BLOCK_SIZES:
-            kv, tokens = self._manager(block_size), list(range(2 * block_size))
-            running, ended, other = (
-                make_request("running", tokens),
-                make_request("ended", [-1] * block_size),
-                make_request("other", [*tokens, 7]),
-            )
+            kv = self._manager(block_size)
+            tokens = list(range(2 * block_size))
+            running = make_request("running", tokens)
+            ended = make_request("ended", [-1] * block_size)
+            other = make_request("other", [*tokens, 7])
             _compute(kv, running)
             _compute(kv, ended)
             kv.free(ended)
@@ -530,11 +531,10 @@ class KVCacheSuite(Suite):
 
     def _outlive_resets(self, block_size: int, how: str, resets: int) -> None:
         """Let a request that holds blocks live on after a reset, have samples and start again."""
-        kv, tokens = self._manager(block_size), list(range(2 * block_size))
-        holder, told = (
-            self._holder(kv, how, tokens),
-            f"held at {'a reset' if resets == 1 else 'two resets'} by {how}",
-        )
+        kv = self._manager(block_size)
+        tokens = list(range(2 * block_size))
+        holder = self._holder(kv, how, tokens)
+        told = f"held at {'a reset' if resets == 1 else 'two resets'} by {how}"
         for _ in range(resets):
             kv.reset()
         generate(holder, range(50, 51 + block_size))
@@ -576,7 +576,8 @@ class KVCacheSuite(Suite):
     def _holder(self, kv: KVCacheManager, how: str, tokens: list[int]) -> LiveRequest:
         """Return a request that holds blocks for some of its tokens; `how` is one of `HOLDS`."""
         first, second, third = (make_request(name, tokens) for name in ("first", "second", "third"))
-        size, committed = kv.context.layout.block_size, HOLDS[how]
+        size = kv.context.layout.block_size
+        committed = HOLDS[how]
         kv.allocate(first, max(1, committed * size))
         kv.commit(first, committed * size)
         if how == FINDS:
@@ -611,8 +612,10 @@ class KVCacheSuite(Suite):
 
     def _fork_after_a_trim(self) -> None:
         """Fork a request that has released blocks, of which another has taken the pages."""
-        kv, tokens = self.make(plain(4, 16, window=5).context), [*range(24)]
-        parent, child = make_request("parent", tokens), make_request("child", tokens)
+        kv = self.make(plain(4, 16, window=5).context)
+        tokens = [*range(24)]
+        parent = make_request("parent", tokens)
+        child = make_request("child", tokens)
         given = _compute(kv, parent, 20)
         kv.trim(parent, 20)
         kv.allocate(make_request("other", [-1] * 60), 60)  # all pages but one
@@ -628,8 +631,10 @@ class KVCacheSuite(Suite):
         """The tokens of the partial block weren't in the child's copy of it. `take_copies` must return a copy of each of its pages once, in the
         order of the forks, from the parent's page to the child's; the next batch runs them first."""
         for block_size in BLOCK_SIZES[1:]:
-            kv, tokens = self._manager(block_size), [*range(2 * block_size)]
-            requests, expected = [make_request("0", tokens)], list[PageCopy]()
+            kv = self._manager(block_size)
+            tokens = [*range(2 * block_size)]
+            requests = [make_request("0", tokens)]
+            expected = list[PageCopy]()
             freed = [make_request(f"freed {number}", tokens[:1]) for number in range(8)]
             for request in freed:
                 kv.allocate(request, 1)
@@ -654,7 +659,8 @@ class KVCacheSuite(Suite):
                 expected.append(PageCopy(tables[parent][-1], tables[-1][-1]))
             if block_size == BLOCK_SIZES[-1]:
                 kv.reset()  # the samples live on, so their blocks must be copied
-            copies, again = list(kv.take_copies()), list(kv.take_copies())
+            copies = list(kv.take_copies())
+            again = list(kv.take_copies())
             require(
                 copies == expected,
                 f"take_copies returned {copies}, after forks that asked for {expected}",
@@ -688,15 +694,18 @@ class KVCacheSuite(Suite):
         its pages, from the checkpoint's to the live state's in their order; the checkpoint isn't held, and is found again by others. If its pages are
         reused before the copies have run, the new owner must write after them: copies run in order, and before the batch."""
         for shape in STATE_SHAPES:
-            kv, tokens = self.make(shape.context), [*range(21)]
+            kv = self.make(shape.context)
+            tokens = [*range(21)]
             first = make_request("first", tokens)
             pages = {checkpoint.tokens: checkpoint.pages for checkpoint in _submit(kv, first)}
             kv.free(first)
             for number in range(2):  # one after the other, so that the second finds it, too
-                asking, held = make_request(f"asking {number}", [*tokens, 7]), kv.counts.held
+                asking = make_request(f"asking {number}", [*tokens, 7])
+                held = kv.counts.held
                 if not (found := kv.lookup(asking)):
                     break
-                allocation, copies = kv.allocate(asking, 22), list(kv.take_copies())
+                allocation = kv.allocate(asking, 22)
+                copies = list(kv.take_copies())
                 live = allocation.pages[-1] if allocation is not None else ()
                 expected = [PageCopy(src, dst) for src, dst in zip(pages[found], live, strict=True)]
                 told = f"of {shape}, a hit of {found} tokens, whose checkpoint is in pages {pages[found]}, with a live state in {live}"
@@ -732,8 +741,10 @@ class KVCacheSuite(Suite):
         """A prefix was found without a checkpoint, or before `take_checkpoints` had returned it; or a checkpoint wasn't found afterwards by a request
         with the same tokens before it, was found by one with others, or under other `cache_keys`, or held pages afterwards."""
         for shape in STATE_SHAPES:
-            kv, tokens = self.make(shape.context), [*range(21)]
-            first, size = make_request("first", tokens), kv.context.layout.block_size
+            kv = self.make(shape.context)
+            tokens = [*range(21)]
+            first = make_request("first", tokens)
+            size = kv.context.layout.block_size
             kv.allocate(first, 21)
             kv.commit(first, 21)
             asking = make_request("asking", [*tokens, 7])
@@ -791,10 +802,8 @@ class KVCacheSuite(Suite):
                         first, min(ends, default=21) - 1
                     ),
                 )()
-                taken, held = (
-                    list(kv.take_checkpoints()),
-                    0 if how == "free" else kv.context.layout.pages(21),
-                )
+                taken = list(kv.take_checkpoints())
+                held = 0 if how == "free" else kv.context.layout.pages(21)
                 told = f"of {shape}, after commit and {how}"
                 require(not taken, f"{told}, take_checkpoints returned {taken}")
                 require(kv.counts.held == held, f"{told}, {kv.counts}; {held} pages are in tables")
@@ -803,8 +812,10 @@ class KVCacheSuite(Suite):
 
     def _drop_after_submission(self, shape: Shape, how: str) -> None:
         """Drop a checkpoint of `first`, whose K and V another has computed, too."""
-        kv, tokens = self.make(shape.context), [*range(21)]
-        first, other = make_request("first", tokens[:9]), make_request("other", tokens)
+        kv = self.make(shape.context)
+        tokens = [*range(21)]
+        first = make_request("first", tokens[:9])
+        other = make_request("other", tokens)
         if how == "uncommit":
             ends = [checkpoint.tokens for checkpoint in _submit(kv, other)]
         written = [checkpoint.tokens for checkpoint in _submit(kv, first)]
@@ -833,7 +844,8 @@ class KVCacheSuite(Suite):
         return manager
 
     def _finds(self, kv: KVCacheManager, request: Request, expected: int, which: str) -> None:
-        found, size = kv.lookup(request), kv.context.layout.block_size
+        found = kv.lookup(request)
+        size = kv.context.layout.block_size
         require(
             found == expected,
             f"with blocks of {size}, lookup found {found} tokens, expected {expected}, of a request {which}",

@@ -44,7 +44,9 @@ class Broken(CheckFailed):
 
     def __init__(self, message: str, claim: str, shape: Shape, script: Sequence[Act]) -> None:
         super().__init__(message)
-        self.claim, self.shape, self.script = claim, shape, script
+        self.claim = claim
+        self.shape = shape
+        self.script = script
 
 
 class Ended(Exception):
@@ -306,7 +308,9 @@ class KVWorld:
             if end == start or not self._take_blocks(row, start, max(end, self._room(row))):
                 return
         if end > start:
-            row.planned_from, row.computed, row.admitted_now = start, end, waiting
+            row.planned_from = start
+            row.computed = end
+            row.admitted_now = waiting
             if waiting:
                 row.prefill_end = row.request.num_tokens
             if start < row.prefill_end:
@@ -325,16 +329,12 @@ class KVWorld:
         ][:others]
         going = [victim.request for victim in victims]
         room = min(chunk, len(row.tokens))
-        foretold, available = (
-            self._ask("pages_needed", row.request, room, going),
-            self._ask("available_pages"),
-        )
+        foretold = self._ask("pages_needed", row.request, room, going)
+        available = self._ask("available_pages")
         for victim in victims:
             self._release(victim)
-        freed, needed = (
-            self._ask("available_pages") - available,
-            self._ask("pages_needed", row.request, room),
-        )
+        freed = self._ask("available_pages") - available
+        needed = self._ask("pages_needed", row.request, room)
         told = f"pages_needed({row.request}, {room}, without={going}) was {foretold}; freeing them made {freed} available, and {needed} are needed now"
         self._hold("pages_needed_without", foretold == needed - freed, told)
 
@@ -405,7 +405,8 @@ class KVWorld:
             for (_, group), table in zip(self.groups, row.tables, strict=True):
                 unseen = min(group.first_visible_block(row.computed), len(table))
                 table[:unseen] = [self._hole(group)] * unseen
-        counts, held = self._ask("counts"), sum(map(len, self._held())) + self._pending
+        counts = self._ask("counts")
+        held = sum(map(len, self._held())) + self._pending
         self._hold(
             "trim",
             counts.held == held,
@@ -437,7 +438,8 @@ class KVWorld:
                 self._write(row, row.planned_from, row.computed)
                 if row.computed == len(row.tokens):
                     row.tokens.append(sampled)
-            row.planned_from, row.admitted_now = None, False
+            row.planned_from = None
+            row.admitted_now = False
         if deliver:
             self.deliver()
         self._check_memory()
@@ -451,7 +453,8 @@ class KVWorld:
         used = set.union(*self._held())
         for checkpoint in checkpoints:
             told = f"take_checkpoints returned {checkpoint}, in a step of {[*planned.values()]}"
-            row, pages = planned.pop(checkpoint.request, None), checkpoint.pages
+            row = planned.pop(checkpoint.request, None)
+            pages = checkpoint.pages
             if (
                 row is None
                 or not (row.planned_from or 0) < checkpoint.tokens <= row.computed
@@ -531,7 +534,9 @@ class KVWorld:
 
     def _lookup(self, row: Row) -> int:
         """Look a request up, and judge the answer."""
-        found, known, unit = self._ask("lookup", row.request), row.request.num_tokens, self.unit
+        found = self._ask("lookup", row.request)
+        known = row.request.num_tokens
+        unit = self.unit
         told = f"lookup found {found} of {known} known tokens of {row.request}, with {self.layout.groups}"
         self._hold("hit_length", 0 <= found < known and found % unit == 0, told)
         findable = [0]
@@ -549,7 +554,9 @@ class KVWorld:
     def _findable(self, row: Row) -> list[int]:
         """Return the numbers of leading known tokens that every group accepts, by what was committed."""
         self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
-        accepted, runs = [0], [0] * len(self.groups)  # by group: blocks in a row that end here
+        # by group: blocks in a row that end here
+        accepted = [0]
+        runs = [0] * len(self.groups)
         for end in range(self.unit, row.request.num_tokens, self.unit):
             accepts = not self.layout.recurrent or row.contents[end - 1] in self.committed[-1]
             for number, group in self.paged:
@@ -569,12 +576,11 @@ class KVWorld:
 
     def _take_blocks(self, row: Row, start: int, room: int) -> bool:
         """Give a request its first blocks, some of them hits up to `start`, or more blocks."""
-        waiting, needed, available = (
-            not row.tables,
-            self._ask("pages_needed", row.request, room),
-            self._ask("available_pages"),
-        )
-        before, free = self._snapshot() if needed > available else None, self._ask("counts").free
+        waiting = not row.tables
+        needed = self._ask("pages_needed", row.request, room)
+        available = self._ask("available_pages")
+        before = self._snapshot() if needed > available else None
+        free = self._ask("counts").free
         allocation = self._tell("allocate", row.request, room)
         told = f"pages_needed({row.request}, {room}) was {needed}, {available} were available, and allocate answered {allocation}"
         self._hold("pages_needed", (allocation is not None) == (needed <= available), told)
@@ -597,7 +603,8 @@ class KVWorld:
         copied = sum(
             group.pages_per_block for _, group in self.groups if tokens % group.block_tokens
         )
-        available, free = self._ask("available_pages"), self._ask("counts").free
+        available = self._ask("available_pages")
+        free = self._ask("counts").free
         before = self._snapshot() if copied > available else None
         allocation = self._tell("fork", parent.request, child.request, tokens)
         told = f"fork({parent.request}, {child.request}, {tokens}) with {self.layout.groups}, {available} available, answered {allocation}"
@@ -609,7 +616,8 @@ class KVWorld:
         self._hold("fork", allocation.cached == tokens, told)
         self._append(child, allocation, free=free, cached=tokens, tokens=tokens)
         for (_, group), mine, theirs in zip(self.groups, child.tables, parent.tables, strict=True):
-            full, hole = tokens // group.block_tokens, self._hole(group)
+            full = tokens // group.block_tokens
+            hole = self._hole(group)
             shares = all(
                 block in (hole, other) for block, other in zip(mine[:full], theirs, strict=False)
             )
@@ -620,7 +628,8 @@ class KVWorld:
         self, row: Row, allocation: Allocation, *, free: int, cached: int, tokens: int
     ) -> None:
         """Append blocks to its tables: those of the first `cached` tokens are shared with others, the rest are new; `free` pages were free before."""
-        pages, held = allocation.pages, set.union(*self._held())
+        pages = allocation.pages
+        held = set.union(*self._held())
         sound = (
             type(pages) is tuple
             and len(pages) == len(self.groups)
@@ -636,12 +645,12 @@ class KVWorld:
         row.asked = tokens
         new = list[int]()
         for (_, group), table, own in zip(self.groups, row.tables, pages, strict=True):
-            size, width, hole = group.block_tokens, group.pages_per_block, self._hole(group)
+            size = group.block_tokens
+            width = group.pages_per_block
+            hole = self._hole(group)
             table += [own[at : at + width] for at in range(0, len(own), width)]
-            shared, unseen = (
-                0 if group.recurrent else cached // size,
-                group.first_visible_block(cached) if cached else 0,
-            )
+            shared = 0 if group.recurrent else cached // size
+            unseen = group.first_visible_block(cached) if cached else 0
             told = f"{row.request}, {cached} of whose tokens are cached, has the table {table} in {group}"
             self._hold(
                 "table",
@@ -673,7 +682,8 @@ class KVWorld:
 
     def _commit(self, row: Row, state_pages: int = 0) -> None:
         """Commit its tokens. The manager may take `state_pages` pages for a checkpoint."""
-        known, before = min(row.computed, row.request.num_tokens), self._ask("counts")
+        known = min(row.computed, row.request.num_tokens)
+        before = self._ask("counts")
         self._tell("commit", row.request, known)
         self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
         if self.layout.recurrent:
@@ -686,7 +696,8 @@ class KVWorld:
             self.nothing_lost &= taken <= before.free
         if not row.disowned:
             for (number, group), table in zip(self.paged, row.tables, strict=False):
-                hole, size = self._hole(group), group.block_tokens
+                hole = self._hole(group)
+                size = group.block_tokens
                 full = enumerate(table[: known // size])
                 self.committed[number].update(
                     row.contents[(index + 1) * size - 1] for index, block in full if block != hole
@@ -697,19 +708,18 @@ class KVWorld:
         if not row.tables:
             return
         self._take_back(row)
-        foretold, available = self._freed_by([row.request]), self._ask("available_pages")
+        foretold = self._freed_by([row.request])
+        available = self._ask("available_pages")
         self._tell("free", row.request)
         freed = self._ask("available_pages") - available
         told = f"pages_needed(…, without=[{row.request}]) counted off {foretold} pages; freeing it made {freed} available"
         self._hold("pages_needed_without", freed == foretold, told)
-        row.tables, row.computed, row.admitted_now, row.copied, row.disowned, row.asked = (
-            [],
-            0,
-            False,
-            None,
-            False,
-            0,
-        )
+        row.tables = []
+        row.computed = 0
+        row.admitted_now = False
+        row.copied = None
+        row.disowned = False
+        row.asked = 0
 
     def _take_back(self, row: Row) -> None:
         """Revoke its grant, if any; release requests admitted in this step that share tokens which it would have written."""
@@ -720,7 +730,9 @@ class KVWorld:
             self._tell("uncommit", row.request, row.planned_from)
         row.pending = 0
         self.nothing_lost = False
-        row.computed, row.planned_from, row.admitted_now = row.planned_from, None, False
+        row.computed = row.planned_from
+        row.planned_from = None
+        row.admitted_now = False
         for other in self.live:
             if other is not row and other.admitted_now and self._shares(row, other, before):
                 self._release(other)
@@ -739,7 +751,8 @@ class KVWorld:
     # Invariants
 
     def _check_books(self) -> None:
-        counts, by_group = self._ask("counts"), tuple(len(pages) for pages in self._held())
+        counts = self._ask("counts")
+        by_group = tuple(len(pages) for pages in self._held())
         if self.layout.recurrent:
             by_group = (*by_group[:-1], by_group[-1] + self._pending)
         held = sum(by_group)
@@ -861,7 +874,8 @@ class KVWorld:
                 tuple(taken) == then,
                 f"take_copies or take_checkpoints returned {list(then)}, which is now {list(taken)}",
             )
-        counts, room = self._ask("counts"), self._fitting(self.num_pages)
+        counts = self._ask("counts")
+        room = self._fitting(self.num_pages)
         self._hold(
             "no_leak",
             counts.held == 0 and self._ask("available_pages") == self.num_pages,

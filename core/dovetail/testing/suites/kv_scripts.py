@@ -70,7 +70,8 @@ def draw_script(random: Random) -> list[Act]:
 
 
 def _draw_act(random: Random, name: str) -> Act:
-    who, sampled = random.randrange(8), random.randrange(2)
+    who = random.randrange(8)
+    sampled = random.randrange(2)
     match name:
         case "arrive":
             base = random.choice([(0,), (0,), (0, 1), (0, 0, 0, 1)])

@@ -238,7 +238,8 @@ class LogitsProcessorSuite(Suite):
             [None],
             [index for line in range(len(lines)) for index in (None, line)],
         ):
-            before, after = bench.batch(some)[0], bench.apply(some)
+            before = bench.batch(some)[0]
+            after = bench.apply(some)
             padding = [place for place, one in enumerate(some) if one is None]
             require(
                 _bits_equal(after[padding], before[padding]), "the logits of padding were changed"
@@ -250,7 +251,8 @@ class LogitsProcessorSuite(Suite):
         `softmax`) may round differently in another batch; add halves of the vocabulary repeatedly instead, which is the same for all."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
-        together, order = bench.apply(), np.random.default_rng(2).permutation(len(lines)).tolist()
+        together = bench.apply()
+        order = np.random.default_rng(2).permutation(len(lines)).tolist()
         batches: dict[str, list[int]] = {
             "reversed": [*range(len(lines))][::-1],
             "shuffled": order,
@@ -310,7 +312,8 @@ class LogitsProcessorSuite(Suite):
         """A line's logits depend on what its row of the history holds after its tokens, or on other rows' tokens. Read only the first
         `lengths(lines)` of its row."""
         lines, places = self.lines()
-        quiet, loud = self.bench(lines, places), self.bench(lines, places)
+        quiet = self.bench(lines, places)
+        loud = self.bench(lines, places)
         for place, known in {
             place: len(line.tokens) for place, line in zip(places, lines, strict=True)
         }.items():
@@ -330,7 +333,8 @@ class LogitsProcessorSuite(Suite):
         first = bench.apply()
         require_same(lines, self.bench(lines, places).apply(), first, "of another instance")
         require_same(lines, bench.apply(), first, "called again")
-        logits, bench.logits = bench.logits, bench.logits.flip(-1)
+        logits = bench.logits
+        bench.logits = bench.logits.flip(-1)
         for some in ([0], [*range(len(lines))][::-2], []):
             bench.apply(some)
         bench.logits = logits
@@ -434,7 +438,8 @@ class LogitsProcessorSuite(Suite):
                 "apply() changed the shape of logits of no line",
             )
             many: list[int | None] = [*range(len(lines)), None, None] * 20
-            found, expected = bench.apply(many), bench.apply()
+            found = bench.apply(many)
+            expected = bench.apply()
             for start in range(0, len(many), len(lines) + 2):
                 require_same(
                     lines,
@@ -506,7 +511,8 @@ class LogitsProcessorSuite(Suite):
         """Record `apply` once, and replay it when lines, arguments and histories have changed."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
-        count, rng = len(lines), np.random.default_rng(4)
+        count = len(lines)
+        rng = np.random.default_rng(4)
         logits, static = bench.batch([*range(count), None, None])
         replay = record(bench, logits, static)
         arguments = {place: line.arguments for place, line in zip(places, lines, strict=True)}

@@ -73,10 +73,8 @@ class ProcessorBench(RowsBench):
         padding = torch.tensor(
             [one is None for one in picked], dtype=torch.bool, device=self.logits.device
         )
-        rows, ahead = (
-            self.lines.rows[index].masked_fill(padding, self.max_rows),
-            self.lines.ahead[index].masked_fill(padding, 0),
-        )
+        rows = self.lines.rows[index].masked_fill(padding, self.max_rows)
+        ahead = self.lines.ahead[index].masked_fill(padding, 0)
         return self.logits[index], Lines(rows, ahead)
 
     @torch.inference_mode()
@@ -93,7 +91,8 @@ def lines_of(
     """Return lines and the row of each. All of `arguments` are asked for at least twice, and every third row asks for nothing. Rows have 1 to
     `MOST_TOKENS` tokens, in which passages come again, and up to `MOST_DRAFTS` drafts. Some logits are -inf, as rules leave them."""
     rng = np.random.default_rng(7)
-    lines, places = [], []
+    lines = []
+    places = []
     for place in range(max(rows, 4 * len(arguments))):
         asked = None if place % 3 == 2 else arguments[(place - place // 3) % len(arguments)]
         length = (1, 2, MOST_TOKENS)[place] if place < 3 else int(rng.integers(1, MOST_TOKENS + 1))

@@ -129,7 +129,8 @@ class ModelSuite(Suite):
                         f"{change.fields} is refused without naming {change.field}: {list(reasons)}",
                     )
                     continue
-                reference, tokens = Reference(config), some_tokens(config, 40)
+                reference = Reference(config)
+                tokens = some_tokens(config, 40)
                 if change.tiny_weights:
                     reference.scale_matrices(change.tiny_weights)
                 bench = Bench(self.arch, config, reference.tensors())
@@ -288,7 +289,8 @@ class ModelSuite(Suite):
         """A sequence whose first K and V come from another one (a prefix hit) gives other logits than if computed. A hit starts at a position that
         the model has never seen in this sequence."""
         for config, reference, bench in self.pairs():
-            tokens, others = some_tokens(config, 30), some_tokens(config, 12, seed=1)
+            tokens = some_tokens(config, 30)
+            others = some_tokens(config, 12, seed=1)
             bench.run(torch.cat((tokens[:17], others)), sequence="first", checkpoint=17)
             bench.fork("first", "hit", 17)
             hit = bench.run(tokens[17:], sequence="hit", start=17)
@@ -355,10 +357,8 @@ class ModelSuite(Suite):
             bench = self.bench(config, Reference(config).tensors())
             if bench.states is None:
                 continue
-            tokens, others = (
-                some_tokens(config, 30),
-                {name: some_tokens(config, 30, seed=ord(name)) for name in "xy"},
-            )
+            tokens = some_tokens(config, 30)
+            others = {name: some_tokens(config, 30, seed=ord(name)) for name in "xy"}
             bench.run(tokens)
             bench.run(others["x"][:9], sequence="earlier")
             bench.forget("earlier")
@@ -394,7 +394,8 @@ class ModelSuite(Suite):
         """With `wanted`, `forward` doesn't return the states of those tokens, in that order, equal to those without it; or a later step misses K
         and V of the others: these must be written in every layer. Simplest solution: `return hidden if wanted is None else hidden[wanted]`."""
         for config, reference, bench in self.pairs():
-            tokens, others = some_tokens(config, 30), some_tokens(config, 9, seed=1)
+            tokens = some_tokens(config, 30)
+            others = some_tokens(config, 9, seed=1)
             steps: tuple[tuple[tuple[Chunk, ...], list[int]], ...] = (
                 (
                     (Chunk("a", tokens[:14], 0), Chunk("b", others[:5], 0)),
@@ -410,10 +411,8 @@ class ModelSuite(Suite):
                 )
             whole = Bench(self.arch, config, reference.tensors())
             for parts, places in steps:
-                alone, expected = (
-                    bench.step(*parts, wanted=torch.tensor(places)),
-                    whole.step(*parts)[places],
-                )
+                alone = bench.step(*parts, wanted=torch.tensor(places))
+                expected = whole.step(*parts)[places]
                 assert_close(
                     alone,
                     expected,
@@ -426,15 +425,15 @@ class ModelSuite(Suite):
         of layers, one after the other, as transformers computes them; or what `forward` returns, also with `wanted`. Or `embed` doesn't return what
         the first layer reads, or a later step changes a result."""
         for config, reference, bench in self.pairs():
-            tokens, layers = some_tokens(config, 20), int(config.num_hidden_layers)
-            streams, told = reference.streams(tokens), _told(config)
+            tokens = some_tokens(config, 20)
+            layers = int(config.num_hidden_layers)
+            streams = reference.streams(tokens)
+            told = _told(config)
             assert_close(
                 bench.embed(tokens), streams[0], f"embeddings of {told} differ from transformers'"
             )
-            whole, kept = (
-                self.bench(config, reference.tensors()).step(Chunk("a", tokens, 0)),
-                list[tuple[torch.Tensor, torch.Tensor]](),
-            )
+            whole = self.bench(config, reference.tensors()).step(Chunk("a", tokens, 0))
+            kept = list[tuple[torch.Tensor, torch.Tensor]]()
             for index, taps in enumerate(((layers, 0), (layers // 2,), (0, layers - 1), (layers,))):
                 for wanted in (None, torch.tensor([17, 3])):
                     hidden, states = bench.tapped(
@@ -481,7 +480,8 @@ class ModelSuite(Suite):
         """`weights()` doesn't list exactly the tensors of a checkpoint, with parameters that have `load`; only those that may be missing (a tied
         head) are optional."""
         for config, reference, bench in self.pairs():
-            rules, held = list(bench.model.weights()), set(reference.held())
+            rules = list(bench.model.weights())
+            held = set(reference.held())
             layouts = {
                 place_of(rule): rule.shard_id for rule in rules if rule.source in held
             }  # a checkpoint has a part in one of several layouts
@@ -528,7 +528,8 @@ class ModelSuite(Suite):
     def assert_used(self, config: Any, which: Callable[[str], bool]) -> None:
         """Check that those tensors of a checkpoint affect the logits."""
         reference = Reference(config)
-        tensors, tokens = reference.tensors(), some_tokens(config, 24)
+        tensors = reference.tensors()
+        tokens = some_tokens(config, 24)
         if not (names := list(filter(which, tensors))):
             return
         bench = self.bench(config, tensors)
@@ -552,7 +553,8 @@ class ModelSuite(Suite):
         """Something that affects the numbers isn't loaded: they change with the previous content of the parameters' memory. `build` leaves parameters
         uninitialized; each part of each needs a rule in `weights()`."""
         for config in self.configs():
-            tensors, tokens = Reference(config).tensors(), some_tokens(config, 12)
+            tensors = Reference(config).tensors()
+            tokens = some_tokens(config, 12)
             one, other = (
                 self.bench(config, tensors, before=value).run(tokens) for value in (0.5, -2.0)
             )
@@ -568,7 +570,8 @@ class ModelSuite(Suite):
         `weights()`: `parameter.load` gets a slice, which returns only what is requested. A config read from a file has fields that one created in
         Python lacks, such as `model_type`."""
         for config in self.configs():
-            reference, tokens = Reference(config), some_tokens(config, 12)
+            reference = Reference(config)
+            tokens = some_tokens(config, 12)
             with tempfile.TemporaryDirectory() as folder:
                 config.save_pretrained(folder)
                 save_file(reference.tensors(), Path(folder) / "model.safetensors")
@@ -593,8 +596,10 @@ class ModelSuite(Suite):
         weights. Let both rules name one parameter, the head's `optional`."""
         for architecture in filter(configs.ties, self.served):
             config = configs.tiny(architecture, tie_word_embeddings=True)
-            reference, tokens = Reference(config), some_tokens(config, 12)
-            tensors, expected = reference.tensors(), reference.run(tokens)[1]
+            reference = Reference(config)
+            tokens = some_tokens(config, 12)
+            tensors = reference.tensors()
+            expected = reference.run(tokens)[1]
             (tied, source), *more = reference.tied().items()
             require(
                 not more,
@@ -620,7 +625,8 @@ class ModelSuite(Suite):
         """Split over 2 or 4 ranks, the model gives other logits than unsplit, or different ones by rank. Reduce row-parallel sums once (only one
         rank adds a bias), repeat K and V heads if there are more ranks, and gather logits without the vocabulary's padding."""
         for config, reference, bench in self.pairs():
-            tokens, tensors = some_tokens(config, 12), reference.tensors()
+            tokens = some_tokens(config, 12)
+            tensors = reference.tensors()
             whole = bench.run(tokens)
             for size in (2, 4):
                 for rank, logits in enumerate(
@@ -665,7 +671,8 @@ class ModelSuite(Suite):
     def test_max_len(self) -> None:
         """Built for shorter sequences than the model allows (`BuildContext.max_len`), it gives other logits, or fails at the last position."""
         for config in self.configs():
-            reference, tokens = Reference(config), some_tokens(config, SHORT)
+            reference = Reference(config)
+            tokens = some_tokens(config, SHORT)
             ours = Bench(self.arch, config, reference.tensors(), max_len=SHORT).run(tokens)
             assert_close(
                 ours,
@@ -713,10 +720,8 @@ class ModelSuite(Suite):
     ) -> None:
         """Check the logits of `length` random tokens in half precision against float32."""
         tokens = some_tokens(config, length)
-        exact, bench = (
-            reference.run(tokens)[1],
-            self.bench(config, reference.tensors(), dtype=dtype),
-        )
+        exact = reference.run(tokens)[1]
+        bench = self.bench(config, reference.tensors(), dtype=dtype)
         wide = tuple(getattr(reference.model, "_keep_in_fp32_modules_strict", None) or ())
         rules = [
             rule
@@ -754,7 +759,8 @@ class ModelSuite(Suite):
         """Check the norms in half precision, by embeddings that no layer adds anything to: each token's states equal those in float32, except for
         rounding. A common factor indicates a rounded mean of squares; squares of large numbers are infinite in float16."""
         for dtype, size in ((torch.bfloat16, 1.0), (torch.float16, 3000.0)):
-            reference, tokens = Reference(config), torch.arange(config.vocab_size)
+            reference = Reference(config)
+            tokens = torch.arange(config.vocab_size)
             reference.scale_matrices(0.0, embedding=size)
             reference.model.to(dtype)
             rounded = {name: tensor.float() for name, tensor in reference.tensors().items()}

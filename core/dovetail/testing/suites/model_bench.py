@@ -65,7 +65,8 @@ class KeptAttention(AttentionLayer):
     """Attention of ragged batches by definition, over K and V that only grow."""
 
     def __init__(self, spec: LayerSpec, sequences: Sequences) -> None:
-        self.spec, self._sequences = spec, sequences
+        self.spec = spec
+        self._sequences = sequences
         shared = next(
             (layer for layer in sequences.layers if layer.spec.index == spec.shares), None
         )
@@ -208,10 +209,8 @@ class Bench:
         prefix hit."""
         self.sequences.fork(source, target, tokens)
         if self.states is not None:
-            line, kept = (
-                torch.tensor([self._row(target, new=True)]),
-                iter(self._checkpoints[source, tokens]),
-            )
+            line = torch.tensor([self._row(target, new=True)])
+            kept = iter(self._checkpoints[source, tokens])
             for layer in self.states.layers.values():
                 for tensor in range(len(layer.spec.tensors)):
                     layer.write(tensor, line, next(kept))
@@ -254,7 +253,8 @@ class Bench:
     ) -> torch.Tensor:
         """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in chunks of these lengths (which add up). `checkpoint`:
         tokens of the first chunk after which the states are copied."""
-        parts, at = [], start
+        parts = []
+        at = start
         for ids in torch.split(token_ids, list(chunks or (len(token_ids),))):
             parts.append(self.step(Chunk(sequence, ids, at, checkpoint if at == start else 0)))
             at += len(ids)
@@ -276,7 +276,8 @@ class ThreadGroup:
 
     def __init__(self, rank: int, shares: list[Any], barrier: Barrier) -> None:
         self.rank, self.size = rank, len(shares)
-        self._shares, self._barrier = shares, barrier
+        self._shares = shares
+        self._barrier = barrier
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._exchange(x)).sum(0))
@@ -350,10 +351,8 @@ class Reference:
 
     def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
         """Multiply the weights of all layers by `factor`, and those of the embedding by it or `embedding`; norms and an untied head stay."""
-        embedded, head = (
-            self.model.get_input_embeddings().weight,
-            self.model.get_output_embeddings(),
-        )
+        embedded = self.model.get_input_embeddings().weight
+        head = self.model.get_output_embeddings()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter is embedded:

@@ -317,7 +317,8 @@ def changes(architecture: str) -> Iterator[Change]:
     """Another value for each field of the architecture's own config that is a switch, a number that isn't a size, or an activation."""
     import transformers
 
-    common, own = vars(transformers.PretrainedConfig()), vars(tiny(architecture))
+    common = vars(transformers.PretrainedConfig())
+    own = vars(tiny(architecture))
     for field, value in own.items():
         if field in common or field.startswith("_"):
             continue

@@ -154,10 +154,8 @@ class ObserverSuite(Suite):
         """With the observer, a request ended differently, or another step was planned, or another observer got other events, than without it.
         Events are read-only: copy before modifying, and don't touch requests, block counts or the clock."""
         for decisions in (False, True):
-            with_it, expected = (
-                _story(self._play(BUSY, decisions=decisions).world),
-                _story(_play(None, BUSY, decisions=decisions)),
-            )
+            with_it = _story(self._play(BUSY, decisions=decisions).world)
+            expected = _story(_play(None, BUSY, decisions=decisions))
             for what, found in with_it.items():
                 require(
                     found == expected.get(what),
@@ -303,10 +301,16 @@ class Spy(Observer):
         """`sometimes`: every other step's event has no decisions. `before`: what `changed` names a difference from. `stops`: passes `on_stopped`
         on."""
         super().__init__(NoOptions(), observer.context)
-        self.sometimes, self.before, self.changed = sometimes, before, ""
-        self.observer, self.capabilities = observer, observer.capabilities
+        self.sometimes = sometimes
+        self.before = before
+        self.changed = ""
+        self.observer = observer
+        self.capabilities = observer.capabilities
         self.raised: list[tuple[str, BaseException]] = []
-        self.own_s, self.steps, self.longest, self.stop_s = 0.0, 0, (0.0, ""), 0.0
+        self.own_s = 0.0
+        self.steps = 0
+        self.longest = (0.0, "")
+        self.stop_s = 0.0
         for method in METHODS if stops else METHODS[:-1]:
             setattr(self, method, self._passing_on(method))
 

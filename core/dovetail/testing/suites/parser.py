@@ -35,10 +35,9 @@ PAIRS = 250  # pairs of cuts of an example, at most
 SLACK = 1_000  # characters that may be held back beyond MAX_HELD, and that prose may lag behind
 LONG = 2**17  # characters of a long answer, in pieces of 64
 SHORT = LONG // 8
-SLOW_S, SLOWER = (
-    0.5,
-    20,
-)  # a long answer takes so much CPU time, and so many times a short one's: more than in proportion
+# a long answer takes so much CPU time, and so many times a short one's: more than in proportion
+SLOW_S = 0.5
+SLOWER = 20
 NEAR_MISSES = (
     "<",
     "<<",
@@ -64,7 +63,9 @@ NEAR_MISSES = (
     "null",
 )
 WORDS = "The cat sat on the mat and looked at \U0001f600 for a while. "
-FIRST, BETWEEN, LAST = "Well, alpha ", " mu, between ", " omega at last"
+FIRST = "Well, alpha "
+BETWEEN = " mu, between "
+LAST = " omega at last"
 ODD_SCHEMAS: tuple[Any, ...] = (
     "no schema",
     None,
@@ -98,7 +99,8 @@ class ParserSuite(Suite):
     def test_it_finds_what_its_examples_say(self) -> None:
         """An example wasn't parsed as it says; or the class lacks examples: of a call with arguments, of reasoning followed by content (each if it
         finds them), and of text that is only content; or it declares neither calls nor reasoning."""
-        can, examples = self.capabilities, self._examples
+        can = self.capabilities
+        examples = self._examples
         require(
             can.calls or can.reasoning,
             "it finds neither calls nor reasoning: declare capabilities = ParserCapabilities(calls=True), or reasoning=",
@@ -115,10 +117,8 @@ class ParserSuite(Suite):
             any(one.content == one.text != "" for one in examples), "no example is only content"
         )
         for example in examples:
-            found, expected = (
-                self._parse([example.text]),
-                Answer(example.reasoning, example.content, tuple(example.calls)),
-            )
+            found = self._parse([example.text])
+            expected = Answer(example.reasoning, example.content, tuple(example.calls))
             require(
                 found == expected,
                 f"{example.text!r} is parsed as {found}; the example says {expected}",
@@ -147,7 +147,8 @@ class ParserSuite(Suite):
         """A text cut into other pieces was parsed differently. Hold back text that may be part of a mark, and no more. Pieces may be empty, or one
         character."""
         for example in self._examples:
-            whole, bounds = self._parse([example.text]), range(1, len(example.text))
+            whole = self._parse([example.text])
+            bounds = range(1, len(example.text))
             pairs = list(combinations(bounds, 2))
             for pair in pairs[:: max(1, len(pairs) // PAIRS)]:
                 self._require_same(example.text, pair, whole)
@@ -170,7 +171,8 @@ class ParserSuite(Suite):
         """An event isn't one of `dovetail.api.parser`; or has no text; or a call is numbered otherwise than 0, 1, 2 …, or begins twice, or has no id
         or name, or the id of another call of the answer; or arguments belong to another call than the last one."""
         for number, text in enumerate([*(one.text for one in self._examples), *self._texts]):
-            parser, ids = self._made(starts=number % 2 == 1), list[str]()
+            parser = self._made(starts=number % 2 == 1)
+            ids = list[str]()
             for event in [
                 *(event for char in text for event in parser.feed(char)),
                 *parser.finish(),
@@ -212,7 +214,8 @@ class ParserSuite(Suite):
                     f"{text!r} has no call, but its content is {found.content!r}",
                 )
         for example in self._examples:
-            before, after = self._parse([FIRST, example.text]), self._parse([example.text, LAST])
+            before = self._parse([FIRST, example.text])
+            after = self._parse([example.text, LAST])
             require(
                 before.content.startswith(FIRST.strip()),
                 f"{FIRST + example.text!r}: the content is {before.content!r}",
@@ -306,7 +309,9 @@ class ParserSuite(Suite):
     def test_plain_text_is_not_held_back(self) -> None:
         """In prose, events lag far behind the text: content, or reasoning with `starts_in_reasoning`. Emit text that can't be a mark any more."""
         for starts in (False, True) if self.capabilities.reasoning else (False,):
-            parser, fed, emitted = self._made(starts=starts), 0, 0
+            parser = self._made(starts=starts)
+            fed = 0
+            emitted = 0
             for _ in range(100):
                 emitted += sum(
                     len(event.text)
@@ -325,7 +330,8 @@ class ParserSuite(Suite):
         the text was cut. Give up exactly where the limit is reached, even inside a piece."""
         for pattern, more in self._endless:
             text = pattern + (more * MAX_HELD)[: MAX_HELD + 3 * SLACK]
-            parser, events = self._made(), list[Event]()
+            parser = self._made()
+            events = list[Event]()
             for begin in range(0, len(text), 997):
                 events += parser.feed(text[begin : begin + 997])
             last = parser.finish()
@@ -445,7 +451,8 @@ class ParserSuite(Suite):
     @cached_property
     def _texts(self) -> list[str]:
         """Beginnings of examples, and mixtures of parts."""
-        chance, whole = random.Random(0), [one.text for one in self._examples]
+        chance = random.Random(0)
+        whole = [one.text for one in self._examples]
         parts = [
             *NEAR_MISSES,
             *whole,
@@ -496,7 +503,8 @@ class ParserSuite(Suite):
         require(found == whole, f"in pieces, {pieces} is parsed as {found}; whole, as {whole}")
 
     def _seconds(self, text: str) -> float:
-        parser, begun = self._made(), time.thread_time()
+        parser = self._made()
+        begun = time.thread_time()
         for begin in range(0, len(text), 64):
             parser.feed(text[begin : begin + 64])
         parser.finish()

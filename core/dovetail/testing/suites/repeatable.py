@@ -63,10 +63,13 @@ def _shrunk(
     smaller: Callable[[T], Iterable[T]],
 ) -> tuple[T, CheckFailed]:
     """Shrink an example greedily, while a smaller one also fails and there is time."""
-    until, candidates = time.monotonic() + SHRINK_S, iter(smaller(example))
+    until = time.monotonic() + SHRINK_S
+    candidates = iter(smaller(example))
     while time.monotonic() < until and (candidate := next(candidates, None)) is not None:
         try:
             holds(candidate)
         except CheckFailed as error:
-            example, failure, candidates = candidate, error, iter(smaller(candidate))
+            example = candidate
+            failure = error
+            candidates = iter(smaller(candidate))
     return example, failure

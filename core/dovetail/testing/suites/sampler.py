@@ -258,7 +258,8 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
                 )
                 for row in rows
             ]
-            narrow, wide = self.bench(rows, dtype=dtype).tokens(), self.bench(rows).tokens()
+            narrow = self.bench(rows, dtype=dtype).tokens()
+            wide = self.bench(rows).tokens()
             require(
                 narrow == wide,
                 f"logits in {dtype} gave the tokens {narrow}; the same numbers in float32 give {wide}",
@@ -335,5 +336,6 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
             replace(row, sampling=replace(row.sampling, logprobs=5 if index % 3 else None))
             for index, row in enumerate(rows)
         ]
-        without, with_them = self.bench(rows).tokens(), self.bench(asked).tokens()
+        without = self.bench(rows).tokens()
+        with_them = self.bench(asked).tokens()
         require(without == with_them, f"without logprobs {without} came, with them {with_them}")

@@ -125,7 +125,8 @@ class Bench(RowsBench):
 
     def capture(self) -> Capture | None:
         """Return what `capture_for` does for all lines; None if the sampler doesn't declare it."""
-        can, capture = self.sampler.capabilities, self.sampler.capture_for(self.host_rows)
+        can = self.sampler.capabilities
+        capture = self.sampler.capture_for(self.host_rows)
         declared = can.cuda_graph if capture is Capture.TOKENS else can.cuda_graph_full
         return capture if declared else None
 

@@ -42,7 +42,8 @@ class SamplerGraphs(SamplerSubject):
             {"min_tokens": 9, "stop_token_ids": (1,)},
             {"logprobs": 0},
         )
-        logits, plain = [0.0, 3.0, 2.5], RowSampling(temperature=0.0)
+        logits = [0.0, 3.0, 2.5]
+        plain = RowSampling(temperature=0.0)
         for fields in more:
             rows = [
                 Row(logits, sampling, (0,), (1, 1))
@@ -144,7 +145,8 @@ class SamplerGraphs(SamplerSubject):
         returns what launched sampling does."""
         bench.captured(capture)
         torch.cuda.synchronize()
-        graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
+        graph = torch.cuda.CUDAGraph()
+        logits = bench.logits.clone()
         with torch.cuda.graph(graph):
             out = bench.sampler.sample(logits, bench.lines, capture=capture)
         bench.sampler.update(
@@ -166,7 +168,8 @@ def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> No
     among = bench.captured(
         capture, [row for place in bench.places for row in (bench.max_rows, place)]
     )
-    of, own = among.logprobs, slice(1, None, 2)
+    of = among.logprobs
+    own = slice(1, None, 2)
     own_logprobs = (
         None if of is None else TopLogprobs(of.token_ids[own], of.logprobs[own], of.ranks[own])
     )
@@ -222,12 +225,14 @@ def _require_same(
     rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = ""
 ) -> None:
     """Require the same token of each row, and equal log-probabilities, as many as the row requests."""
-    tokens, expected = captured.token_ids[: len(rows)].tolist(), sampled.token_ids.tolist()
+    tokens = captured.token_ids[: len(rows)].tolist()
+    expected = sampled.token_ids.tolist()
     require(tokens == expected, f"{when}sample() gave {expected}, with a capture {tokens}")
     for place, row in enumerate(rows):
         if row.sampling.logprobs is None:
             continue
-        ours, theirs = captured.logprobs, sampled.logprobs
+        ours = captured.logprobs
+        theirs = sampled.logprobs
         require(
             ours is not None and theirs is not None,
             f"{when}{said(row.sampling)}: no log-probabilities came",

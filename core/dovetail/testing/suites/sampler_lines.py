@@ -29,7 +29,8 @@ class SamplerLines(SamplerSubject):
         for rows in (mixed_rows(), rows_with_long_words()):
             lines, places = lines_of(rows)
             own = [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
-            bench, others = self.bench(lines, places), self.bench(own)
+            bench = self.bench(lines, places)
+            others = self.bench(own)
             _require_same(lines, bench.sample(), others.sample())
             for row in sorted(set(places)):
                 some = [index for index, place in enumerate(places) if place == row]
@@ -66,7 +67,8 @@ class SamplerLines(SamplerSubject):
 def lines_of(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     """Return 1 to 1 + MOST_DRAFTS lines for each of `rows`, and the row of each. Drafts are the row's most likely token, and 1, which begins some
     bad words; every second row asks for log-probabilities."""
-    lines, places = [], []
+    lines = []
+    places = []
     for place, row in enumerate(rows):
         best = np.argsort(row.logits)[::-1]
         drafts = tuple(int(token) for token in (best[0], 1, best[0])[: place % (1 + MOST_DRAFTS)])
@@ -96,7 +98,8 @@ def _require_same(lines: Sequence[Row], found: SampledTokens, expected: SampledT
         require(token == own, told)
         if line.sampling.logprobs is None:
             continue
-        ours, theirs = found.logprobs, expected.logprobs
+        ours = found.logprobs
+        theirs = expected.logprobs
         require(
             ours is not None and theirs is not None,
             f"{said(line.sampling)}: no log-probabilities came",

@@ -69,7 +69,8 @@ def distribution(
     if sampling.top_k > 0:
         weights = {token: weights[token] for token in order[: sampling.top_k]}
     if sampling.top_p < 1:
-        total, reached = sum(weights.values()), 0.0
+        total = sum(weights.values())
+        reached = 0.0
         kept: dict[int, float] = {}
         for token, weight in weights.items():
             if reached >= sampling.top_p * total and kept:
@@ -94,13 +95,12 @@ def p_value(counts: Int64, probabilities: Float64) -> float:
     possible = probabilities > 0
     if counts[~possible].any():
         return 0.0
-    observed, expected = counts[possible].astype(np.float64), probabilities[possible] * counts.sum()
+    observed = counts[possible].astype(np.float64)
+    expected = probabilities[possible] * counts.sum()
     rare = expected < RARE
     if rare.any():
-        observed, expected = (
-            np.append(observed[~rare], observed[rare].sum()),
-            np.append(expected[~rare], expected[rare].sum()),
-        )
+        observed = np.append(observed[~rare], observed[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
     distance = ((observed - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(observed) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, torch.tensor(distance / 2, dtype=torch.float64)))

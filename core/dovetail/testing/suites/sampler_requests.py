@@ -92,12 +92,10 @@ class SamplerRequests(SamplerSubject):
     def test_row(self) -> None:
         """A request's tokens don't depend on its row: noise is a function of seed, output position and vocabulary id only."""
         rows = mixed_rows()
-        here, there = (
-            self.bench(rows).tokens(),
-            self.bench(
-                rows, places=np.random.default_rng(1).permutation(60)[: len(rows)].tolist()
-            ).tokens(),
-        )
+        here = self.bench(rows).tokens()
+        there = self.bench(
+            rows, places=np.random.default_rng(1).permutation(60)[: len(rows)].tolist()
+        ).tokens()
         changed = [
             said(row.sampling) for row, a, b in zip(rows, here, there, strict=True) if a != b
         ]
@@ -142,7 +140,8 @@ class SamplerRequests(SamplerSubject):
         self, logits: list[float], sampling: RowSampling, preempted_after: int | None
     ) -> list[int]:
         """Return 12 tokens of one request, in row 0 until it is preempted, then in row 5."""
-        neighbour, prompt = Row(logits, RowSampling(seed=2), prompt=(0,) * 30), (1, 2)
+        neighbour = Row(logits, RowSampling(seed=2), prompt=(0,) * 30)
+        prompt = (1, 2)
         bench = self.bench([Row(logits, sampling, prompt), *[neighbour] * 6])
         place = 0
         output: list[int] = []
@@ -209,7 +208,8 @@ class SamplerRequests(SamplerSubject):
                 f"a row removed and added in one update, with a {name}, got token {token}, expected {expected}",
             )
         flat = [Row([0.0] * 1000, RowSampling(seed=seed)) for seed in (1, 2)]
-        bench, fresh = self.bench(flat[:1]), self.bench(flat[1:])
+        bench = self.bench(flat[:1])
+        fresh = self.bench(flat[1:])
         bench.sampler.update([0], [(0, flat[1].sampling)])
         require(
             bench.tokens() == fresh.tokens(),
@@ -221,7 +221,8 @@ class SamplerRequests(SamplerSubject):
         """An invalid value of a key in `extra_args` was accepted by `update` or `sample`, which raised, or silently. Validate it on arrival: set
         `SamplerCapabilities.extra_args_model` to a pydantic model, with a strict type and a range for each key. Clients see its errors; any value
         that it accepts must be sampled, and must not change other rows' tokens."""
-        model, fine = self.capabilities.extra_args_model, Row([0.0] * 50, RowSampling(seed=3))
+        model = self.capabilities.extra_args_model
+        fine = Row([0.0] * 50, RowSampling(seed=3))
         (alone,) = self.bench([fine]).tokens()
         for key in self.capabilities.extra_args:
             taken = [values for junk in JUNK if (values := _taken(model, key, junk)) is not None]

@@ -49,11 +49,10 @@ def mixed_rows() -> list[Row]:
 
 def rows_with_long_words() -> list[Row]:
     """Greedy rows with one history, whose most likely token ends a word of 3 and more tokens: now, after token 1 has come, or at both times."""
-    logits, output = [float(9 * (token == 9)) for token in range(VOCAB)], (*(5, 6) * 8, 5, 1)
-    now, later = (
-        (output[-2:], output[-4:], output),
-        ((*output[-1:], 1), (*output[-2:], 1), (*output, 1)),
-    )
+    logits = [float(9 * (token == 9)) for token in range(VOCAB)]
+    output = (*(5, 6) * 8, 5, 1)
+    now = (output[-2:], output[-4:], output)
+    later = ((*output[-1:], 1), (*output[-2:], 1), (*output, 1))
     words: list[tuple[tuple[int, ...], ...]] = [((*before, 9),) for before in (*now, *later)]
     words += [((*output[-2:], 8), (*output[-2:], 9)), ((*output[-3:], 9), (*output[-2:], 1, 9)), ()]
     return [

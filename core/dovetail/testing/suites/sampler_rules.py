@@ -87,7 +87,8 @@ class SamplerRules(SamplerSubject):
         self.assert_greedy(
             rows_of_many(lambda tokens: {"bad_words": tuple((t,) for t in tokens if t > MANY // 2)})
         )
-        wants_3, word = [0.0, 1.0, 0.0, 9.0], RowSampling(temperature=0.0, bad_words=((1, 2, 3),))
+        wants_3 = [0.0, 1.0, 0.0, 9.0]
+        word = RowSampling(temperature=0.0, bad_words=((1, 2, 3),))
         said = [((0, 1, 2), ()), ((0, 1), (2,)), ((0,), (1, 2)), ((1, 2), ())]
         half = [((2,), ()), ((1, 2, 0), ()), ((0,), (2, 1)), ((0,), (2, 2)), ((0, 2), ())]
         self.assert_greedy([Row(wants_3, word, prompt, output) for prompt, output in said + half])

@@ -97,7 +97,8 @@ class SchedulerSuite(Suite):
         """A step computes more tokens than `SchedulerContext.max_tokens`. Use only the step's methods, and don't modify its fields."""
 
         def within(world: World) -> None:
-            most, limit = world.watch.most_tokens, world.watch.context.max_tokens
+            most = world.watch.most_tokens
+            limit = world.watch.context.max_tokens
             require(most <= limit, f"a step of {most} tokens, where {limit} are allowed")
 
         self._in_all(scenarios(), 12, within)
@@ -107,7 +108,8 @@ class SchedulerSuite(Suite):
         """More than `SchedulerContext.max_seqs` requests run in a step. Use only the step's methods, and don't modify its fields."""
 
         def within(world: World) -> None:
-            most, limit = world.watch.most_seqs, world.watch.context.max_seqs
+            most = world.watch.most_seqs
+            limit = world.watch.context.max_seqs
             require(most <= limit, f"a step of {most} requests, where {limit} are allowed")
 
         self._in_all(scenarios(), 12, within)
@@ -326,10 +328,8 @@ class SchedulerSuite(Suite):
         rather than for waiting ones, the last in your order first, and don't admit requests that the next step must evict."""
         for overlap in (True, False):
             stats = self._pressed(pressed(overlap))
-            again, once = (
-                stats.recomputed_tokens,
-                stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens,
-            )
+            again = stats.recomputed_tokens
+            once = stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens
             require(
                 again < once,
                 f"{again} tokens were recomputed, and {once} computed for the first time; {stats.preemptions} preemptions",

@@ -22,7 +22,8 @@ SLACK_BLOCKS = (
 
 @st.composite
 def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
-    block_size, max_model_len = draw(st.integers(1, 4)), draw(st.integers(6, 32))
+    block_size = draw(st.integers(1, 4))
+    max_model_len = draw(st.integers(6, 32))
     return Shape(
         num_blocks=-(-max_model_len // block_size) + draw(st.sampled_from(SLACK_BLOCKS)),
         block_size=block_size,
@@ -66,7 +67,8 @@ def scenarios(
 ) -> Scenario:
     """Arrivals, steps and aborts in any order, in an engine of any size; unfinished requests then run to their end."""
     shape = draw(shapes(reuse=reuse))
-    arrive, run = arrivals(shape, plain=plain), st.builds(Run, st.integers(1, 8))
+    arrive = arrivals(shape, plain=plain)
+    run = st.builds(Run, st.integers(1, 8))
     kinds: list[st.SearchStrategy[Act]] = [arrive, arrive, run]
     if aborts:
         kinds.append(st.builds(Abort, st.integers(0, 9)))

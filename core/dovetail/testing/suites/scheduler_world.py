@@ -170,7 +170,8 @@ class Watch(Scheduler):
         self, policy: Scheduler, context: SchedulerContext, inspect: Callable[[Shown], None] | None
     ) -> None:
         super().__init__(NoOptions(), context)
-        self.policy, self._inspect = policy, inspect
+        self.policy = policy
+        self._inspect = inspect
         self.claims = policy.claims
         self.planned: list[Planned] = []
         self.most_tokens = self.most_seqs = 0  # in any step
@@ -182,10 +183,8 @@ class Watch(Scheduler):
         waiting = step.waiting
         self._timed(self.policy.schedule, step)
         granted = tuple((request.id, tokens) for request, tokens in step.granted.items())
-        preempted, rejected = (
-            tuple(r.id for r in step.preempted),
-            tuple(r.id for r in step.rejected),
-        )
+        preempted = tuple(r.id for r in step.preempted)
+        rejected = tuple(r.id for r in step.rejected)
         self.planned.append(Planned(step.index, step.now, granted, preempted, rejected))
         self.most_tokens = max(self.most_tokens, sum(step.granted.values()))
         self.most_seqs = max(self.most_seqs, len(step.granted))
@@ -393,7 +392,8 @@ class World:
                 )
 
     def _add(self, arrive: Arrive) -> None:
-        now, name = self.clock.now(), arrive.id or f"r{len(self.requests)}"
+        now = self.clock.now()
+        name = arrive.id or f"r{len(self.requests)}"
         samples = [
             self._request(arrive, name if arrive.n == 1 else f"{name}.{index}", now, index)
             for index in range(arrive.n)
@@ -447,7 +447,8 @@ def _plain(value: Any) -> Any:
 def _silence() -> Iterator[None]:
     """Silence the log of an engine's end, which checks report more precisely."""
     logger = logging.getLogger("dovetail")
-    before, logger.disabled = logger.disabled, True
+    before = logger.disabled
+    logger.disabled = True
     try:
         yield
     finally:

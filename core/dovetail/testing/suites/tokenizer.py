@@ -151,7 +151,8 @@ class TokenizerSuite(Suite):
     def test_a_text_always_becomes_the_same_ids(self) -> None:
         """The same text became other ids when it was encoded again, after other texts, or by another tokenizer made with the same options. Prefixes
         wouldn't be found in the cache, and front ends would differ."""
-        first, other = [list(self._encoded(text)) for text in self._texts], self._make()
+        first = [list(self._encoded(text)) for text in self._texts]
+        other = self._make()
         for turn in (self._made, other):
             for text, ids in random.Random(0).sample(
                 list(zip(self._texts, first, strict=True)), len(first)
@@ -186,7 +187,8 @@ class TokenizerSuite(Suite):
             for role, text in zip(("user", "assistant", "user"), contents, strict=True)
         ]
         ids = self._chat(Chat(messages))
-        text, place = self._spelled(ids).decode(errors="replace"), 0
+        text = self._spelled(ids).decode(errors="replace")
+        place = 0
         for content in contents if self.declares("exact") else ():
             place = text.find(content, place)
             require(
@@ -306,7 +308,8 @@ class TokenizerSuite(Suite):
     @cached_property
     def _texts(self) -> list[str]:
         """The samples, and random parts of them joined."""
-        chance, whole = random.Random(0), "".join(SAMPLES)
+        chance = random.Random(0)
+        whole = "".join(SAMPLES)
         parts = [
             whole[start : start + chance.randrange(1, 12)]
             for start in (chance.randrange(len(whole)) for _ in range(4 * RANDOM_TEXTS))

@@ -22,7 +22,9 @@ def compute(kv: RadixCache, id: str, tokens: Sequence[int]) -> Request:
 
 def test_the_leaf_that_was_used_longest_ago_goes_first() -> None:
     kv = make(num_blocks=4)
-    shared, one, other = [1] * 4, [2] * 4, [3] * 4
+    shared = [1] * 4
+    one = [2] * 4
+    other = [3] * 4
     for tokens in ([*shared, *one], [*shared, *other]):
         kv.free(compute(kv, "r", tokens))
     kv.free(compute(kv, "r", [9] * 8))  # takes the empty block, and one more

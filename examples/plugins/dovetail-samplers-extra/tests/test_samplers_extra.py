@@ -64,7 +64,8 @@ def processed(
     kind: type[LogitsProcessor], logits: np.ndarray, texts: list[list[int]], asked: list[BaseModel], seeds: list[int], prompts: list[int]
 ) -> np.ndarray:
     """Return the logits [n, vocab] of lines after texts, each of which has a row."""
-    count, width = len(texts), max(map(len, texts))
+    count = len(texts)
+    width = max(map(len, texts))
     history = RowHistory(*(torch.full(shape, 1, dtype=torch.int32) for shape in ((count + 1, width), (count + 1,), (count + 1,))))
     for row, text in enumerate(texts):
         history.token_ids[row, : len(text)] = torch.tensor(text)

@@ -49,7 +49,9 @@ def theirs(directory: Path) -> Any:
 
 
 def test_texts_become_the_same_tokens_and_come_back(ours: TekkenTokenizer, theirs: Any) -> None:
-    vocabulary, tekken, chance = ours.vocabulary(), theirs.instruct_tokenizer.tokenizer, random.Random(0)
+    vocabulary = ours.vocabulary()
+    tekken = theirs.instruct_tokenizer.tokenizer
+    chance = random.Random(0)
     samples = TEXTS + ["".join(chance.choices("".join(TEXTS) + "ÄЖ한\U0001f600 ", k=60)) for _ in range(100)]
     for text in samples:
         ids = ours.encode(text)

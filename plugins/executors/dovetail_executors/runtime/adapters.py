@@ -82,16 +82,20 @@ class AdapterBank:
         self, model: Any, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`model`: a `CausalLM` whose weights have memory. Raises `UnsupportedError` if no layer of it can be adapted."""
-        self.step, self.slots, self.max_rank = StepAdapters(), slots, max_rank
+        self.step = StepAdapters()
+        self.slots = slots
+        self.max_rank = max_rank
         rank = -(-max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
         self.targets: dict[str, Target] = {}
-        views, at = [], 0
+        views = []
+        at = 0
         adapted: list[tuple[LinearLayer | LMHead, dict[str, tuple[Part, ...]]]] = [*_layers(model)]
         if adapted:
             adapted += _heads(model)
         for layer, modules in adapted:
             out, inputs = _own_shape(modules)
-            a, b = (len(modules) * rank, inputs), (out, rank)
+            a = (len(modules) * rank, inputs)
+            b = (out, rank)
             places = (at, a), (at + math.prod(a), b)
             for index, (name, parts) in enumerate(modules.items()):
                 self.targets[name] = Target(parts, *places, index * rank)
@@ -169,7 +173,8 @@ class AdapterWork(DeviceWork):
 
     def __init__(self, step: StepAdapters, slots: torch.Tensor) -> None:
         """`slots` [max_rows + 1] int32: of the rows."""
-        self._step, self._slots = step, slots
+        self._step = step
+        self._slots = slots
 
     def around(self, inputs: ModelInputs) -> AbstractContextManager[None]:
         return self._step.of_tokens(self._slots.index_select(0, inputs.rows), inputs.wanted)
@@ -178,7 +183,8 @@ class AdapterWork(DeviceWork):
 class Adapters(StepFeature[Literal[True]]):
     """Adapters of the rows, in a bank. Steps without any don't notice it."""
 
-    part, axis = AdapterRows, AdapterWork.axis
+    part = AdapterRows
+    axis = AdapterWork.axis
 
     def __init__(self, bank: AdapterBank, rows: RowState) -> None:
         """The rows have a column `COLUMN`."""
@@ -231,7 +237,8 @@ class AdapterPlan(FeaturePlan):
     columns = {COLUMN: _slots_of}  # noqa: RUF012
 
     def build(self, loaded: Loaded) -> Adapters:
-        dtype, device = loaded.plan.dtype, loaded.device
+        dtype = loaded.plan.dtype
+        device = loaded.device
         bank = AdapterBank(loaded.model, self.slots, self.max_rank, dtype, device)
         return Adapters(bank, loaded.rows)
 

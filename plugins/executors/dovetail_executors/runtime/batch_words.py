@@ -24,7 +24,9 @@ from dovetail.api.kv_cache import PageCopy
 
 Words = NDArray[np.int32]
 
-_HEAD, _NEW = 13, 6  # words
+# words
+_HEAD = 13
+_NEW = 6
 
 
 def to_words(batch: Batch) -> list[Words]:
@@ -110,7 +112,8 @@ class _Reader:
     """Reads arrays from a message in order."""
 
     def __init__(self, words: Words, at: int) -> None:
-        self._words, self._at = words, at
+        self._words = words
+        self._at = at
 
     def take(self, count: int) -> Words:
         taken = self._words[self._at : self._at + count]
@@ -132,10 +135,8 @@ def _added_words(added: Sequence[NewRow]) -> list[Words]:
         (new.row, new.prompt_len, new.computed, len(new.token_ids), len(id), len(new.pages))
         for new, id in zip(added, ids, strict=True)
     ]
-    tokens, tables = (
-        [new.token_ids for new in added],
-        [pages for new in added for pages in new.pages],
-    )
+    tokens = [new.token_ids for new in added]
+    tables = [pages for new in added for pages in new.pages]
     counts = np.array([len(pages) for pages in tables], np.int32)
     return [
         np.array(heads, np.int32).reshape(-1),
@@ -154,7 +155,8 @@ def _started(
     counts = [reader.take(head[5]).tolist() for head in heads]
     tokens = [reader.take(head[3]) for head in heads]
     tables = [tuple(map(reader.take, own)) for own in counts]
-    ids, at = reader.take_bytes(sum(head[4] for head in heads)), 0
+    ids = reader.take_bytes(sum(head[4] for head in heads))
+    at = 0
     samplings, parts = pickle.loads(reader.take_bytes(pickled))
     added = []
     for (row, prompt_len, computed, _, length, _), own, pages, sampling in zip(

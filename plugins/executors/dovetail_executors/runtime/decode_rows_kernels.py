@@ -63,14 +63,15 @@ def _append(
     at = tl.arange(0, BLOCK)
     wait(PDL)
     values = tl.load(hidden + i.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    n, row, token_id = tl.num_programs(0), tl.load(rows + i), tl.load(token_ids + i)
+    n = tl.num_programs(0)
+    row = tl.load(rows + i)
+    token_id = tl.load(token_ids + i)
     tl.store(outputs + i, token_id)
     tl.store(outputs + n + i, tl.max((values != values).to(tl.int32), 0).to(tl.int64))
-    count, last, goes_on = (
-        tl.full((), 0, tl.int32),
-        token_id,
-        tl.load(ahead + i) == 0,
-    )  # a row's first line extends it
+    # a row's first line extends it
+    count = tl.full((), 0, tl.int32)
+    last = token_id
+    goes_on = tl.load(ahead + i) == 0
     if goes_on:
         end = known + row * width + tl.load(positions + i) + 1
         while goes_on:
@@ -89,8 +90,10 @@ def _append(
 def last_tokens(
     state: RowState, lines: Lines, drafts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    n, device = len(lines.rows), lines.rows.device
-    token_ids, positions = torch.empty_like(lines.rows), torch.empty_like(lines.rows)
+    n = len(lines.rows)
+    device = lines.rows.device
+    token_ids = torch.empty_like(lines.rows)
+    positions = torch.empty_like(lines.rows)
     if n:
         launch(_last_tokens, (n,))(
             *lines,

@@ -66,7 +66,8 @@ class HeadPlan(FeaturePlan):
         def wrong(what: str) -> PluginError:
             return PluginError(f"draft head {config.draft_head}: {what}")
 
-        make, directory = import_target(config.draft_head, wrong), Path(config.draft_model)
+        make = import_target(config.draft_head, wrong)
+        directory = Path(config.draft_model)
         try:
             arch: HeadArch = make(directory, target.config, dummy=config.load_format == "dummy")
             specs = arch.layer_specs(group)
@@ -102,7 +103,9 @@ class HeadPlan(FeaturePlan):
 
     def build(self, loaded: Loaded) -> RunningHead:
         """Load the head of the loaded model. Raises as `load_model`."""
-        target, first, device = self.target, self.layers[0].index, loaded.device
+        target = self.target
+        first = self.layers[0].index
+        device = loaded.device
         make = loaded.make_layer
         if target.cache_dtype is not None:
             make = CacheScales(device).wrap(make)
@@ -134,7 +137,8 @@ class HeadWork(DeviceWork):
     """Lets the head follow a step once its tokens are sampled."""
 
     def __init__(self, head: RunningHead) -> None:
-        self.taps, self._head = head.taps, head
+        self.taps = head.taps
+        self._head = head
 
     def after_growth(self, outputs: ModelOutputs) -> None:
         assert outputs.tapped is not None
@@ -180,9 +184,13 @@ class RunningHead(Proposer):
         """`dtype`: of the target's states. The backend and the sampling are the target's. `name`:
         for humans."""
         self.model: Any = head  # a DraftHead
-        self.taps, self.name = arch.taps, name
-        self._backend, self._sampling, self._rows = backend, sampling, sampling.rows
-        self.work, rows = HeadWork(self), sampling.rows
+        self.taps = arch.taps
+        self.name = name
+        self._backend = backend
+        self._sampling = sampling
+        self._rows = sampling.rows
+        self.work = HeadWork(self)
+        rows = sampling.rows
         self._states = torch.zeros(
             rows.max_rows + 1, arch.hidden_size, dtype=dtype, device=rows.device
         )  # by row: what its next draft is made of
@@ -209,13 +217,15 @@ class RunningHead(Proposer):
         token_indices, positions, states, count = tapped
         states = self.model.fuse(states)
         self.model.store(self._tokens_after(token_indices), positions, states)
-        rows, states = token_indices[:count] // self._rows.row_width, states[:count]
+        rows = token_indices[:count] // self._rows.row_width
+        states = states[:count]
         is_last = positions[:count] + 2 == self._rows.num_tokens[rows]
         self._states[torch.where(is_last, rows, self._rows.max_rows)] = states
 
     def propose(self, drafts: Drafts, rows: Int32, graphs: Graphs | None) -> None:
         chosen = asks_model(drafts)
-        drafting, counts = rows[chosen].astype(np.int64), drafts.counts[chosen]
+        drafting = rows[chosen].astype(np.int64)
+        counts = drafts.counts[chosen]
         for ahead in range(int(counts.max(initial=0))):
             left = drafting[counts > ahead]
             graph = None if graphs is None else graphs.for_drafts(left)

@@ -151,7 +151,8 @@ class DraftSteps(Builder):
 
     def __init__(self, key: GraphKey, sizes: Sequence[int], parts: StepParts, model: Any) -> None:
         super().__init__(key, sizes, parts)
-        self._model, self._lines_per_row = model, 2 if key.axes == FIRST else 1
+        self._model = model
+        self._lines_per_row = 2 if key.axes == FIRST else 1
 
     def inputs(self, size: int) -> DecodeInputs:
         inputs = DecodeInputs(size * self._lines_per_row, self.parts.rows)
@@ -160,7 +161,8 @@ class DraftSteps(Builder):
 
     def run(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return the drafts [size] int64."""
-        rows, sampling = self.parts.rows, self.parts.sampling
+        rows = self.parts.rows
+        sampling = self.parts.sampling
         token_ids, positions = map(settled, last_tokens(rows, inputs.lines))
         hidden = settled(self._model(token_ids, positions))
         last = slice(self._lines_per_row - 1, None, self._lines_per_row)
@@ -187,8 +189,11 @@ class DraftModel(Proposer):
         """`model` is a CausalLM with the layers `specs`. The others are the target's. `max_tokens`:
         of a step. `name`: for humans."""
         self.model: Any = model
-        self.work, self.name = DraftWork(model), name
-        self._backend, self._sampling, self._rows = backend, sampling, sampling.rows
+        self.work = DraftWork(model)
+        self.name = name
+        self._backend = backend
+        self._sampling = sampling
+        self._rows = sampling.rows
         self._max_tokens = max_tokens
         # Of each row, leading known tokens whose K and V are in the cache
         self._computed = np.zeros(self._rows.max_rows, np.int64)
@@ -228,7 +233,8 @@ class DraftModel(Proposer):
 
     def propose(self, drafts: Drafts, rows: Int32, graphs: Graphs | None) -> None:
         chosen = asks_model(drafts)
-        drafting, counts = rows[chosen].astype(np.int64), drafts.counts[chosen]
+        drafting = rows[chosen].astype(np.int64)
+        counts = drafts.counts[chosen]
         if not len(drafting):
             return
         self._propose_first(drafting, graphs)

@@ -21,7 +21,8 @@ def feature_plans(
 ) -> list[FeaturePlan]:
     """Return the features of an engine, in the order in which they take part in a step. Raises as
     each plan does, if a model can't be served with what is asked for."""
-    config, plans = context.config, list[FeaturePlan]()
+    config = context.config
+    plans = list[FeaturePlan]()
     if config.max_adapters:
         plans.append(AdapterPlan(config.max_adapters, config.max_adapter_rank))
     if config.max_drafts:
@@ -29,7 +30,8 @@ def feature_plans(
     if config.draft_head is not None:
         plans.append(HeadPlan.of(config, plan, group))
     elif config.draft_model is not None:
-        models, quantizations = context.models, context.quantizations
+        models = context.models
+        quantizations = context.quantizations
         plans.append(DraftPlan.of(config, plan, models, group, device, quantizations))
     own = [make(context, plan, group, device) for make in config.features]
     return [*plans, *own, PromptLogprobsPlan(), PoolerPlan(plan.pooling)]

@@ -147,7 +147,8 @@ class MixedSteps(Builder):
         self.splitter = splitter
 
     def inputs(self, size: int) -> MixedInputs:
-        rows, nothing = self.parts.rows, np.zeros(0, np.int32)
+        rows = self.parts.rows
+        nothing = np.zeros(0, np.int32)
         # Large steps compute only wanted states, of at most half of the tokens.
         most_wanted = rows.max_lines if size >= 2 * rows.max_lines else 0
         inputs = MixedInputs(size, rows, most_wanted)
@@ -198,7 +199,8 @@ class DecodeSteps(Builder):
 
     def run(self, inputs: DecodeInputs) -> Any:
         """Return `Sampled`, or `ModelOutputs` with hidden states [size, hidden]."""
-        parts, lines = self.parts, inputs.lines
+        parts = self.parts
+        lines = inputs.lines
         token_ids, positions = map(settled, last_tokens(parts.rows, lines, inputs.drafts))
         of_model = ModelInputs(token_ids, positions, parts.rows.row_width, line_rows=lines.rows)
         outputs = parts.model.run(of_model, self.key)
@@ -276,11 +278,13 @@ def decode_builders(
     """Return the builders for decode steps of up to `most_lines` lines, for sampling as many, and
     those of features, if the sampler can be captured. Sampling comes after the model and reads its
     states: later recordings in a pool don't reuse the memory of outputs that are kept."""
-    can, processors = parts.sampling.sampler.capabilities, parts.sampling.processors
+    can = parts.sampling.sampler.capabilities
+    processors = parts.sampling.processors
     if not can.cuda_graph or not parts.generates:
         return []
     sizes = row_sizes(most_lines, with_drafts=parts.rows.max_lines > parts.rows.max_rows)
-    few, sharing = half_of(sizes), sharing_row_sizes(most_lines)
+    few = half_of(sizes)
+    sharing = sharing_row_sizes(most_lines)
     # Sampling beside plain one: with everything, and with logits processors, too.
     more = [frozenset[str]()] if can.cuda_graph_full else []
     if can.cuda_graph_full and processors.captured:
@@ -338,7 +342,8 @@ class Graphs:
 
     def __init__(self, builders: Sequence[Builder], parts: StepParts) -> None:
         """Keys are recorded in the order of `builders`."""
-        self._builders, self._parts = tuple(builders), parts
+        self._builders = tuple(builders)
+        self._parts = parts
         self._replayed: list[GraphKey] = []
         # Of recorded keys: ascending sizes, and the recording of each
         self._table: dict[GraphKey, tuple[tuple[int, ...], list[Graph]]] = {}
@@ -405,7 +410,8 @@ class Graphs:
             name: torch.cuda.graph_pool_handle()
             for name in {builder.pool for builder in self._builders}
         }
-        done, total = 0, sum(len(builder.sizes) for builder in self._builders)
+        done = 0
+        total = sum(len(builder.sizes) for builder in self._builders)
         stream = torch.cuda.Stream(self._parts.rows.device)  # type: ignore[no-untyped-call]
         for builder in self._builders:
             recorded = list[Graph]()
@@ -505,5 +511,6 @@ class Graphs:
         if capture is None:
             return None
         if asks is not None:
-            capture, axes = Capture.FULL, axes | PROCESSED
+            capture = Capture.FULL
+            axes = axes | PROCESSED
         return self.find(GraphKey(part, capture, axes), len(host_rows))

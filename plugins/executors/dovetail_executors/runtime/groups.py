@@ -74,19 +74,20 @@ class TorchGroup:
         listens with the socket `store_fd`. `address` is that at which the other ranks reach this host, between CPUs. `timeout_s`: timeout of
         collectives on CPUs; on GPUs the executor has to abort them. `before_join`: called right before this rank joins, and by rank 0 repeatedly
         while it waits for the others; it may raise the error that they died of."""
-        self.rank, self.size, self.device = rank, size, device
+        self.rank = rank
+        self.size = size
+        self.device = device
         self.failure: BaseException | None = None  # error of the first failed collective
         self._shares: RankShares | None = None
         self.why_not_symmetric = (
             "the ranks are on CPUs" if device.type == "cpu" else "it wasn't requested"
         )
-        self._name, self._store, self._timeout_s, self._before_join = (
-            name,
-            store,
-            timeout_s,
-            before_join,
-        )
-        self._store_fd, self._address = store_fd, address
+        self._name = name
+        self._store = store
+        self._timeout_s = timeout_s
+        self._before_join = before_join
+        self._store_fd = store_fd
+        self._address = address
         self._group: dist.ProcessGroup | None = None
         self._backend: Any = None
         self._aborting: threading.Thread | None = None
@@ -203,7 +204,8 @@ class TorchGroup:
             except (RuntimeError, NotImplementedError, KernelUnavailable) as error:
                 why = _in_short(error)
             if not self._agree(group, not why):
-                self._shares, self.why_not_symmetric = None, why or "another rank can't allocate it"
+                self._shares = None
+                self.why_not_symmetric = why or "another rank can't allocate it"
                 return
 
     def _agree(self, group: dist.ProcessGroup, fine: bool) -> bool:
@@ -242,7 +244,8 @@ class TorchGroup:
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors along `dim`, in the order of ranks. Raises errors of the transport."""
-        shares, last = self.shares, dim in (-1, x.dim() - 1)
+        shares = self.shares
+        last = dim in (-1, x.dim() - 1)
         if shares is not None and last and (whole := shares.all_gather(x)) is not None:
             return whole
         gathered = x.new_empty((self.size, *x.shape))
@@ -259,8 +262,10 @@ class TorchGroup:
         """
         if self._shares is not None:
             self._shares.release()
-        backend, self._backend = self._backend, None
-        self._ended, self._group = True, None
+        backend = self._backend
+        self._backend = None
+        self._ended = True
+        self._group = None
         if backend is not None and self.device.type == "cuda":
             self._aborting = threading.Thread(
                 target=self._abort, args=(backend,), name="dovetail-aborts", daemon=True
@@ -349,7 +354,8 @@ class TorchGroup:
             time.sleep(POLL_S)
 
     def _make_backend(self, store: Store) -> tuple[Any, Any]:
-        kinds, timeout = dist.ProcessGroup.BackendType, timedelta(seconds=self._timeout_s)
+        kinds = dist.ProcessGroup.BackendType
+        timeout = timedelta(seconds=self._timeout_s)
         if self.device.type == "cpu":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]

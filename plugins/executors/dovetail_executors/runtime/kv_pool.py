@@ -80,11 +80,9 @@ def pool_pages(
     """
     needed = layout.most_pages(max_model_len, config.max_num_batched_tokens)
     if num_pages is not None:
-        pages, source, remedy = (
-            num_pages,
-            f"num_blocks: {num_pages}",
-            f"raise num_blocks to {needed}",
-        )
+        pages = num_pages
+        source = f"num_blocks: {num_pages}"
+        remedy = f"raise num_blocks to {needed}"
     elif not layout.page_bytes:
         return config.max_num_seqs
     elif config.kv_cache_memory is not None:
@@ -147,7 +145,9 @@ class KVPool:
         self, planned: PlannedLayout, device: torch.device, states: States | None = None
     ) -> None:
         """`states`: of the recurrent layers, if there are any."""
-        self.planned, self.device, self.states = planned, device, states
+        self.planned = planned
+        self.device = device
+        self.states = states
         self.layers: dict[int, AttentionLayer] = {}  # of the backend, by index
         self._memory: list[
             torch.Tensor

@@ -37,7 +37,8 @@ class CacheScales:
     """Scales of all layers of one rank: ones, until they are read or calibrated."""
 
     def __init__(self, device: torch.device, *, calibrate: bool = False) -> None:
-        self._device, self._calibrate = device, calibrate
+        self._device = device
+        self._calibrate = calibrate
         self._scales: dict[int, KVScales] = {}  # by the layer's index
         self.to_calibrate = calibrate  # and no step has yet had prompts
         self._running = False
@@ -106,13 +107,11 @@ class _CalibratedLayer(AttentionLayer):
     """A layer whose scales are set from the values that it writes while `calibrating`."""
 
     def __init__(self, layer: AttentionLayer, scales: KVScales, owner: CacheScales) -> None:
-        self.spec, self.kv_scales, self._layer, self._scales, self._owner = (
-            layer.spec,
-            layer.kv_scales,
-            layer,
-            scales,
-            owner,
-        )
+        self.spec = layer.spec
+        self.kv_scales = layer.kv_scales
+        self._layer = layer
+        self._scales = scales
+        self._owner = owner
 
     def bind(self, cache: LayerCache) -> None:
         self._layer.bind(cache)

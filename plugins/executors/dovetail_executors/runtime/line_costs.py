@@ -28,7 +28,8 @@ TIMES = 3
 def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
     """Replay the decode graphs of some numbers of lines, of rows with few tokens, and return the median seconds of each. Empty if there are none, or
     rows are too short for that. The KV pool must be allocated; rows are empty before and after, and what the first page holds is undefined."""
-    rows, costs = runner.rows, list[tuple[int, float]]()
+    rows = runner.rows
+    costs = list[tuple[int, float]]()
     for count in LINES:
         graph = graphs.find(DECODE, count)
         if graph is None or count > rows.max_lines:
@@ -60,13 +61,12 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
 def draft_costs(runner: Runner, draft: Proposer, drafts: int) -> tuple[tuple[int, float], ...]:
     """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by
     draft, the host's work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
-    rows, costs = runner.rows, list[tuple[int, float]]()
+    rows = runner.rows
+    costs = list[tuple[int, float]]()
     most = min(rows.max_rows, rows.max_lines // (1 + drafts)) if 2 + drafts <= rows.max_len else 0
     for count in sorted({count for count in DRAFTING_ROWS if count < most} | {most} - {0}):
-        asked, seconds = (
-            Drafts(np.full(count, drafts, np.int32), np.full(count * drafts, -1, np.int32)),
-            list[float](),
-        )
+        asked = Drafts(np.full(count, drafts, np.int32), np.full(count * drafts, -1, np.int32))
+        seconds = list[float]()
         batch = batch_of_drafts(rows, asked, known=2)
         for _ in range(1 + (TIMES if runner.device.type == "cuda" else 1)):
             with _rows_of(runner, batch):

@@ -78,10 +78,8 @@ class ModelPlan:
             )
         dtype = resolve_dtype(config.dtype, hf_config, device)
         specs = arch.layer_specs(hf_config, group)
-        own, indivisible = (
-            arch.pooling(hf_config),
-            bool(specs) and not any(spec.causal for spec in specs),
-        )
+        own = arch.pooling(hf_config)
+        indivisible = bool(specs) and not any(spec.causal for spec in specs)
         if made_for == "classify" and not own.head:
             own = replace(own, head=(HeadLayer("score"),))
         pooling = PoolingPlan.of(
@@ -96,7 +94,8 @@ class ModelPlan:
         cache_dtype = (
             None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
         )
-        states, state_dtype = arch.state_specs(hf_config, group), getattr(torch, config.state_dtype)
+        states = arch.state_specs(hf_config, group)
+        state_dtype = getattr(torch, config.state_dtype)
         plan = cls(
             arch,
             hf_config,

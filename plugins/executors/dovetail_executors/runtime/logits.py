@@ -161,7 +161,9 @@ class LogitsProcessors:
     ) -> tuple[list[ProcessedRow], dict[int, str]]:
         """Return the rows with their arguments, and the rows whose arguments are invalid here
         although they were valid on arrival."""
-        rows, wrong, name = list[ProcessedRow](), dict[int, str](), self.names[index]
+        rows = list[ProcessedRow]()
+        wrong = dict[int, str]()
+        name = self.names[index]
         for row, sampling in asking:
             try:
                 rows.append(
@@ -198,7 +200,8 @@ class LogitsProcessors:
     def _begin(self, index: int, rows: Sequence[ProcessedRow]) -> dict[int, str]:
         """Start rows. Returns those that the processor rejects, and why."""
         if index not in self._lost and rows:
-            name, update = f"logits processor {self.names[index]}", self._made[index].update
+            name = f"logits processor {self.names[index]}"
+            update = self._made[index].update
             try:
                 update([], rows)
                 return {}

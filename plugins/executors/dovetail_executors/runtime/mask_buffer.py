@@ -19,7 +19,8 @@ class MaskBuffer:
 
     def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
         self._width = -(-vocab_size // 32)
-        self._most, self._device = most, device
+        self._most = most
+        self._device = device
         self.words = torch.zeros(
             (most, self._width), dtype=torch.int32, device=device
         )  # [most, ceil(vocab / 32)]

@@ -37,7 +37,9 @@ class GraphKey:
         return "_".join([self.part, *full, *sorted(self.axes)])
 
 
-MIXED, DECODE, MODEL = GraphKey("mixed"), GraphKey("decode", Capture.TOKENS), GraphKey("model")
+MIXED = GraphKey("mixed")
+DECODE = GraphKey("decode", Capture.TOKENS)
+MODEL = GraphKey("model")
 SHARED: frozenset[str] = frozenset({"shared"})
 PROCESSED: frozenset[str] = frozenset({"processed"})
 

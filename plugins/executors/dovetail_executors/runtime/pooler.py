@@ -127,7 +127,8 @@ class PooledStep:
 class Pooler(StepFeature[PooledStep]):
     """Rows that pool, of one device. Its memory is allocated when first needed."""
 
-    part, reads_states = PoolingRows, True
+    part = PoolingRows
+    reads_states = True
 
     def __init__(
         self,
@@ -140,7 +141,10 @@ class Pooler(StepFeature[PooledStep]):
     ) -> None:
         """`layers`: from pooled states to embeddings; `head`: to scores. `reads_types`: as of the
         model."""
-        self.plan, self._layers, self._head, self._state = plan, layers, head, rows
+        self.plan = plan
+        self._layers = layers
+        self._head = head
+        self._state = rows
         self._reads_types = reads_types
         self.asking = self._rows = dict[int, _Row]()
         self._held: torch.Tensor | None = None
@@ -159,14 +163,16 @@ class Pooler(StepFeature[PooledStep]):
         if not self.plan.capacity.generates:
             pooling = RowPooling(self.plan.capacity.tasks[-1])
             added = tuple(replace(new, sampling=None) for new in batch.added)
-            index, none = np.arange(len(batch.rows), dtype=np.int32), np.zeros(len(added), np.bool_)
+            index = np.arange(len(batch.rows), dtype=np.int32)
+            none = np.zeros(len(added), np.bool_)
             rows = PoolingRows({new.row: pooling for new in added}, index)
             yield replace(batch, added=added, yields_token=none, parts=(rows,))
 
     def begin(self, step: Step) -> PooledStep | None:
         """Raises `DovetailError` if a row wants what this model can't serve, or the result of a row
         is due that doesn't pool."""
-        batch, part = step.batch, step.batch.part(PoolingRows)
+        batch = step.batch
+        part = step.batch.part(PoolingRows)
         for row in batch.removed.tolist():
             self._rows.pop(row, None)
         if part is not None:
@@ -200,20 +206,24 @@ class Pooler(StepFeature[PooledStep]):
 
     def wants(self, step: Step, note: PooledStep, host: HostInputs) -> Wanted:
         """Raises `DovetailError` if a result is due before the row's last token is computed."""
-        every, firsts = False, list[int]()
+        every = False
+        firsts = list[int]()
         for index in note.indices:
-            number, due = int(step.batch.rows[index]), index in note.due
+            number = int(step.batch.rows[index])
+            due = index in note.due
             if due and int(host.kv_lens[index]) != int(self._state.known[number]):
                 raise DovetailError(
                     f"step {step.number}: the result of row {number} is due before its last token "
                     "is computed"
                 )
-            row, begins = self._rows[number], int(self._state.computed[number]) == 0
+            row = self._rows[number]
+            begins = int(self._state.computed[number]) == 0
             begin, end = host.query_starts[index : index + 2].tolist()
             if row.of_each_token or self.plan.capacity.method == "mean":
                 every = True
             elif self.plan.capacity.method == "last":
-                begin, end = end - 1, end if due else end - 1
+                begin = end - 1
+                end = end if due else end - 1
             else:
                 end = begin + 1 if begins else begin
             last = note.members[-1] if note.members else None
@@ -239,7 +249,8 @@ class Pooler(StepFeature[PooledStep]):
         return (host.positions >= of_tokens).astype(np.int64)
 
     def after_model(self, step: Step, note: PooledStep, states: FinalStates) -> None:
-        hidden, places = states.hidden, states.places
+        hidden = states.hidden
+        places = states.places
         for group in _grouped(member for member in note.members if member.row.of_each_token):
             copy = HostCopy(
                 self._finished(group[0].row.pooling, _taken(hidden, _places(group, places)).float())
@@ -370,9 +381,12 @@ class PoolerPlan(FeaturePlan):
     def build(self, loaded: Loaded) -> Pooler:
         """Load the layers. Raises `ModelLoadError` if tensors are missing, or of other shapes than
         the config says."""
-        plan, device, config = self.pooling, loaded.device, loaded.config
+        plan = self.pooling
+        device = loaded.device
+        config = loaded.config
         seed = config.seed if config.load_format == "dummy" else None  # of random weights
-        hidden_size, vocab_size = int(loaded.plan.config.hidden_size), loaded.plan.vocab_size
+        hidden_size = int(loaded.plan.config.hidden_size)
+        vocab_size = loaded.plan.vocab_size
         layers = _loaded(plan.layers, hidden_size, device, seed)
         if plan.score_tokens is None:
             head = _loaded(plan.head, hidden_size, device, seed)

@@ -155,7 +155,8 @@ class PoolingPlan:
         """Return the plan for the checkpoint in `directory`. `overrides`: `ExecutorConfig.pooling`; `config`: transformers' of the checkpoint.
 
         Raises `ModelLoadError`, `UnsupportedError` or `ConfigError` that names the file or the key."""
-        directory, size = Path(directory), int(config.hidden_size)
+        directory = Path(directory)
+        size = int(config.hidden_size)
         stored = Stored.of(directory)
         if unknown := sorted(overrides.keys() - {"method", "normalize", "score_tokens"}):
             raise ConfigError(f"pooling: the executor knows no {', '.join(unknown)}")
@@ -167,12 +168,10 @@ class PoolingPlan:
         tokens, labels = _score_tokens(
             directory, overrides.get("score_tokens"), stored.score_tokens
         )
-        tasks, activation, layers, head = (
-            list[PoolingTask](),
-            "sigmoid",
-            stored.layers,
-            tuple[StoredLayer, ...](),
-        )
+        tasks = list[PoolingTask]()
+        activation = "sigmoid"
+        layers = stored.layers
+        head = tuple[StoredLayer, ...]()
         pair_activation = "sigmoid"
         if made_for == "classify":
             if tokens is not None:
@@ -180,7 +179,8 @@ class PoolingPlan:
                     "pooling.score_tokens: this checkpoint has a classifier of its own"
                 )
             labels = tuple(str(config.id2label[index]) for index in sorted(config.id2label))
-            tasks, layers = ["classify", "token_classify"], ()
+            tasks = ["classify", "token_classify"]
+            layers = ()
             own_activation = stored.activation or _stored_activation(config, directory)
             activation = own_activation or _usual_activation(config, directory)
             pair_activation = own_activation or "sigmoid"
@@ -335,7 +335,8 @@ def _dense(folder: Path) -> StoredLayer:
 def _logit_tokens(folder: Path) -> tuple[int, int | None]:
     path = folder / "config.json"
     config = read_checked(path, LOGIT_SCORE)
-    yes, no = config.get("true_token_id"), config.get("false_token_id")
+    yes = config.get("true_token_id")
+    no = config.get("false_token_id")
     if type(yes) is not int or (no is not None and type(no) is not int):
         raise ModelLoadError(
             f"{path}: expected the ids true_token_id and perhaps false_token_id, got {shown(config)}"

@@ -62,7 +62,8 @@ def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
     added = tuple(
         NewRow(row, "profile", tokens, count, 0, pages, RowSampling()) for row in range(num_rows)
     )
-    index, counts = np.arange(num_rows, dtype=np.int32), np.full(num_rows, count, np.int32)
+    index = np.arange(num_rows, dtype=np.int32)
+    counts = np.full(num_rows, count, np.int32)
     yields = np.ones(num_rows, np.bool_)
     return empty_batch(added=added, rows=index, num_tokens=counts, yields_token=yields)
 
@@ -76,7 +77,8 @@ def drafting_batch(rows: RowState, lines: int) -> Batch:
 
 def batch_of_drafts(rows: RowState, drafts: Drafts, known: int) -> Batch:
     """Return a step in which new rows with `known` tokens each check these drafts."""
-    num_rows, counts = len(drafts.counts), 1 + drafts.counts
+    num_rows = len(drafts.counts)
+    counts = 1 + drafts.counts
     pages = tuple(
         np.zeros(group.blocks(known + int(counts.max())) * group.pages_per_block, np.int32)
         for group in rows.layout.groups

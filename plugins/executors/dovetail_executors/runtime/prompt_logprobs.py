@@ -63,7 +63,8 @@ class RowsWithPromptLogprobs(StepFeature[Asked]):
         for index, start, count in zip(
             note.indices.tolist(), note.starts.tolist(), note.counts.tolist(), strict=True
         ):
-            row, first = int(step.batch.rows[index]), int(states.places[end])
+            row = int(step.batch.rows[index])
+            first = int(states.places[end])
             end += count
             ids = self._rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = note.results[index] = LogprobsCopy()

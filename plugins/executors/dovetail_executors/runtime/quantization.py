@@ -34,7 +34,8 @@ def choose_quantization(
     checkpoint."""
     if not said:
         return None if asked is None else _quantizing(asked, installed)
-    path, method = Path(model_dir) / "config.json", said.get(METHOD)
+    path = Path(model_dir) / "config.json"
+    method = said.get(METHOD)
     if not isinstance(method, str):
         raise ModelLoadError(
             f"{path}: quantization_config: expected {METHOD}, the name of a way of storing weights, got {shown(method)}"

@@ -52,16 +52,15 @@ class RankShares:
         `released` [1] int32 is pinned memory of the host, 0."""
         from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS, Exchange
 
-        self.rank, self.size, self.dtype, self.numbers = (
-            rank,
-            size,
-            dtype,
-            share_bytes // dtype.itemsize,
-        )
+        self.rank = rank
+        self.size = size
+        self.dtype = dtype
+        self.numbers = share_bytes // dtype.itemsize
         flags = [
             len(buffer) - left * MOST_PROGRAMS * size * 4 for left in range(PLACES + 2, 0, -1)
         ]  # where those of each part begin
-        self._buffer, self._released = buffer, released
+        self._buffer = buffer
+        self._released = released
         self._places = [
             buffer[place * share_bytes :][:share_bytes].view(dtype) for place in range(PLACES)
         ]
@@ -97,7 +96,8 @@ class RankShares:
         ranks, if such a sum has no room here, or takes too long so."""
         if rows * size > self.numbers or dtype != self.dtype or rows == 0:
             return None
-        self._given, self._next = self._next, (self._next + 1) % PLACES
+        self._given = self._next
+        self._next = (self._next + 1) % PLACES
         return self._places[self._given][: rows * size].view(rows, size)
 
     def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
@@ -132,7 +132,8 @@ class RankShares:
         if not self._exchanges(x):
             return None
         self._part(x).copy_(x)
-        out, columns = x.new_empty((*x.shape[:-1], self.size * x.shape[-1])), x.shape[-1]
+        out = x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
+        columns = x.shape[-1]
         with suppress(KernelUnavailable):
             gather_parts(out, columns, self._exchange)
             return out
@@ -193,10 +194,8 @@ def check(shares: RankShares, device: torch.device) -> None:
     total = shares.size * (shares.size + 1) // 2
     right = []
     for _ in range(PLACES):
-        x, place = (
-            torch.zeros((3, 128), dtype=shares.dtype, device=device),
-            shares.place(3, 128, shares.dtype),
-        )
+        x = torch.zeros((3, 128), dtype=shares.dtype, device=device)
+        place = shares.place(3, 128, shares.dtype)
         assert place is not None
         place.fill_(shares.rank + 1)
         shares.add(x, None)

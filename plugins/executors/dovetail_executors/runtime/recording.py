@@ -107,7 +107,9 @@ class SplitLayer(AttentionLayer):
     """Attention layer at which a piecewise recording is split."""
 
     def __init__(self, layer: AttentionLayer, splitter: LayerSplitter) -> None:
-        self.spec, self._layer, self._splitter = layer.spec, layer, splitter
+        self.spec = layer.spec
+        self._layer = layer
+        self._splitter = splitter
 
     def bind(self, cache: LayerCache) -> None:
         self._layer.bind(cache)

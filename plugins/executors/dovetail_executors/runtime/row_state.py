@@ -60,13 +60,11 @@ class RowState:
         columns: Mapping[str, Column] | None = None,
     ) -> None:
         self.max_lines = max(max_rows, max_lines)
-        self.max_rows, self.max_len, self.layout, self.device, self.states = (
-            max_rows,
-            max_len,
-            layout,
-            device,
-            states,
-        )
+        self.max_rows = max_rows
+        self.max_len = max_len
+        self.layout = layout
+        self.device = device
+        self.states = states
         self._columns = dict(columns or {})  # how new rows get theirs
         self.block_size = layout.block_size
         self.max_blocks = -(-max_len // self.block_size)
@@ -100,10 +98,9 @@ class RowState:
         sizes = [-(-each // ALIGNED) * ALIGNED for each in numbers]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         num_tokens, prompt_lens, *own, token_ids, tables = torch.split(self._all, sizes)
-        self.num_tokens, self.prompt_lens = (
-            num_tokens[:count],
-            prompt_lens[:count],
-        )  # known: their ids are in `token_ids`
+        # known: their ids are in `token_ids`
+        self.num_tokens = num_tokens[:count]
+        self.prompt_lens = prompt_lens[:count]
         self.num_tokens[max_rows] = 1
         self.columns = {
             name: values[:count] for name, values in zip(self._columns, own, strict=True)
@@ -194,7 +191,8 @@ class RowState:
     def check(self, batch: Batch) -> None:
         """Raise `DovetailError` that names a request with too few tokens or blocks for the batch,
         or says what is wrong with its drafts."""
-        ends, known = self.computed[batch.rows] + batch.num_tokens, self.known[batch.rows]
+        ends = self.computed[batch.rows] + batch.num_tokens
+        known = self.known[batch.rows]
         if batch.drafts is not None:
             known = known + self._checked_drafts(batch, batch.drafts)
         capacity = self._capacity(batch.rows)
@@ -242,10 +240,8 @@ class RowState:
                     self.row_width,
                 )
                 return
-        rows, positions = (
-            token_indices[:count] // self.row_width,
-            token_indices[:count] % self.row_width,
-        )
+        rows = token_indices[:count] // self.row_width
+        positions = token_indices[:count] % self.row_width
         sizes = self._block_tokens[:, None]
         pages = tables[
             torch.arange(self.num_tables, device=self.device)[:, None], rows, positions // sizes
@@ -289,7 +285,8 @@ class RowState:
 
     def _checked_drafts(self, batch: Batch, drafts: Drafts) -> NDArray[np.int32]:
         """Return the number of each row's drafts."""
-        counts, count = drafts.counts, len(drafts.token_ids)
+        counts = drafts.counts
+        count = len(drafts.token_ids)
         if counts.shape != batch.rows.shape or (counts < 0).any() or counts.sum() != count:
             raise DovetailError(
                 f"step {batch.step} has {count} drafts for {len(batch.rows)} rows; by its counts "

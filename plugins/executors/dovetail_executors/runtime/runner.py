@@ -52,7 +52,8 @@ class WantedStates:
 
     def ask(self, step: Step, host: HostInputs, most: int) -> None:
         """Add those of the step's features. More than `most` states aren't computed apart."""
-        tokens, count = [self.tokens], len(self.tokens)
+        tokens = [self.tokens]
+        count = len(self.tokens)
         for feature, note in step.notes.items():
             wanted = feature.wants(step, note, host)
             if wanted is not None:
@@ -90,7 +91,10 @@ class Runner:
         token.
         """
         self.model: Any = model
-        self.backend, self.pool, self.sampling, self.clock = backend, pool, sampling, clock
+        self.backend = backend
+        self.pool = pool
+        self.sampling = sampling
+        self.clock = clock
         self.rows, self.device = sampling.rows, sampling.rows.device
         self.features = tuple(features)
         states = () if self.rows.states is None else (StatePlan(self.rows.states, self.rows),)
@@ -147,7 +151,8 @@ class Runner:
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
         """Launch the step kernel by kernel."""
-        graphs, self.graphs = self.graphs, None
+        graphs = self.graphs
+        self.graphs = None
         try:
             yield
         finally:
@@ -160,7 +165,8 @@ class Runner:
         self._check_drafts(batch)
         self.rows.update(batch)
         self.rows.check(batch)
-        ids, lines = self.rows.request_ids, HostLines.of(batch)
+        ids = self.rows.request_ids
+        lines = HostLines.of(batch)
         step = Step(batch, ids, lines, started, span)
         step.is_plain_decode = len(lines.rows) == batch.num_tokens.sum() and not batch.checkpoints
         if batch.copies:
@@ -200,7 +206,8 @@ class Runner:
             )
         if batch.drafts is None:
             return
-        ids, size = batch.drafts.token_ids, self.sampling.vocab_size
+        ids = batch.drafts.token_ids
+        size = self.sampling.vocab_size
         if ((ids < self._lowest_draft) | (ids >= size)).any():
             there = "a" if self._lowest_draft < 0 else "no"
             raise DovetailError(
@@ -240,7 +247,9 @@ class Runner:
         wanted = WantedStates(host.line_ends, host.line_ends)
         if step.notes:
             wanted.ask(step, host, self.rows.max_lines)
-        shared, graph, num_tokens = step.shared_blocks, None, len(host.token_indices)
+        shared = step.shared_blocks
+        graph = None
+        num_tokens = len(host.token_indices)
         if self.graphs is not None and not wanted.extra:
             graph = self.graphs.for_model(num_tokens, step.graph_axes, all_states=wanted.every)
         if self.graphs is not None and graph is not None:
@@ -248,7 +257,8 @@ class Runner:
             whole = graph.whole
             attention = host.attention_batch(self.rows, inputs, shared, mixed_graph=whole)
             outputs = self.graphs.replay(graph, attention).without_padding(num_tokens)
-            step.key, wanted.every = graph.key, graph.inputs.all_states
+            step.key = graph.key
+            wanted.every = graph.inputs.all_states
         else:
             step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
             inputs = host.to_device(self.rows)
@@ -290,7 +300,8 @@ class Runner:
 
     def _finish(self, step: Step) -> None:
         """Sample the step, unless it was replayed as a whole, and enqueue what follows."""
-        outputs, step.outputs = step.outputs, None
+        outputs = step.outputs
+        step.outputs = None
         if outputs is not None:
             if len(step.lines.rows):
                 self._sample(step, outputs.hidden)
@@ -356,7 +367,8 @@ class Runner:
             self._count_drafts(step, yielded)
         failed: dict[int, str] = {}
         for place in np.flatnonzero(yielded.broken).tolist():
-            flags, line = int(yielded.broken[place]), int(yielded.lines[place])
+            flags = int(yielded.broken[place])
+            line = int(yielded.lines[place])
             failed[int(yielded.rows[place])] = self.sampling.why_broken(step, flags, line)
         parts: list[Any] = []
         for feature, note in step.notes.items():
@@ -400,7 +412,8 @@ class Runner:
 
     def _count_drafts(self, step: Step, yielded: Yielded) -> None:
         """Update the host's counts of rows, now that the accepted drafts are known."""
-        batch, counts = step.batch, yielded.counts
+        batch = step.batch
+        counts = yielded.counts
         assert batch.drafts is not None
         assert counts is not None
         self.rows.known[batch.rows] += counts

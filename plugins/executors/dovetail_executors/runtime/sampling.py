@@ -41,7 +41,9 @@ class Sampling:
         vocab_size: int,
         processors: LogitsProcessors,
     ) -> None:
-        self.sampler, self.rows, self.processors = sampler, rows, processors
+        self.sampler = sampler
+        self.rows = rows
+        self.processors = processors
         self.vocab_size = vocab_size
         self.masks = MaskBuffer(rows.max_lines, vocab_size, rows.device)
         # Rows of collected steps in `Step.refused`: their requests have ended
@@ -56,7 +58,8 @@ class Sampling:
         what this one rejected."""
         if step.told:
             return
-        step.told, batch = True, step.batch
+        step.told = True
+        batch = step.batch
         if len(batch.removed) or batch.added:
             self._change(step, batch)
         if self.processors.names:
@@ -82,7 +85,8 @@ class Sampling:
         except Exception:
             if not added:
                 raise
-            name, update = f"sampler {type(self.sampler).__name__}", self.sampler.update
+            name = f"sampler {type(self.sampler).__name__}"
+            update = self.sampler.update
             step.refused = update_one_by_one(name, update, removed, added, _with_defaults)
         if self.processors.names:
             step.refused = self.processors.update(removed, added) | step.refused
@@ -124,7 +128,11 @@ class Sampling:
         """Launch the sampling of the step's lines [n] from logits [n, vocab], and fetch the
         results. `hidden` [n, hidden]: of the lines' last tokens. Log-probabilities are those of the
         unmasked logits."""
-        host_rows, asks, masked, process, raw = step.lines.rows, step.asks, None, None, logits
+        host_rows = step.lines.rows
+        asks = step.asks
+        masked = None
+        process = None
+        raw = logits
         if step.masked is not None:
             masked = to_device(step.masked, self.rows.device)
             raw = logits.clone() if (self.rows.logprobs[host_rows] >= 0).any() else logits
@@ -228,7 +236,8 @@ def last_tokens(
         with suppress(KernelUnavailable):
             return kernels.last_tokens(state, lines, drafts)
     positions = state.history.lengths(lines).long() - 1
-    ids, places = state.token_ids.view(-1), lines.rows * state.row_width + positions
+    ids = state.token_ids.view(-1)
+    places = lines.rows * state.row_width + positions
     if drafts is not None:
         ids[places] = torch.where(drafts >= 0, drafts, ids[places])
     return ids[places].long(), positions
@@ -264,7 +273,8 @@ def append(
 
         with suppress(KernelUnavailable):
             return kernels.append(state, lines, positions, token_ids, hidden)
-    ids, places = state.token_ids.view(-1), lines.rows * state.row_width + positions + 1
+    ids = state.token_ids.view(-1)
+    places = lines.rows * state.row_width + positions + 1
     followed = torch.zeros_like(token_ids, dtype=torch.bool)  # by another line of its row
     followed[:-1] = lines.ahead[1:] > 0
     ends = (~followed | (ids[places] != token_ids)).long()  # its row gets nothing of later lines

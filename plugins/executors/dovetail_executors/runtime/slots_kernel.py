@@ -27,9 +27,11 @@ def _put_slots(
     MAX_BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    token, table = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    table = tl.program_id(1).to(tl.int64)
     index = tl.load(token_indices + token, mask=token < count, other=0)
-    row, position = index // ROW_WIDTH, index % ROW_WIDTH
+    row = index // ROW_WIDTH
+    position = index % ROW_WIDTH
     size = tl.load(block_tokens + table)
     page = tl.load(
         tables + table * TABLE_SIZE + row * MAX_BLOCKS + position // size,

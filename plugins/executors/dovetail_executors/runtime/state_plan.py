@@ -24,7 +24,8 @@ class StatePlan:
 
     def plan(self, step: Step, host: HostInputs, inputs: DeviceInputs) -> None:
         """Plan a step that is launched."""
-        batch, states = step.batch, self.states
+        batch = step.batch
+        states = self.states
         checkpoint_at = self._checkpoints(batch)
         planned = states.batch(
             inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at
@@ -38,7 +39,8 @@ class StatePlan:
     def _checkpoints(self, batch: Batch) -> NDArray[np.int32]:
         """Return after how many of its tokens each row's state is copied, and enqueue where to; 0:
         it isn't. Raises `DovetailError` for a checkpoint that the step can't write."""
-        checkpoint_at, most = np.zeros(len(batch.rows), np.int32), batch.num_tokens
+        checkpoint_at = np.zeros(len(batch.rows), np.int32)
+        most = batch.num_tokens
         if not batch.checkpoints:
             return checkpoint_at
         if batch.drafts is not None:

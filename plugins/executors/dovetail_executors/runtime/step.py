@@ -59,7 +59,8 @@ class SampledCopy:
         with_logprobs: bool = False,
     ) -> None:
         """`order` [n]: indices of the step's lines for the first n of `sampled`; None: same order."""
-        self._order, self._size = order, sampled.tokens.shape[1]
+        self._order = order
+        self._size = sampled.tokens.shape[1]
         self._columns = sampled.columns if with_logprobs else 0
         self._copy = HostCopy(
             sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens
@@ -73,7 +74,9 @@ class SampledCopy:
     def logprobs(self, n: int, k: int) -> HostLogprobs:
         """Return log-probabilities of each line's token and of the k most likely, or as many as
         there are."""
-        words, size, columns = self._copy.value, self._size, self._columns
+        words = self._copy.value
+        size = self._size
+        columns = self._columns
         ends = np.cumsum([6 * size, 2 * size, 2 * size * columns]).tolist()
         _, ranks, token_ids, values = np.split(words, ends)
         return HostLogprobs(
@@ -210,10 +213,12 @@ class Yielded:
     @classmethod
     def of(cls, step: Step) -> Yielded:
         """Read the results of a step that the device has passed."""
-        batch, logprobs = step.batch, step.host_logprobs()
+        batch = step.batch
+        logprobs = step.host_logprobs()
         token_ids, broken, gained = step.tokens()
         if batch.drafts is None:
-            rows, lines = np.flatnonzero(batch.yields_token), np.arange(len(token_ids))
+            rows = np.flatnonzero(batch.yields_token)
+            lines = np.arange(len(token_ids))
             of_rows = np.full(len(batch.rows), -1, np.int64)
             of_rows[rows] = token_ids
             return cls(broken, rows, lines, of_rows, logprobs, None)

@@ -99,7 +99,8 @@ class HostInputs:
 
         `num_lines` [b]: those of the rows; None: each has one.
         """
-        row_of, positions = rows.repeat(counts), ranges(first, counts)
+        row_of = rows.repeat(counts)
+        positions = ranges(first, counts)
         starts = np.zeros(len(rows) + 1, np.int32)
         starts[1:] = counts.cumsum()
         kv_lens = (first + counts).astype(np.int32)
@@ -213,12 +214,11 @@ class MixedInputs:
     """
 
     def __init__(self, size: int, state: RowState, most_wanted: int) -> None:
-        tokens, rows, short = (
-            np.zeros(size, np.int64),
-            np.zeros(state.max_rows, np.int64),
-            np.zeros(state.max_rows + 1, np.int32),
-        )
-        wanted, table = np.zeros(most_wanted, np.int64), np.zeros(TABLE_ENTRIES, np.int32)
+        tokens = np.zeros(size, np.int64)
+        rows = np.zeros(state.max_rows, np.int64)
+        short = np.zeros(state.max_rows + 1, np.int32)
+        wanted = np.zeros(most_wanted, np.int64)
+        table = np.zeros(TABLE_ENTRIES, np.int32)
         self._slots = _Slots(size, state)
         self._mirror = Mirror(
             [tokens, tokens, self._slots.sent, rows, short, short[:-1], wanted, table], state.device
@@ -244,11 +244,9 @@ class MixedInputs:
     def rows(self, count: int, tables: torch.Tensor | None = None) -> DeviceInputs:
         """Return the inputs of `rows` rows, optionally with these tables, and of all tokens."""
         every = self._all
-        rows, query_starts, kv_lens = (
-            every.rows[:count],
-            every.query_starts[: count + 1],
-            every.kv_lens[:count],
-        )
+        rows = every.rows[:count]
+        query_starts = every.query_starts[: count + 1]
+        kv_lens = every.kv_lens[:count]
         return DeviceInputs(
             every.token_indices, every.positions, every.slots, rows, query_starts, kv_lens, tables
         )
@@ -259,7 +257,8 @@ class MixedInputs:
         token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = (
             self._mirror.arrays
         )
-        tokens, count = len(host.token_indices), len(host.rows)
+        tokens = len(host.token_indices)
+        count = len(host.rows)
         for padded, own, padding in (
             (token_indices, host.token_indices, 0),
             (positions, host.positions, 0),
@@ -289,12 +288,11 @@ class DecodeInputs:
     attends. Padding uses row `max_rows`, whose token goes to the waste page."""
 
     def __init__(self, size: int, state: RowState) -> None:
-        self.size, self._state = size, state
-        numbers, small, table = (
-            np.zeros(size, np.int64),
-            np.zeros(size, np.int32),
-            np.zeros(TABLE_ENTRIES, np.int32),
-        )
+        self.size = size
+        self._state = state
+        numbers = np.zeros(size, np.int64)
+        small = np.zeros(size, np.int32)
+        table = np.zeros(TABLE_ENTRIES, np.int32)
         self._waste = state.waste_slots[:, None]
         self._mirror = Mirror(
             [numbers, small, self._waste.repeat(size, 1), small, small - 1, table], state.device
@@ -307,7 +305,9 @@ class DecodeInputs:
         """Enqueue the copy of a step in which each of `lines` [n], n <= size, computes its last
         token. Returns the step for attention. Block tables are copied with the other inputs if they
         fit, otherwise gathered on the device."""
-        state, count, host_rows = self._state, len(lines.rows), lines.rows
+        state = self._state
+        count = len(lines.rows)
+        host_rows = lines.rows
         kv_lens = state.known[host_rows] + lines.ahead
         all_rows, all_ahead, all_slots, all_lens, all_drafts, blocks = self._mirror.arrays
         for array, own, padding in (
@@ -343,7 +343,8 @@ class DecodeInputs:
     @property
     def states(self) -> StateBatch:
         """The step for recurrent layers, including its padding."""
-        states, lens = self._state.states, np.ones(self.size, np.int32)
+        states = self._state.states
+        lens = np.ones(self.size, np.int32)
         ahead = self.lines.ahead if states is not None and states.max_lines else None
         return StateBatch(
             self.size,
@@ -363,7 +364,9 @@ class SamplingInputs:
 
     def __init__(self, size: int, nobody: int, states: torch.Tensor) -> None:
         """`states` [any, hidden] are hidden states of the model, for their width and dtype."""
-        rows, nothing, none = np.full(size, nobody), np.zeros(size, np.int64), np.full(size, -1)
+        rows = np.full(size, nobody)
+        nothing = np.zeros(size, np.int64)
+        none = np.full(size, -1)
         self._nobody = nobody
         self._mirror = Mirror([rows, nothing.astype(np.int32), nothing, none], states.device)
         self._mirror.send()

@@ -22,17 +22,16 @@ class TrialRun:
 
     def __init__(self, runner: Runner, num_pages: int, max_tokens: int, *, rounds_kv: bool) -> None:
         """`num_pages` of the pool; `max_tokens` of a step."""
-        self._runner, self._num_pages, self._max_tokens, self.rounds_kv = (
-            runner,
-            num_pages,
-            max_tokens,
-            rounds_kv,
-        )
+        self._runner = runner
+        self._num_pages = num_pages
+        self._max_tokens = max_tokens
+        self.rounds_kv = rounds_kv
 
     def __call__(
         self, sequences: Sequence[Sequence[int]], first: int, *, recorded: bool = True
     ) -> list[list[tuple[int, float]]]:
-        rows, length = self._runner.rows, len(sequences[0])
+        rows = self._runner.rows
+        length = len(sequences[0])
         at_once = max(
             1,
             min(
@@ -52,7 +51,8 @@ class TrialRun:
     def _run(
         self, sequences: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]], first: int
     ) -> list[list[tuple[int, float]]]:
-        index, length = np.arange(len(sequences), dtype=np.int32), len(sequences[0])
+        index = np.arange(len(sequences), dtype=np.int32)
+        length = len(sequences[0])
         tables = [_tables(self._runner.rows.layout, row, length) for row in range(len(sequences))]
         found: list[list[tuple[int, float]]] = [[] for _ in sequences]
         steps = [
@@ -66,10 +66,8 @@ class TrialRun:
                 NewRow(row, "trial", ids[:end], end, begin, tables[row], GREEDY)
                 for row, ids in enumerate(sequences)
             )
-            count, yields = (
-                np.full(len(index), end - begin, np.int32),
-                np.full(len(index), end >= first),
-            )
+            count = np.full(len(index), end - begin, np.int32)
+            yields = np.full(len(index), end >= first)
             batch = empty_batch(
                 removed=index if step else nothing,
                 added=added,

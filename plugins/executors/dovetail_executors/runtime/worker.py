@@ -62,7 +62,9 @@ class Worker:
     def __init__(self, context: ExecutorContext, group: ParallelGroup, executor: str) -> None:
         """`group`: ranks that share the model's weights; `dovetail.nn.parallel.SINGLE` if this one
         has the whole model. `executor`: the executor's name in errors. Loads nothing yet."""
-        self.context, self.group, self.executor = context, group, executor
+        self.context = context
+        self.group = group
+        self.executor = executor
         self.runner: Runner | None = None  # None unless the model is loaded
         self._graphs: Graphs | None = None  # the runner's, once captured
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
@@ -83,7 +85,8 @@ class Worker:
         or attention backend can serve it here, and `ConfigError` if there is no sampler, or if the
         pool can't hold one sequence of `max_model_len` tokens.
         """
-        context, config = self.context, self.context.config
+        context = self.context
+        config = self.context.config
         plan = ModelPlan.of(config, context.models, self.group, device, context.quantizations)
         plans = feature_plans(context, plan, self.group, device)
         specs = [*plan.specs, *(spec for each in plans for spec in each.layers)]
@@ -131,7 +134,8 @@ class Worker:
         device: torch.device,
     ) -> Loaded:
         """Load the model, with attention that is bound to the pool, and make what samples it."""
-        config, progress = self.context.config, self.context.progress
+        config = self.context.config
+        progress = self.context.progress
         bound = make_layer = pool.wrap(chosen.backend.make_layer)
         if plan.cache_dtype is not None:
             self._scales = CacheScales(device, calibrate=config.kv_cache_scales == "calibrate")
@@ -168,7 +172,9 @@ class Worker:
 
     def _capacity(self, loaded: Loaded, attention: str, pool: KVPool, pages: int) -> Capacity:
         """Return what the rank can do with `pages` pages, with what its features add to that."""
-        plan, device, layout = loaded.plan, loaded.device, pool.planned.layout
+        plan = loaded.plan
+        device = loaded.device
+        layout = pool.planned.layout
         details = {
             "device": describe_device(device),
             "dtype": plan.dtype_name,
@@ -323,7 +329,8 @@ class Worker:
         device: torch.device,
     ) -> KVPool:
         """Lay the cache out for these layers, and for the model's states."""
-        config, states = self.context.config, None
+        config = self.context.config
+        states = None
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
         planned = kv_layout(
             backend, specs, plan.cache_dtype or plan.dtype_name, sizes, plan.max_model_len
@@ -347,7 +354,8 @@ class Worker:
         """Make the rows, and what samples them."""
         if self.context.sampler is None:
             raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
-        config, name = self.context.config, self.context.sampler.name
+        config = self.context.config
+        name = self.context.sampler.name
         rows = RowState(
             config.max_num_seqs,
             plan.max_model_len,
@@ -375,7 +383,8 @@ class Worker:
         return Sampling(sampler, rows, plan.vocab_size, processors)
 
     def _make_pool(self, num_pages: int) -> None:
-        config, runner = self.context.config, self._running()
+        config = self.context.config
+        runner = self._running()
         runner.pool.allocate(num_pages)
         runner.rows.pool_allocated(num_pages)
         runner.backend.prepare(

@@ -80,7 +80,8 @@ class LLMEngine:
         if the engine has failed.
         """
         num_tokens = self.engine.run_in_thread().call(self._step)
-        outputs, self._finished = self._finished, []
+        outputs = self._finished
+        self._finished = []
         return [(_seq_id(output), _token_ids(output)) for output in outputs], num_tokens
 
     def _step(self) -> int:

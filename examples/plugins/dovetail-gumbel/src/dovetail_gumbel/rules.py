@@ -52,7 +52,8 @@ def _bans(sampling: RowSampling, seen: Seen) -> list[int]:
 
 def _penalised(logits: torch.Tensor, sampling: RowSampling, seen: Seen) -> torch.Tensor:
     known = _index({*seen.prompt, *seen.output}, logits)
-    values, penalty = logits[known], sampling.repetition_penalty
+    values = logits[known]
+    penalty = sampling.repetition_penalty
     logits[known] = torch.where(values > 0, values / penalty, values * penalty)
     counts = torch.bincount(_index(seen.output, logits), minlength=len(logits))
     return logits - counts * sampling.frequency_penalty - (counts > 0) * sampling.presence_penalty

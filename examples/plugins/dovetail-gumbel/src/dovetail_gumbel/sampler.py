@@ -56,7 +56,8 @@ class GumbelSampler(Sampler):
         for row in removed:
             self._ruled.pop(row, None)
         for row, sampling in added:
-            top_k, rank = sampling.top_k or self.context.vocab_size, sampling.extra_args.get(RANK, 0)
+            top_k = sampling.top_k or self.context.vocab_size
+            rank = sampling.extra_args.get(RANK, 0)
             self._parameters[row] = (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed % 2**64, rank)
             self._logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
             if has_rules(sampling):

@@ -45,7 +45,8 @@ def wrong_sizes(config: Any) -> list[str]:
     """Reasons for sizes that no model can have, or that the layers below would get wrong."""
     if reasons := [f"{name} = {getattr(config, name)} must be at least 1" for name in (*COUNTS, *SIZES) if getattr(config, name) < 1]:
         return reasons
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
     if heads % kv_heads:
         reasons.append(f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}")
     if config.hidden_size % (2 * heads):
@@ -84,7 +85,8 @@ class ProjectionNorm(Layer):
     def __init__(self, projection: Part, eps: float, context: BuildContext) -> None:
         """`projection`: which rows of q's or of k's projection this rank has. It has the same of the norm's weight."""
         super().__init__()
-        self.group, self.eps = context.parallel, eps
+        self.group = context.parallel
+        self.eps = eps
         part = Part(projection.source_shape[:1], 0, projection.start, projection.size)
         self.weight = Weight((part.size,), {None: part}, context, scale=True)
 
@@ -99,7 +101,8 @@ class ProjectionNorm(Layer):
 class Attention(Layer):
     def __init__(self, index: int, config: Any, context: BuildContext) -> None:
         super().__init__()
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden = config.hidden_size
+        bias = config.attention_bias
         self.spec = layer_spec(config, index, context.parallel)
         self.qkv_proj = QKVParallelLinear(hidden, config.num_attention_heads, config.num_key_value_heads, self.spec.head_size, context, bias=bias)
         self.q_norm = ProjectionNorm(self.qkv_proj.weight.parts["q"], config.rms_norm_eps, context)
@@ -145,7 +148,8 @@ class Block(Layer):
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Where the checkpoint's tensors go whose names begin with `prefix`. Several go into one fused parameter, as its parts."""
-        attention, mlp = self.attention, self.mlp
+        attention = self.attention
+        mlp = self.mlp
         layers: dict[str, tuple[Layer, str | None]] = {
             "self_attn.q_proj": (attention.qkv_proj, "q"),
             "self_attn.k_proj": (attention.qkv_proj, "k"),
@@ -177,7 +181,9 @@ class Olmo2Model(nn.Module):
         self.head = LMHead(config.vocab_size, config.hidden_size, context, tied=self.embedding if config.tie_word_embeddings else None)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        x, rotation = self.embedding(token_ids), self.rotary(positions)  # x [tokens, hidden]
+        # x [tokens, hidden]
+        x = self.embedding(token_ids)
+        rotation = self.rotary(positions)
         *earlier, last = self.blocks
         for block in earlier:
             x = block(x, rotation)

@@ -130,7 +130,8 @@ class RadixCache(KVCacheManager):
         return Allocation(self._pages(tables), cached=num_tokens)
 
     def take_copies(self) -> Sequence[PageCopy]:
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         return copies
 
     def free(self, request: Request) -> None:
@@ -169,7 +170,9 @@ class RadixCache(KVCacheManager):
             return None
         for number, _ in self._groups:
             self._tree.hold(hit.blocks[number], number)  # before any is taken, so that none of these is
-        tokens, tables, unseen = max(num_tokens, cached), [], []
+        tokens = max(num_tokens, cached)
+        tables = []
+        unseen = []
         for number, group in self._groups:
             found = cached // group.block_tokens
             unseen.append(found - len(hit.blocks[number]))
@@ -179,7 +182,8 @@ class RadixCache(KVCacheManager):
 
     def _first_cost(self, hit: Hit, num_tokens: int, leaving: Sequence[Mapping[int, int]]) -> list[int]:
         """Return by group how many blocks a request that holds none would take, once the `leaving` holders (block -> their number) are freed."""
-        cached, holders = len(hit.path) * self._size, self._tree.holders
+        cached = len(hit.path) * self._size
+        holders = self._tree.holders
         unheld = [sum(holders[block] == gone.get(block, 0) for block in own) for own, gone in zip(hit.blocks, leaving, strict=True)]
         return [unheld[number] + max(0, group.blocks(num_tokens) - cached // group.block_tokens) for number, group in self._groups]
 
@@ -240,7 +244,9 @@ class RadixCache(KVCacheManager):
 
     def _tokens(self, request: Request, index: int) -> Tokens:
         """The tokens of its node number `index`, which are known."""
-        start, end, prompt = index * self._size, (index + 1) * self._size, request.prompt_tokens
+        start = index * self._size
+        end = (index + 1) * self._size
+        prompt = request.prompt_tokens
         tokens = request.prompt_token_ids[start:end]
         return tokens if end <= prompt else (*tokens, *request.output_token_ids[max(0, start - prompt) : end - prompt])
 

@@ -28,7 +28,8 @@ class Node:
     __slots__ = ("blocks", "children", "parent", "tokens")
 
     def __init__(self, tokens: Tokens, parent: Node | None, groups: int) -> None:
-        self.tokens, self.parent = tokens, parent
+        self.tokens = tokens
+        self.parent = parent
         self.blocks: list[int | None] = [None] * groups
         self.children: dict[Tokens, Node] = {}
 
@@ -66,7 +67,8 @@ class RadixTree:
 
     @property
     def counts(self) -> PageCounts:
-        free, held = len(self._empty), sum(self._held)
+        free = len(self._empty)
+        held = sum(self._held)
         return PageCounts(free, held, self.available - free, tuple(self._held) if len(self._held) > 1 else ())
 
     def pages(self, block: int) -> Pages:
@@ -74,7 +76,8 @@ class RadixTree:
 
     def find(self, keys: tuple[str, ...], prefix: Iterable[Tokens]) -> list[Node]:
         """The nodes of the longest beginning of `prefix` that is in the tree; they may lack blocks of groups with a window."""
-        node, found = self._roots.get(keys), []
+        node = self._roots.get(keys)
+        found = []
         if node is not None:
             for tokens in prefix:
                 node = node.children.get(tokens)
@@ -112,7 +115,8 @@ class RadixTree:
 
     def take(self, count: int, group: int) -> list[int]:
         """Blocks for one holder. If too few pages are empty, what was used longest ago is evicted, but no node above others unless all are."""
-        blocks, width = [], self.widths[group]
+        blocks = []
+        width = self.widths[group]
         while len(self._empty) < count * width:
             self.remove(next((block for block in self._cached if self._is_leaf(block)), next(iter(self._cached))))
         for _ in range(count):

@@ -15,7 +15,9 @@ from dovetail_samplers_extra.records import Record, Recorded
 MAX_MATCH = 50  # tokens of a repetition that are compared; the penalty of longer ones is that of this many
 MAX_BREAKERS = 128
 MAX_PENALTY = 1e30  # so that a logit stays finite
-NONE, ANY = -1, -2  # instead of token ids: before and after the earlier text; after the end of the last tokens
+# instead of token ids: before and after the earlier text; after the end of the last tokens
+NONE = -1
+ANY = -2
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
@@ -71,9 +73,14 @@ class Dry(Recorded):
 
     @torch.inference_mode()
     def apply(self, logits: torch.Tensor, lines: Lines) -> None:
-        vocab, history, rows = logits.shape[1], self.context.history, lines.rows
-        tokens, lengths = history.token_ids[rows], history.lengths(lines)[:, None]  # [n, width], [n, 1]
-        starts, breakers = (lengths - self.field("window", rows)).clamp(min=0), self.field("breakers", rows)
+        vocab = logits.shape[1]
+        history = self.context.history
+        rows = lines.rows
+        # [n, width], [n, 1]
+        tokens = history.token_ids[rows]
+        lengths = history.lengths(lines)[:, None]
+        starts = (lengths - self.field("window", rows)).clamp(min=0)
+        breakers = self.field("breakers", rows)
         matches = repetitions(tokens, lengths, starts, breakers)[:, :-1]
         follows = tokens[:, 1:].long()
         follows = follows.where((matches > 0) & (follows < vocab), vocab)
@@ -87,7 +94,8 @@ class Dry(Recorded):
 def repetitions(tokens: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, breakers: torch.Tensor) -> torch.Tensor:
     """Return for each place of tokens [n, width] how many tokens up to it, `MAX_MATCH` at most, are the last ones of the line: [n, width] int32. The
     line's own last token has none. lengths [n, 1]: tokens of each line; starts [n, 1]: the first place that is searched; breakers [n, m]."""
-    width, device = tokens.shape[1], tokens.device
+    width = tokens.shape[1]
+    device = tokens.device
     places = torch.arange(width, device=device)
     earlier = tokens.where((places >= starts) & (places < lengths - 1), NONE)
     back = lengths - 1 - torch.arange(MAX_MATCH, device=device)  # [n, MAX_MATCH]: places of the last tokens, the last first

@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail_samplers_extra.records import Record, Recorded, total
 
-GOLDEN, SALT = -0x61C8864680B583EB, 0x58544358544358  # 2^64 / golden ratio as int64; another stream than that of samplers
+# 2^64 / golden ratio as int64; another stream than that of samplers
+GOLDEN = -0x61C8864680B583EB
+SALT = 0x58544358544358
 MULTIPLIERS = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
@@ -36,7 +38,8 @@ class Xtc(Recorded):
 
     @torch.inference_mode()
     def apply(self, logits: torch.Tensor, lines: Lines) -> None:
-        rows, history = lines.rows, self.context.history
+        rows = lines.rows
+        history = self.context.history
         positions = (history.lengths(lines) - history.prompt_lens[rows]).long()[:, None]
         removes = uniform(self.field("seed", rows), positions) < self.field("probability", rows)  # [n, 1]
         weights = (logits - logits.amax(1, keepdim=True)).exp()

@@ -39,7 +39,8 @@ class TekkenTokenizer(Tokenizer):
             self.mistral: MistralTokenizer[Any, Any, Any, Any, Any] = MistralTokenizer.from_file(path)
             self.tekken: Tekkenizer = self.mistral.instruct_tokenizer.tokenizer
             self.special = frozenset(range(self.tekken.num_special_tokens))
-            self.begin, self.end = self.tekken.bos_id, self.tekken.eos_id
+            self.begin = self.tekken.bos_id
+            self.end = self.tekken.eos_id
         except Exception as error:  # an assertion, a key, JSON, base64: whatever is damaged
             raise ModelLoadError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
